@@ -1,0 +1,39 @@
+"""Stable Diffusion on AMD GPUs: fast, small and trouble-free.
+
+>>> import rocm_sd
+>>> pipe = rocm_sd.optimize(pipe)  # the same picture, sooner
+>>> print(rocm_sd.report(pipe))    # what was replaced, what was left alone, and why
+>>> pipe = rocm_sd.restore(pipe)
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+__all__ = ["__version__", "detect", "optimize", "report", "restore"]
+
+if TYPE_CHECKING:
+    from rocm_sd.arch import detect
+    from rocm_sd.engine import optimize, report, restore
+
+# Resolved on first use: importing rocm_sd costs nothing, and set-up reads arch/ before torch is installed.
+_LAZY = {
+    "detect": "rocm_sd.arch",
+    "optimize": "rocm_sd.engine",
+    "report": "rocm_sd.engine",
+    "restore": "rocm_sd.engine",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(_LAZY[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

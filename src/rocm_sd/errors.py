@@ -1,0 +1,92 @@
+"""Every error a user can meet: one sentence that says what happened and why, and a hint: what to type next."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+__all__ = [
+    "CorruptModel",
+    "DeviceUnavailable",
+    "InvalidOption",
+    "MissingDependency",
+    "ModelNotFound",
+    "NoDiskSpace",
+    "NumericsFailure",
+    "RocmSdError",
+    "Unsupported",
+]
+
+
+class RocmSdError(Exception):
+    """Base of all; `exit_code` is what the command line returns for it (docs/cli.md lists them)."""
+
+    exit_code: ClassVar[int] = 1
+
+    def __init__(self, message: str, *, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return f"{self.message} {self.hint}" if self.hint else self.message
+
+
+class InvalidOption(RocmSdError):
+    """A value the user gave is not one that is known: InvalidOption("level", "fast", ["auto", "memory"])."""
+
+    exit_code = 2
+
+    def __init__(self, option: str, value: object, choices: list[str], *, hint: str | None = None) -> None:
+        listed = ", ".join(choices)
+        super().__init__(f"{option} {value!r} is not known.", hint=hint or f"Use one of: {listed}.")
+        self.option = option
+        self.value = value
+        self.choices = choices
+
+
+class Unsupported(RocmSdError):
+    """An implementation asked for by name cannot do this: Unsupported("conv2d", "groups=2")."""
+
+    exit_code = 3
+
+    def __init__(self, what: str, reason: str, *, hint: str | None = None) -> None:
+        super().__init__(f"{what} does not support {reason}.", hint=hint)
+        self.what = what
+        self.reason = reason
+
+
+class ModelNotFound(RocmSdError):
+    exit_code = 4
+
+
+class CorruptModel(RocmSdError):
+    exit_code = 4
+
+
+class NoDiskSpace(RocmSdError):
+    exit_code = 5
+
+    def __init__(self, path: object, *, needed: int | None = None, free: int | None = None) -> None:
+        sizes = f" ({needed / 1e6:.1f} MB needed, {free / 1e6:.1f} MB free)" if needed and free is not None else ""
+        super().__init__(
+            f"There is no space left to write {path}{sizes}.", hint="Free some, or choose another place with --out."
+        )
+
+
+class DeviceUnavailable(RocmSdError):
+    exit_code = 6
+
+
+class NumericsFailure(RocmSdError):
+    """A fast path and the reference disagree: the result is withheld."""
+
+    exit_code = 7
+
+
+class MissingDependency(RocmSdError):
+    """An optional package is needed: MissingDependency("scikit-image", "quality")."""
+
+    exit_code = 8
+
+    def __init__(self, package: str, extra: str) -> None:
+        super().__init__(f"{package} is not installed.", hint=f"Type: pip install 'rocm-sd[{extra}]'")
