@@ -1,0 +1,5 @@
+"""Level 2: which implementation and which config. Numbers live in data/<arch>/<op>.json, never in Python."""
+
+from rocm_sd.tuning.choice import Choice, Problem, lookup
+
+__all__ = ["Choice", "Problem", "lookup"]

@@ -1,0 +1,31 @@
+"""Device code in Triton: one file per op, a kernel body and its launcher; the config is passed in.
+
+Importing this package needs no Triton; importing one of its modules does. Ask `why_not(device)` first.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+from rocm_sd import settings
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["why_not"]
+
+
+@cache
+def _installed() -> bool:
+    return find_spec("triton") is not None
+
+
+def why_not(device: torch.device) -> str | None:
+    """The reason that Triton kernels cannot run on this device, or None if they can."""
+    if not _installed():
+        return "Triton is not installed"
+    if device.type != "cuda" and not settings.current().triton_interpret:
+        return f"Triton has no code for a tensor on {device.type}"
+    return None

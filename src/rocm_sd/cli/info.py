@@ -1,0 +1,136 @@
+"""rocm-sd info: the device, the versions, and for each op which implementations exist and how each is proven."""
+
+from __future__ import annotations
+
+import json
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from rocm_sd import __version__, settings
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["info"]
+
+PACKAGES = ("torch", "triton", "diffusers", "transformers", "accelerate", "safetensors", "tinygrad")
+
+
+def info(
+    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable, for bug reports and scripts.")] = False,
+) -> None:
+    """Show the device, the versions and how each op is proven here."""
+    facts = gather()
+    if as_json:
+        typer.echo(json.dumps(facts, indent=2))
+    else:
+        _show(facts)
+
+
+def gather() -> dict[str, Any]:
+    import torch
+
+    from rocm_sd import arch
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    architecture, facts = arch.detect(device), arch.device_facts(device)
+    return {
+        "rocm_sd": __version__,
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        "versions": {name: _version(name) for name in PACKAGES},
+        "torch_build": {"hip": torch.version.hip, "cuda": torch.version.cuda},
+        "device": {
+            "type": device.type,
+            "name": facts.name,
+            "arch": architecture.name,
+            "known": architecture.known,
+            "compute_units": facts.compute_units,
+            "memory_bytes": facts.memory_bytes,
+        },
+        "arch": _arch(architecture),
+        "gpus_in_system": [
+            {"name": gpu.name, "arch": gpu.arch_name, "vendor": gpu.vendor.value, "integrated": gpu.integrated}
+            for gpu in arch.find_gpus()
+        ],
+        "settings": settings.current().to_dict(),
+        "ops": _ops(device, architecture.name),
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _arch(architecture: Any) -> dict[str, Any]:
+    fields = (
+        "family", "product", "wave_size", "lds_per_workgroup", "vgprs_per_wave", "compute_units", "l2_bytes",
+        "bandwidth_gbps",
+    )  # fmt: skip
+    facts: dict[str, Any] = {name: getattr(architecture, name) for name in fields}
+    facts["matrix_unit"] = architecture.matrix_unit.value if architecture.matrix_unit else None
+    facts["fp8"] = architecture.fp8.value if architecture.fp8 else None
+    facts["peak_tflops"] = dict(architecture.peak_tflops)
+    return facts
+
+
+def _ops(device: torch.device, architecture: str) -> list[dict[str, Any]]:
+    from rocm_sd.ops import OPS
+    from rocm_sd.tuning import lookup
+    from rocm_sd.verify.proofs import proofs
+
+    rows = []
+    for op in OPS.values():
+        choice = lookup(op.name, architecture, {})
+        implementations = []
+        for implementation in op.implementations:
+            proven = [p for p in proofs() if (p.op, p.implementation) == (op.name, implementation.name)]
+            implementations.append(
+                {
+                    "name": implementation.name,
+                    "why_not_here": implementation.why_not({"dtype": "float16"}, device),
+                    "chosen_here": implementation.name == choice.implementation,
+                    "proven": [{"arch": p.arch, "rung": p.rung, "evidence": p.evidence} for p in proven],
+                }
+            )
+        rows.append({"name": op.name, "summary": op.summary, "why": choice.why, "implementations": implementations})
+    return rows
+
+
+def _show(facts: dict[str, Any]) -> None:
+    console = Console()
+    machine = Table(title=f"rocm-sd {facts['rocm_sd']}", title_justify="left", show_header=False)
+    device, build = facts["device"], facts["torch_build"]
+    memory = f", {device['memory_bytes'] / 2**30:.1f} GiB" if device["memory_bytes"] else ""
+    units = f", {device['compute_units']} compute units" if device["compute_units"] else ""
+    machine.add_row("device", f"{device['name']} ({device['arch']}{units}{memory})")
+    if not device["known"] and device["type"] != "cpu":
+        machine.add_row("", f"{device['arch']} is not in the table: every op runs as stock torch")
+    kind = f"ROCm {build['hip']}" if build["hip"] else f"CUDA {build['cuda']}" if build["cuda"] else "CPU only"
+    machine.add_row("torch", f"{facts['versions']['torch']} ({kind})")
+    others = (f"{name} {number or 'absent'}" for name, number in facts["versions"].items() if name != "torch")
+    machine.add_row("packages", ", ".join(others))
+    machine.add_row("python", f"{facts['python']} on {facts['system']}")
+    for gpu in facts["gpus_in_system"]:
+        machine.add_row(
+            "GPU in system", f"{gpu['name']} ({gpu['arch']})" + (", integrated" if gpu["integrated"] else "")
+        )
+    if device["type"] == "cpu" and facts["gpus_in_system"]:
+        machine.add_row("", "torch does not see it: see INSTALL.md for the torch build that does")
+    console.print(machine)
+
+    ops = Table("op", "implementation", "here", "proven", title="Operators", title_justify="left")
+    for op in facts["ops"]:
+        for implementation in op["implementations"]:
+            here = "used" if implementation["chosen_here"] else implementation["why_not_here"] or "available"
+            proven = ", ".join(f"{p['arch']} {p['rung']}" for p in implementation["proven"]) or "not yet"
+            ops.add_row(op["name"], implementation["name"], here, proven)
+    console.print(ops)

@@ -1,0 +1,109 @@
+"""Writing pictures: whole or not at all, with the parameters that made them inside the PNG."""
+
+from __future__ import annotations
+
+import errno
+import os
+import tempfile
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from PIL import Image, ImageDraw, ImageFont
+from PIL.PngImagePlugin import PngInfo
+
+from rocm_sd.errors import InvalidOption, NoDiskSpace
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+__all__ = ["difference", "save_png", "save_text", "sheet", "writable_folder"]
+
+_PAPER, _INK, _FRAME = "#ffffff", "#1a1a1a", "#d0d0d0"
+
+
+def writable_folder(folder: Path) -> Path:
+    """Make the folder before any work is done, so that a wrong --out costs nothing."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        if error.errno == errno.ENOSPC:
+            raise NoDiskSpace(folder) from error
+        raise InvalidOption(
+            "--out", str(folder), [], hint=f"It cannot be written to ({error.strerror}). Choose another folder."
+        ) from error
+    return folder
+
+
+@contextmanager
+def _whole(path: Path) -> Iterator[Path]:
+    """A path to write to that becomes `path` when all went well, and is gone otherwise."""
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    os.close(handle)
+    unfinished = Path(name)
+    try:
+        yield unfinished
+        unfinished.chmod(0o644)
+        unfinished.replace(path)
+    except OSError as error:
+        if error.errno == errno.ENOSPC:
+            raise NoDiskSpace(path) from error
+        raise
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def save_png(image: Image.Image, path: Path, parameters: Mapping[str, object]) -> None:
+    metadata = PngInfo()
+    metadata.add_text("Software", "rocm-sd")
+    for name, value in parameters.items():
+        metadata.add_itxt(name, str(value))
+    with _whole(path) as unfinished:
+        image.save(unfinished, format="PNG", pnginfo=metadata)
+
+
+def save_text(text: str, path: Path) -> None:
+    with _whole(path) as unfinished:
+        unfinished.write_text(text, encoding="utf-8")
+
+
+def difference(first: Image.Image, second: Image.Image, gain: int = 20) -> tuple[Image.Image, int]:
+    """The absolute difference `gain` times amplified, and its largest value in steps of 1/255."""
+    a, b = (np.asarray(image.convert("RGB"), dtype=np.int16) for image in (first, second))
+    distance = np.abs(a - b)
+    return Image.fromarray(np.clip(distance * gain, 0, 255).astype(np.uint8)), int(distance.max())
+
+
+def sheet(rows: Sequence[Sequence[tuple[Image.Image, str]]], cell: int = 224) -> Image.Image:
+    """Pictures in rows, each with its caption below it, wrapped to two lines."""
+    margin, line = 14, 19
+    caption = 2 * line + 10
+    font = ImageFont.load_default(size=15)
+    columns = max(len(row) for row in rows)
+    paper = Image.new("RGB", (margin + columns * (cell + margin), margin + len(rows) * (cell + caption)), _PAPER)
+    draw = ImageDraw.Draw(paper)
+    for number, row in enumerate(rows):
+        top = margin + number * (cell + caption)
+        for column, (image, text) in enumerate(row):
+            left = margin + column * (cell + margin)
+            # Whole-number enlarging keeps pixels square: a difference of one pixel stays visible.
+            enlarge = Image.Resampling.NEAREST if cell % image.width == 0 else Image.Resampling.LANCZOS
+            paper.paste(image.convert("RGB").resize((cell, cell), enlarge), (left, top))
+            draw.rectangle((left, top, left + cell - 1, top + cell - 1), outline=_FRAME)
+            for place, words in enumerate(_wrapped(text, cell, font)):
+                draw.text((left, top + cell + 6 + place * line), words, fill=_INK, font=font)
+    return paper
+
+
+def _wrapped(text: str, width: int, font: ImageFont.FreeTypeFont | ImageFont.ImageFont) -> list[str]:
+    lines = [""]
+    for word in text.split():
+        longer = f"{lines[-1]} {word}".strip()
+        if font.getlength(longer) <= width:
+            lines[-1] = longer
+        else:
+            lines.append(word)
+    return lines[:2]

@@ -1,0 +1,130 @@
+"""optimize(pipe) and restore(pipe): works on a Diffusers pipeline or on one of its modules."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+from rocm_sd import arch
+from rocm_sd.engine.reporting import Report
+from rocm_sd.errors import InvalidOption, Unsupported
+from rocm_sd.rewrite import RULES, apply, undo
+from rocm_sd.tuning import lookup
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["LEVELS", "QUALITIES", "optimize", "report", "restore"]
+
+LEVELS = ("auto", "performance", "memory")
+QUALITIES = ("exact", "high", "balanced")
+
+Target = TypeVar("Target")
+
+
+@dataclass(frozen=True)
+class _Optimized:
+    report: Report
+    # Convolution weights that were given the channels-last layout; the others had it, or have no layout to change.
+    relaid: tuple[nn.Parameter, ...]
+    slicing_was_on: bool | None
+
+
+# Kept beside the user's objects, not on them: nothing to pickle, nothing that outlives them.
+_OPTIMIZED: WeakKeyDictionary[Any, _Optimized] = WeakKeyDictionary()
+
+
+def optimize(target: Target, level: str = "auto", quality: str = "exact") -> Target:
+    """Make a pipeline, a UNet or a VAE faster in place, and return it. A second call with other options starts afresh.
+
+    `level` trades memory for speed and never changes the picture. `quality` sets how far approximations may go;
+    `exact` allows none.
+    """
+    if level not in LEVELS:
+        raise InvalidOption("level", level, list(LEVELS))
+    if quality not in QUALITIES:
+        raise InvalidOption("quality", quality, list(QUALITIES))
+    modules = list(_modules(target))
+    restore(target)
+    architecture = arch.detect(_device(modules))
+    changes = [change for name, module in modules for change in apply(module, RULES, prefix=name)]
+    relaid, layout_note = _channels_last(modules, architecture.name)
+    notes = [layout_note]
+    slicing_was_on = None
+    vae: Any = getattr(target, "vae", None)
+    if level == "memory" and hasattr(vae, "enable_slicing"):
+        slicing_was_on = bool(getattr(vae, "use_slicing", False))
+        vae.enable_slicing()
+        notes.append("the VAE decodes one picture at a time, which needs less memory and gives the same picture")
+    if quality != "exact":
+        notes.append(f"quality {quality} allows approximations; none exists in this version, so the result is exact")
+    _OPTIMIZED[target] = _Optimized(
+        Report(architecture.name, level, quality, tuple(changes), tuple(notes)), relaid, slicing_was_on
+    )
+    return target
+
+
+def restore(target: Target) -> Target:
+    """Bring back what `optimize` found; a target that was not optimised is left as it is."""
+    state = _OPTIMIZED.pop(target, None)
+    if state is None:
+        return target
+    undo(state.report.changes)
+    for weight in state.relaid:
+        weight.data = weight.data.contiguous()
+    if state.slicing_was_on is False:
+        target.vae.disable_slicing()  # type: ignore[attr-defined]
+    return target
+
+
+def report(target: Any) -> Report:
+    """What `optimize` did to this pipeline."""
+    state = _OPTIMIZED.get(target) if _weakly_held(target) else None
+    if state is None:
+        raise Unsupported("report", "a pipeline that was not optimised", hint="Call rocm_sd.optimize(pipe) first.")
+    return state.report
+
+
+def _weakly_held(target: Any) -> bool:
+    return isinstance(target, nn.Module) or hasattr(target, "components")
+
+
+def _modules(target: Any) -> Iterator[tuple[str, nn.Module]]:
+    if isinstance(target, nn.Module):
+        yield type(target).__name__, target
+        return
+    components = getattr(target, "components", None)
+    if not isinstance(components, dict):
+        raise Unsupported(
+            "optimize",
+            f"a {type(target).__name__}: it takes a Diffusers pipeline or a torch module",
+            hint="Load one with diffusers.StableDiffusionPipeline.from_pretrained(...).",
+        )
+    for name, component in components.items():
+        if isinstance(component, nn.Module):
+            yield name, component
+
+
+def _device(modules: list[tuple[str, nn.Module]]) -> torch.device:
+    for _, module in modules:
+        for parameter in module.parameters():
+            return parameter.device
+    return torch.device("cpu")
+
+
+def _channels_last(modules: list[tuple[str, nn.Module]], architecture: str) -> tuple[tuple[nn.Parameter, ...], str]:
+    choice = lookup("memory_format", architecture, {})
+    if choice.implementation != "channels_last":
+        return (), f"convolutions keep the layout they had, because there is {choice.why}"
+    relaid = []
+    for _, module in modules:
+        for layer in module.modules():
+            weight = getattr(layer, "weight", None)
+            if isinstance(layer, nn.Conv2d) and weight is not None and weight.is_contiguous() and weight.numel():
+                weight.data = weight.data.contiguous(memory_format=torch.channels_last)
+                relaid.append(weight)
+    return tuple(relaid), f"{len(relaid)} convolutions run channels-last ({choice.why})"

@@ -1,0 +1,65 @@
+"""What `optimize` did to a pipeline: replaced, left alone, and why, in one sentence each."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from rocm_sd.rewrite import Change
+
+__all__ = ["Report"]
+
+
+@dataclass(frozen=True)
+class Report:
+    """`notes` are sentences on what concerns the whole pipeline: its layout, its level."""
+
+    arch: str
+    level: str
+    quality: str
+    changes: tuple[Change, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def replaced(self) -> tuple[Change, ...]:
+        return tuple(change for change in self.changes if change.replaced)
+
+    @property
+    def left_alone(self) -> tuple[Change, ...]:
+        return tuple(change for change in self.changes if not change.replaced)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "arch": self.arch,
+            "level": self.level,
+            "quality": self.quality,
+            "replaced": [{"path": c.path, "kind": c.kind, "rule": c.rule} for c in self.replaced],
+            "left_alone": [
+                {"path": c.path, "kind": c.kind, "rule": c.rule, "why": c.left_because} for c in self.left_alone
+            ],
+            "notes": list(self.notes),
+        }
+
+    def __rich__(self) -> Table:
+        table = Table(title=f"rocm-sd on {self.arch}, level {self.level}, quality {self.quality}", title_justify="left")
+        table.add_column("part")
+        table.add_column("modules", justify="right")
+        table.add_column("what was done")
+        rows = Counter((c.path.split(".")[0], c.kind, c.rule, c.left_because) for c in self.changes)
+        for (part, kind, rule, reason), count in rows.items():
+            done = f"{kind}: replaced by rule {rule}" if reason is None else f"{kind}: left alone, because {reason}"
+            table.add_row(part, str(count), done)
+        for note in self.notes:
+            table.add_row("pipeline", "", note)
+        return table
+
+    def __str__(self) -> str:
+        console = Console(width=110, force_terminal=False)
+        with console.capture() as capture:
+            console.print(self)
+        return capture.get()

@@ -1,0 +1,77 @@
+"""A request for pictures, and the pictures: one call for the command line, the demo and the tests."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rocm_sd.errors import Unsupported
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from PIL.Image import Image
+
+__all__ = ["Generated", "Request", "generate"]
+
+
+@dataclass(frozen=True)
+class Request:
+    """`width` and `height` of None mean the model's own size; `seed` makes the picture the same every time."""
+
+    prompt: str
+    negative: str = ""
+    steps: int = 20
+    guidance: float = 5.0
+    seed: int = 0
+    batch: int = 1
+    width: int | None = None
+    height: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch"):
+            if getattr(self, name) < 1:
+                raise Unsupported("generate", f"{name} {getattr(self, name)}: it takes 1 or more")
+        for name in ("width", "height"):
+            size = getattr(self, name)
+            if size is not None and (size < 8 or size % 8):
+                raise Unsupported("generate", f"{name} {size}: it takes a multiple of 8", hint="Try --size 512x512.")
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Generated:
+    images: list[Image]
+    seconds: float
+
+
+def generate(pipe: Any, request: Request, on_step: Callable[[int], None] | None = None) -> Generated:
+    """Run the pipeline; `on_step(n)` is called after the n-th step. The noise is drawn on the CPU: a seed gives the
+    same picture on every device.
+    """
+    generators = [torch.Generator("cpu").manual_seed(request.seed + i) for i in range(request.batch)]
+
+    def after_step(_pipe: Any, step: int, _timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+        if on_step:
+            on_step(step + 1)
+        return tensors
+
+    pipe.set_progress_bar_config(disable=True)
+    started = time.perf_counter()
+    images = pipe(
+        request.prompt,
+        negative_prompt=request.negative,
+        num_inference_steps=request.steps,
+        guidance_scale=request.guidance,
+        num_images_per_prompt=request.batch,
+        width=request.width,
+        height=request.height,
+        generator=generators,
+        callback_on_step_end=after_step,
+    ).images
+    return Generated(images, time.perf_counter() - started)

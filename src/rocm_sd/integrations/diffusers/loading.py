@@ -1,0 +1,82 @@
+"""load_pipeline(source) -> a Diffusers pipeline on its device, or an error that says what is wrong with the model."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from diffusers import AutoPipelineForText2Image, StableDiffusionPipeline, StableDiffusionXLPipeline
+from diffusers.utils import logging as diffusers_logging
+from safetensors import SafetensorError, safe_open
+
+from rocm_sd import arch
+from rocm_sd.errors import CorruptModel, DeviceUnavailable, ModelNotFound
+from rocm_sd.models import ModelKind, ModelSource
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+__all__ = ["default_device", "default_dtype", "load_pipeline"]
+
+
+def default_device(name: str | None = None) -> torch.device:
+    """The GPU that torch sees, else the CPU; a device asked for by name must be there."""
+    device = torch.device(name) if name else torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise DeviceUnavailable(
+            "torch sees no GPU.", hint="Type: rocm-sd info, to see which torch is installed, or use --device cpu."
+        )
+    return device
+
+
+def default_dtype(device: torch.device) -> torch.dtype:
+    """fp16 on a GPU; fp32 on a CPU, where torch has no fast fp16 convolution."""
+    return torch.float32 if arch.detect(device).name == "cpu" else torch.float16
+
+
+def load_pipeline(source: ModelSource, device: torch.device, dtype: torch.dtype | None = None) -> Any:
+    dtype = dtype or default_dtype(device)
+    # A missing safety checker is Diffusers' business to warn about once per load; it is no news to this user.
+    diffusers_logging.set_verbosity_error()
+    diffusers_logging.disable_progress_bar()
+    try:
+        pipe = _load(source, dtype)
+    except (SafetensorError, OSError, ValueError, KeyError, RuntimeError) as error:
+        raise _explained(source, error) from error
+    return pipe.to(device)
+
+
+def _load(source: ModelSource, dtype: torch.dtype) -> Any:
+    if source.kind is ModelKind.FILE:
+        return _single_file_class(source.location).from_single_file(source.location, torch_dtype=dtype)
+    return AutoPipelineForText2Image.from_pretrained(source.location, torch_dtype=dtype, use_safetensors=True)
+
+
+def _single_file_class(path: str | Path) -> Any:
+    """SDXL checkpoints carry a second text encoder, which SD 1.5 and 2.1 have not."""
+    with safe_open(path, framework="pt") as opened:
+        names = opened.keys()
+    if any(name.startswith("conditioner.embedders.1.") for name in names):
+        return StableDiffusionXLPipeline
+    if any(name.startswith("model.diffusion_model.") for name in names):
+        return StableDiffusionPipeline
+    raise CorruptModel(
+        f"{path} is not a Stable Diffusion checkpoint: it has no model.diffusion_model weights.",
+        hint="Give a full checkpoint; a LoRA or a VAE alone is not one.",
+    )
+
+
+def _explained(source: ModelSource, error: Exception) -> Exception:
+    if source.kind is ModelKind.HUB:
+        return ModelNotFound(
+            f"{source.location} could not be loaded from the hub ({_first_line(error)}).",
+            hint="Check the name and the connection, or give a local folder.",
+        )
+    return CorruptModel(
+        f"{source.location} could not be loaded ({_first_line(error)}).", hint="Copy or download the model again."
+    )
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0][:200] if text else type(error).__name__

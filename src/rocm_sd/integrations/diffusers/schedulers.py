@@ -1,0 +1,30 @@
+"""Schedulers by the short names that users know."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import diffusers
+
+from rocm_sd.errors import InvalidOption
+
+__all__ = ["SCHEDULERS", "set_scheduler"]
+
+SCHEDULERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "ddim": ("DDIMScheduler", {}),
+    "pndm": ("PNDMScheduler", {}),
+    "euler": ("EulerDiscreteScheduler", {}),
+    "euler-a": ("EulerAncestralDiscreteScheduler", {}),
+    "dpm++2m": ("DPMSolverMultistepScheduler", {}),
+    "dpm++2m-karras": ("DPMSolverMultistepScheduler", {"use_karras_sigmas": True}),
+    "unipc": ("UniPCMultistepScheduler", {}),
+    "lcm": ("LCMScheduler", {}),
+}
+
+
+def set_scheduler(pipe: Any, name: str) -> None:
+    """Give the pipeline another scheduler with the noise schedule of its own."""
+    if name not in SCHEDULERS:
+        raise InvalidOption("scheduler", name, list(SCHEDULERS))
+    class_name, options = SCHEDULERS[name]
+    pipe.scheduler = getattr(diffusers, class_name).from_config(pipe.scheduler.config, **options)

@@ -1,0 +1,184 @@
+"""y = silu(group_norm(x + add)), x: [N, C, H, W] channels-last, in two passes over x.
+
+1. `_moments` gives mean and sum of squared differences of each channel over a slice of rows (Welford: no cancellation).
+2. `_fold` merges the slices and the channels of a group into one mean and one scale per channel.
+3. `_apply` writes silu((x + add - mean) * scale + bias): the difference first, since a spread far below the mean
+   would drown in the rounding of x * scale + shift.
+
+A per-channel `add` moves a channel's mean and leaves its spread alone, so `_moments` need not read it.
+No atomics: the same input gives the same bits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = ["GroupNormSiluConfig", "launch"]
+
+
+@dataclass(frozen=True)
+class GroupNormSiluConfig:
+    """Tile sizes; `slices_per_cu` is how many `_moments` programs are wanted for each compute unit."""
+
+    block_c: int
+    moments_rows: int
+    moments_warps: int
+    apply_rows: int
+    apply_warps: int
+    slices_per_cu: int
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, int]) -> GroupNormSiluConfig:
+        return cls(**values)
+
+
+@triton.jit
+def _moments(x, means, m2s, C, HW, rows_per_slice, ROWS: tl.constexpr, BLOCK_C: tl.constexpr):
+    slice_id, c_block, n = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    first = slice_id * rows_per_slice
+    last = tl.minimum(first + rows_per_slice, HW)
+    c = c_block * BLOCK_C + tl.arange(0, BLOCK_C)
+    row = tl.arange(0, ROWS)
+    # 64-bit only in the scalar base: a 1024x1024 map with a batch of 8 passes 2^31 elements.
+    base = x + (n.to(tl.int64) * HW + first) * C
+    tile = row[:, None] * C + c[None, :]
+    mean = tl.zeros([ROWS, BLOCK_C], tl.float32)
+    m2 = tl.zeros([ROWS, BLOCK_C], tl.float32)
+    # Each element of the tile keeps its own running mean, so threads meet only once, after the loop.
+    seen = 0.0
+    for start in range(first, last, ROWS):
+        inside = (start + row < last)[:, None] & (c < C)[None, :]
+        value = tl.load(base + tile, mask=inside, other=0.0).to(tl.float32)
+        seen += 1.0
+        delta = tl.where(inside, value - mean, 0.0)
+        mean += delta * (1.0 / seen)
+        m2 += delta * (value - mean)
+        base += ROWS * C
+    # Rows of a partial last tile have seen one value fewer, or none.
+    count = tl.maximum(last - first - row + ROWS - 1, 0) // ROWS
+    weight = count.to(tl.float32)[:, None]
+    total = (last - first).to(tl.float32)
+    channel_mean = tl.sum(mean * weight, axis=0) / total
+    distance = mean - channel_mean[None, :]
+    channel_m2 = tl.sum(m2 + distance * distance * weight, axis=0)
+    out = (n * tl.num_programs(0) + slice_id) * C + c
+    tl.store(means + out, channel_mean, mask=c < C)
+    tl.store(m2s + out, channel_m2, mask=c < C)
+
+
+@triton.jit
+def _fold(
+    means, m2s, weight, add, group_means, scales,
+    C, HW, groups, slices, rows_per_slice, eps,
+    HAS_WEIGHT: tl.constexpr, HAS_ADD: tl.constexpr,
+    BLOCK_S: tl.constexpr, BLOCK_G: tl.constexpr,
+):  # fmt: skip
+    g, n = tl.program_id(0), tl.program_id(1)
+    width = C // groups
+    lane = tl.arange(0, BLOCK_G)
+    in_group = lane < width
+    c = g * width + lane
+    extra = tl.zeros([BLOCK_G], tl.float32)
+    if HAS_ADD:
+        extra = tl.load(add + n * C + c, mask=in_group, other=0.0).to(tl.float32)
+    s = tl.arange(0, BLOCK_S)
+    elements = (width * HW).to(tl.float32)
+
+    total = tl.zeros([BLOCK_S, BLOCK_G], tl.float32)
+    for start in range(0, slices, BLOCK_S):
+        slice_id = start + s
+        inside = (slice_id < slices)[:, None] & in_group[None, :]
+        at = (n * slices + slice_id)[:, None] * C + c[None, :]
+        count = tl.maximum(tl.minimum(rows_per_slice, HW - slice_id * rows_per_slice), 0).to(tl.float32)[:, None]
+        mean = tl.load(means + at, mask=inside, other=0.0) + extra[None, :]
+        total += tl.where(inside, mean * count, 0.0)
+    group_mean = tl.sum(tl.sum(total, axis=1), axis=0) / elements
+
+    spread = tl.zeros([BLOCK_S, BLOCK_G], tl.float32)
+    for start in range(0, slices, BLOCK_S):
+        slice_id = start + s
+        inside = (slice_id < slices)[:, None] & in_group[None, :]
+        at = (n * slices + slice_id)[:, None] * C + c[None, :]
+        count = tl.maximum(tl.minimum(rows_per_slice, HW - slice_id * rows_per_slice), 0).to(tl.float32)[:, None]
+        distance = tl.load(means + at, mask=inside, other=0.0) + extra[None, :] - group_mean
+        m2 = tl.load(m2s + at, mask=inside, other=0.0)
+        spread += tl.where(inside, m2 + distance * distance * count, 0.0)
+    variance = tl.sum(tl.sum(spread, axis=1), axis=0) / elements
+    rstd = 1.0 / tl.sqrt(variance + eps)
+
+    scale = tl.zeros([BLOCK_G], tl.float32) + rstd
+    if HAS_WEIGHT:
+        scale *= tl.load(weight + c, mask=in_group, other=0.0).to(tl.float32)
+    tl.store(group_means + n * C + c, group_mean, mask=in_group)
+    tl.store(scales + n * C + c, scale, mask=in_group)
+
+
+@triton.jit
+def _apply(
+    x, y, group_means, scales, bias, add, C, HW,
+    HAS_BIAS: tl.constexpr, HAS_ADD: tl.constexpr, SILU: tl.constexpr, ROWS: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    row_block, c_block, n = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    c = c_block * BLOCK_C + tl.arange(0, BLOCK_C)
+    row = row_block * ROWS + tl.arange(0, ROWS)
+    mean = tl.load(group_means + n * C + c, mask=c < C, other=0.0)
+    scale = tl.load(scales + n * C + c, mask=c < C, other=0.0)
+    base = (n.to(tl.int64) * HW + row_block * ROWS) * C
+    tile = tl.arange(0, ROWS)[:, None] * C + c[None, :]
+    inside = (row < HW)[:, None] & (c < C)[None, :]
+    value = tl.load(x + base + tile, mask=inside, other=0.0).to(tl.float32)
+    if HAS_ADD:
+        value += tl.load(add + n * C + c, mask=c < C, other=0.0).to(tl.float32)[None, :]
+    value = (value - mean[None, :]) * scale[None, :]
+    if HAS_BIAS:
+        value += tl.load(bias + c, mask=c < C, other=0.0).to(tl.float32)[None, :]
+    if SILU:
+        value = value / (1.0 + tl.exp(-value))
+    tl.store(y + base + tile, value.to(y.dtype.element_ty), mask=inside)
+
+
+def launch(
+    x: torch.Tensor,
+    out: torch.Tensor,
+    groups: int,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    add: torch.Tensor | None,
+    eps: float,
+    silu: bool,
+    config: GroupNormSiluConfig,
+    compute_units: int,
+) -> None:
+    """Fill `out`; `x` and `out` are dense channels-last, `add` is dense [N, C]."""
+    N, C, H, W = x.shape
+    HW = H * W
+    c_blocks = triton.cdiv(C, config.block_c)
+    wanted = max(1, compute_units * config.slices_per_cu // (N * c_blocks))
+    rows_per_slice = max(config.moments_rows, triton.cdiv(HW, wanted))
+    slices = triton.cdiv(HW, rows_per_slice)
+
+    means, m2s = x.new_empty((2, N, slices, C), dtype=torch.float32)
+    group_means, scales = x.new_empty((2, N, C), dtype=torch.float32)
+    _moments[(slices, c_blocks, N)](
+        x, means, m2s, C, HW, rows_per_slice,
+        ROWS=config.moments_rows, BLOCK_C=config.block_c, num_warps=config.moments_warps,
+    )  # fmt: skip
+    _fold[(groups, N)](
+        means, m2s, weight, add, group_means, scales,
+        C, HW, groups, slices, rows_per_slice, eps,
+        HAS_WEIGHT=weight is not None, HAS_ADD=add is not None,
+        BLOCK_S=min(64, triton.next_power_of_2(slices)), BLOCK_G=triton.next_power_of_2(C // groups), num_warps=4,
+    )  # fmt: skip
+    _apply[(triton.cdiv(HW, config.apply_rows), c_blocks, N)](
+        x, out, group_means, scales, bias, add, C, HW,
+        HAS_BIAS=bias is not None, HAS_ADD=add is not None, SILU=silu,
+        ROWS=config.apply_rows, BLOCK_C=config.block_c, num_warps=config.apply_warps,
+    )  # fmt: skip

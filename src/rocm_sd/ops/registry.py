@@ -1,0 +1,83 @@
+"""What an op is to dispatch: a name and its implementations. Choosing one is the same for every op."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from rocm_sd import arch, settings
+from rocm_sd.errors import InvalidOption, Unsupported
+from rocm_sd.tuning import Choice, Problem, lookup
+from rocm_sd.tuning.choice import STOCK
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    import torch
+
+__all__ = ["OPS", "Implementation", "Op", "register"]
+
+log = logging.getLogger("rocm_sd")
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """`run` takes the op's own arguments and, by name, the `config` that dispatch chose.
+
+    `why_not(problem, device)` gives the reason that it cannot take this problem, or None if it can.
+    """
+
+    name: str
+    run: Callable[..., Any]
+    why_not: Callable[[Problem, torch.device], str | None]
+
+
+@dataclass(frozen=True)
+class Op:
+    name: str
+    summary: str
+    implementations: tuple[Implementation, ...]
+    # What an implementation is run with when it is asked for by name where nothing was tuned (the CPU interpreter).
+    default_config: Mapping[str, int]
+
+    def implementation(self, name: str) -> Implementation:
+        for candidate in self.implementations:
+            if candidate.name == name:
+                return candidate
+        raise InvalidOption(f"{self.name} implementation", name, [i.name for i in self.implementations])
+
+    def choose(self, problem: Problem, device: torch.device, forced: str | None = None) -> Choice:
+        """Asked for by name, an implementation that cannot do it raises. Chosen automatically, stock takes over."""
+        architecture = arch.detect(device).name
+        choice = lookup(self.name, architecture, problem)
+        name = forced or settings.current().implementation_for(self.name)
+        if name:
+            reason = self.implementation(name).why_not(problem, device)
+            if reason:
+                raise Unsupported(f"{self.name} ({name})", reason)
+            config = choice.config if choice.implementation == name else self.default_config
+            return Choice(name, config, "forced", "asked for by name")
+        reason = self.implementation(choice.implementation).why_not(problem, device)
+        if reason:
+            _say_once(f"{self.name}: stock torch on {architecture}, because {reason}")
+            return Choice(STOCK, why=reason)
+        return choice
+
+    def run(self, problem: Problem, device: torch.device, forced: str | None, *arguments: Any) -> Any:
+        choice = self.choose(problem, device, forced)
+        return self.implementation(choice.implementation).run(*arguments, config=choice.config)
+
+
+OPS: dict[str, Op] = {}
+
+
+def register(op: Op) -> Op:
+    OPS[op.name] = op
+    return op
+
+
+@cache
+def _say_once(sentence: str) -> None:
+    log.warning(sentence)

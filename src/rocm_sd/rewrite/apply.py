@@ -1,0 +1,84 @@
+"""Apply rules to the modules of one model, and undo them.
+
+A rule gives a module instance another `forward`. Parameters, buffers and submodules stay where they are, so loading a
+LoRA, moving to a device and saving work as before.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import MethodType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from torch import nn
+
+__all__ = ["Change", "Rule", "apply", "undo"]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """`applies` says whether a module is of the kind; `why_not` gives the reason to leave such a module alone."""
+
+    name: str
+    summary: str
+    applies: Callable[[nn.Module], bool]
+    why_not: Callable[[nn.Module], str | None]
+    forward: Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Change:
+    """What happened to one module: replaced, or left alone with the reason."""
+
+    path: str
+    kind: str
+    rule: str
+    left_because: str | None = None
+    restore: Callable[[], None] = field(default=lambda: None, repr=False, compare=False)
+
+    @property
+    def replaced(self) -> bool:
+        return self.left_because is None
+
+
+def _replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Callable[[], None]:
+    # accelerate's offload hooks wrap `forward` and keep what they wrapped in `_old_forward`: go inside the wrapper.
+    attribute = "_old_forward" if "_old_forward" in module.__dict__ else "forward"
+    missing = object()
+    before = module.__dict__.get(attribute, missing)
+    ours = MethodType(forward, module)
+    setattr(module, attribute, ours)
+
+    def restore() -> None:
+        # A hook that was added or removed since then has moved our forward to the other attribute.
+        for name in ("forward", "_old_forward"):
+            if module.__dict__.get(name) is ours:
+                if before is missing and name == "forward":
+                    delattr(module, name)
+                else:
+                    setattr(module, name, MethodType(type(module).forward, module) if before is missing else before)
+
+    return restore
+
+
+def apply(model: nn.Module, rules: Sequence[Rule], *, prefix: str = "") -> list[Change]:
+    changes = []
+    for path, module in model.named_modules(prefix=prefix):
+        for rule in rules:
+            if not rule.applies(module):
+                continue
+            kind = type(module).__name__
+            reason = rule.why_not(module)
+            if reason is None:
+                changes.append(Change(path, kind, rule.name, restore=_replace_forward(module, rule.forward)))
+                break
+            changes.append(Change(path, kind, rule.name, left_because=reason))
+    return changes
+
+
+def undo(changes: Iterable[Change]) -> None:
+    for change in changes:
+        change.restore()

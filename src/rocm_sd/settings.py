@@ -1,0 +1,117 @@
+"""Every environment variable that is read, typed, in one place. `rocm-sd info --json` prints the values in force."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, fields
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rocm_sd.errors import InvalidOption
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+__all__ = ["VARIABLES", "Settings", "Variable", "current"]
+
+
+@dataclass(frozen=True)
+class Variable:
+    """One environment variable: the field of `Settings` that it fills, how it is parsed, and what it does."""
+
+    name: str
+    field: str
+    parse: Callable[[str], Any]
+    effect: str
+
+
+def _flag(text: str) -> bool:
+    values = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
+    if text.lower() not in values:
+        raise ValueError(text)
+    return values[text.lower()]
+
+
+def _log_level(text: str) -> str:
+    if text.upper() not in {"DEBUG", "INFO", "WARNING", "ERROR"}:
+        raise ValueError(text)
+    return text.upper()
+
+
+def _implementations(text: str) -> tuple[tuple[str, str], ...]:
+    """`group_norm_silu=torch,attention=triton` as pairs; hashable, since `Settings` is."""
+    pairs = [entry.split("=", 1) for entry in text.split(",") if entry]
+    if any(len(pair) != 2 or not all(pair) for pair in pairs):
+        raise ValueError(text)
+    return tuple((op.strip(), name.strip()) for op, name in pairs)
+
+
+VARIABLES: tuple[Variable, ...] = (
+    Variable("ROCM_SD_CACHE", "cache_dir", Path, "Folder for compiled code and measurements."),
+    Variable("ROCM_SD_LOG", "log_level", _log_level, "DEBUG, INFO, WARNING (default) or ERROR."),
+    Variable("ROCM_SD_DEBUG", "debug", _flag, "1 shows the traceback of an error, like --debug."),
+    Variable(
+        "ROCM_SD_IMPLEMENTATION",
+        "implementations",
+        _implementations,
+        "Implementation per op by name, e.g. group_norm_silu=torch,attention=triton; never falls back.",
+    ),
+    Variable("ROCM_SD_TORCH", "torch_build", str, "Read by set-up only: rocm, cuda, cpu or an index URL."),
+    Variable("TRITON_INTERPRET", "triton_interpret", _flag, "Triton's own: 1 runs its kernels on the CPU, slowly."),
+    Variable(
+        "HSA_OVERRIDE_GFX_VERSION",
+        "hsa_override",
+        str,
+        "ROCm's own: pretends to another gfx; `rocm-sd info` shows it beside the real one.",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Settings:
+    cache_dir: Path | None = None
+    log_level: str = "WARNING"
+    debug: bool = False
+    implementations: tuple[tuple[str, str], ...] = ()
+    torch_build: str | None = None
+    triton_interpret: bool = False
+    hsa_override: str | None = None
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str]) -> Settings:
+        values: dict[str, Any] = {}
+        for variable in VARIABLES:
+            text = environment.get(variable.name, "")
+            if not text:
+                continue
+            try:
+                values[variable.field] = variable.parse(text)
+            except ValueError:
+                raise InvalidOption(variable.name, text, [], hint=f"Its meaning: {variable.effect}") from None
+        return cls(**values)
+
+    def implementation_for(self, op: str) -> str | None:
+        return dict(self.implementations).get(op)
+
+    def to_dict(self) -> dict[str, Any]:
+        by_field = {variable.field: variable.name for variable in VARIABLES}
+        return {by_field[f.name]: _plain(getattr(self, f.name)) for f in fields(self)}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, tuple):
+        return dict(value)
+    return value
+
+
+@lru_cache(maxsize=8)
+def _parsed(texts: tuple[str, ...]) -> Settings:
+    return Settings.from_environment({v.name: text for v, text in zip(VARIABLES, texts, strict=True)})
+
+
+def current() -> Settings:
+    """The settings in force now; parsed again only when a variable has changed."""
+    return _parsed(tuple(os.environ.get(variable.name, "") for variable in VARIABLES))

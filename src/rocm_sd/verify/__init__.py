@@ -1,0 +1,1 @@
+"""The proof ladder: how it is shown that a fast path is right."""

@@ -1,0 +1,42 @@
+"""With a GPU, Triton kernels are compiled for it; without one, they run in Triton's interpreter."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+HAS_GPU = torch.cuda.is_available()
+if not HAS_GPU:
+    # Read by Triton when a kernel is decorated, so it must stand before the first import of a kernel.
+    os.environ["TRITON_INTERPRET"] = "1"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if HAS_GPU:
+        return
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(pytest.mark.skip(reason="torch sees no GPU"))
+
+
+@pytest.fixture
+def device() -> torch.device:
+    return torch.device("cuda" if HAS_GPU else "cpu")
+
+
+@pytest.fixture
+def poison_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `torch.empty` and its kin hand out is NaN, so an output that a kernel leaves unwritten is seen."""
+
+    def poisoned(allocate):
+        def wrapped(*arguments, **named):
+            tensor = allocate(*arguments, **named)
+            return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
+
+        return wrapped
+
+    for name in ("empty", "empty_like", "empty_strided"):
+        monkeypatch.setattr(torch, name, poisoned(getattr(torch, name)))
+    monkeypatch.setattr(torch.Tensor, "new_empty", poisoned(torch.Tensor.new_empty))
