@@ -17,6 +17,17 @@ NOT_PINNED = {"pip", "setuptools", "rocm-sd"}
 FOR_ALL_PYTHONS = {"torch"}
 
 
+def marker(requires_python: str) -> str:
+    """Debian 12's Python is 3.11.2, and some packages ask for 3.11.5: there the newest that fits is taken instead."""
+    floors = [
+        tuple(int(part) for part in floor.split(".")) for floor in re.findall(r">=\s*([\d.]+\d)", requires_python)
+    ]
+    floor = max([(3, 11), *floors])
+    if len(floor) > 2 and floor[2]:
+        return f' ; python_full_version >= "{".".join(map(str, floor))}"'
+    return f' ; python_version >= "{floor[0]}.{floor[1]}"'
+
+
 def pins() -> list[str]:
     lines = {}
     for distribution in distributions():
@@ -24,8 +35,8 @@ def pins() -> list[str]:
         if name not in NOT_PINNED:
             # torch's +cpu names the build, and any build of that version will do.
             version = distribution.version.split("+")[0]
-            marker = "" if name in FOR_ALL_PYTHONS else ' ; python_version >= "3.11"'
-            lines[name] = f"{name}=={version}{marker}"
+            where = "" if name in FOR_ALL_PYTHONS else marker(distribution.metadata["Requires-Python"] or "")
+            lines[name] = f"{name}=={version}{where}"
     return [lines[name] for name in sorted(lines)]
 
 

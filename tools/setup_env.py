@@ -255,7 +255,7 @@ def set_up(options: argparse.Namespace) -> None:
     torch = venv_state.installed_torch(venv)
     if torch is not None and build.kind in ("rocm", "cuda") and torch.kind != build.kind and not note:
         say(f"[set-up] WARNING: a {build.kind} torch was wanted and pip's configuration gave a {torch.kind} one")
-    say(f"[set-up] ready in {time.monotonic() - start:.0f} s: {chosen}{'. ' + note if note else ''}")
+    say(f"[set-up] ready in {time.monotonic() - start:.0f} s: {note or chosen}")
 
 
 def up_to_date(venv: Path, wanted: str, extras: tuple[str, ...], chosen: str) -> bool:

@@ -81,9 +81,7 @@ def lock(path: Path, say: Callable[[str], None]) -> Iterator[None]:
         except BlockingIOError:
             handle.seek(0)
             holder = handle.read().strip() or "unknown"
-            say(
-                f"[set-up] another set-up works on this folder (process {holder}); waiting until it is done. Ctrl-C to give up."
-            )
+            say(f"[set-up] another set-up works on this folder (process {holder}); waiting for it. Ctrl-C to give up.")
             fcntl.flock(handle, fcntl.LOCK_EX)
         handle.seek(0)
         handle.truncate()

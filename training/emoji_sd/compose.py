@@ -8,7 +8,6 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import affine_grid, grid_sample, interpolate
-
 from training.emoji_sd.glyphs import GLYPH_SIZE
 
 if TYPE_CHECKING:

@@ -154,7 +154,7 @@ class Averages:
     @torch.no_grad()
     def update(self, step: int) -> None:
         decay = min(self.decay, (1 + step) / (10 + step))
-        torch._foreach_lerp_(self.values, [p.detach() for p in self.live], 1 - decay)  # noqa: SLF001 # no public name
+        torch._foreach_lerp_(self.values, [p.detach() for p in self.live], 1 - decay)  # no public name
 
     @torch.no_grad()
     def swap(self) -> None:

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import numpy as np
 from PIL import Image, ImageFont, features
+from training.emoji_sd.glyphs import GLYPH_SIZE, GLYPHS_FILE, glyph_count, pack_glyphs, read_glyphs
+from training.emoji_sd.names import fully_qualified, unique_names
 
 from rocm_sd.errors import MissingDependency, ModelNotFound
 from rocm_sd.models.emoji.records import RECORDS_FILE
-from training.emoji_sd.glyphs import GLYPH_SIZE, GLYPHS_FILE, glyph_count, pack_glyphs, read_glyphs
-from training.emoji_sd.names import fully_qualified, unique_names
 
 __all__ = ["FONT", "draw", "main"]
 

@@ -82,12 +82,13 @@ class SceneSampler:
     def picture(self, random: Random) -> Picture:
         scene = self._scene(random)
         colour = COLOURS[scene.colour or DEFAULT_COLOUR]
-        jitter = COLOUR_JITTER
+        # White stays white: it is the ground of every plain caption, and off-white looks like a fault.
+        jitter = 0 if colour == COLOURS[DEFAULT_COLOUR] else COLOUR_JITTER
         rgb = tuple(min(255.0, max(0.0, value + random.uniform(-jitter, jitter))) / 255 for value in colour)
         return Picture(scene, _layout(scene, random), rgb, phrases(scene, random))
 
     def batch(self, step: int, size: int) -> list[Picture]:
-        random = Random(f"{self.seed}/{step}")
+        random = Random(f"{self.seed}/{step}")  # noqa: S311 # pictures, not secrets
         return [self.picture(random) for _ in range(size)]
 
 

@@ -33,7 +33,7 @@ def demo(
     steps: Annotated[int, typer.Option(help="Denoising steps.")] = 20,
     seed: Annotated[int, typer.Option(help="The same seed gives the same pictures.")] = 0,
     out: Annotated[Path, typer.Option(help="The folder to write to.")] = Path("out"),
-    device: Annotated[str | None, typer.Option(help="cuda (AMD and NVIDIA) or cpu. [default: what is there]")] = None,
+    device: Annotated[str | None, typer.Option(help="cuda (AMD and NVIDIA) or cpu. (default: what is there)")] = None,
 ) -> None:
     """Draw eight prompts with the built-in model, stock and optimised side by side."""
     from rocm_sd import models

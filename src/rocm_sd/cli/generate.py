@@ -21,26 +21,16 @@ if TYPE_CHECKING:
 
 __all__ = ["generate"]
 
-EXAMPLES = """
-Examples:
-
-  rocm-sd generate "a frog on a pink background"
-
-  rocm-sd generate "a red apple" --seed 7 --batch 4 --out pictures
-
-  rocm-sd generate "a castle" --model ./sd15 --size 512x512 --steps 30 --scheduler dpm++2m --compare
-"""
-
 
 def generate(
     prompt: Annotated[str, typer.Argument(help="What to draw.", show_default=False)],
     model: Annotated[
         str | None,
-        typer.Option(help="A Diffusers folder, a .safetensors checkpoint or a hub id. [default: emoji-sd, built in]"),
+        typer.Option(help="A Diffusers folder, a .safetensors checkpoint or a hub id. (default: emoji-sd, built in)"),
     ] = None,
     steps: Annotated[int, typer.Option(help="Denoising steps.")] = 20,
     seed: Annotated[int, typer.Option(help="The same seed gives the same picture.")] = 0,
-    size: Annotated[str | None, typer.Option(help="WIDTHxHEIGHT, e.g. 512x512. [default: the model's own]")] = None,
+    size: Annotated[str | None, typer.Option(help="WIDTHxHEIGHT, e.g. 512x512. (default: the model's own)")] = None,
     scheduler: Annotated[str | None, typer.Option(help="ddim, pndm, euler, euler-a, dpm++2m, unipc, ...")] = None,
     negative: Annotated[str, typer.Option(help="What not to draw.")] = "",
     guidance: Annotated[float, typer.Option(help="How closely to follow the prompt; 1 is not at all.")] = 5.0,
@@ -48,11 +38,19 @@ def generate(
     level: Annotated[str, typer.Option(help="auto, performance or memory: never changes the picture.")] = "auto",
     quality: Annotated[str, typer.Option(help="exact, high or balanced: how far approximations may go.")] = "exact",
     out: Annotated[Path, typer.Option(help="The folder to write to.")] = Path("out"),
-    device: Annotated[str | None, typer.Option(help="cuda (AMD and NVIDIA) or cpu. [default: what is there]")] = None,
+    device: Annotated[str | None, typer.Option(help="cuda (AMD and NVIDIA) or cpu. (default: what is there)")] = None,
     compare: Annotated[bool, typer.Option("--compare", help="Draw stock and optimised side by side.")] = False,
 ) -> None:
-    """Draw a picture from text."""
+    """Draw a picture from text.
+
+    rocm-sd generate "a frog on a pink background"
+
+    rocm-sd generate "a red apple" --seed 7 --batch 4 --out pictures
+
+    rocm-sd generate "a castle" --model ./sd15 --size 512x512 --steps 30 --scheduler dpm++2m --compare
+    """
     from rocm_sd import models
+    from rocm_sd.cli.pictures import writable_folder
     from rocm_sd.engine import LEVELS, QUALITIES
     from rocm_sd.integrations import diffusers as host
     from rocm_sd.integrations.diffusers.loading import default_device
@@ -67,8 +65,6 @@ def generate(
     width, height = parse_size(size)
     request = host.Request(prompt, negative, steps, guidance, seed, batch, width, height)
     source = models.resolve(model)
-    from rocm_sd.cli.pictures import writable_folder
-
     writable_folder(out)
     console = Console()
     with console.status(f"Loading {source.name} ..."):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
-from typing import Annotated, Any
+from typing import Annotated
 
-import click
 import typer
 from rich.console import Console
 from rich.logging import RichHandler
+from rich.markup import escape
 
 from rocm_sd import __version__, settings
 from rocm_sd.cli.demo import demo
@@ -18,8 +19,6 @@ from rocm_sd.cli.info import info
 from rocm_sd.errors import RocmSdError
 
 __all__ = ["app", "run"]
-
-INTERRUPTED = 130  # what a shell reports for a command ended by Ctrl-C
 
 app = typer.Typer(
     name="rocm-sd",
@@ -43,43 +42,34 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def _options(
-    context: typer.Context,
-    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
-    _version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Show it.")] = False,
+    _debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,  # read by run()
+    _version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
 ) -> None:
-    context.obj = debug
+    pass
 
 
 def run(arguments: list[str] | None = None) -> None:
     """Entry point: run a verb and turn what went wrong into a sentence and an exit code."""
     arguments = sys.argv[1:] if arguments is None else arguments
     errors = Console(stderr=True)
+    # Read when transformers is first imported; its advice about torchvision is of no use to someone drawing a picture.
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    debug = "--debug" in arguments
     try:
         in_force = settings.current()
-        logging.basicConfig(
-            level=in_force.log_level,
-            format="%(message)s",
-            handlers=[RichHandler(console=errors, show_time=False, show_path=False)],
-        )
-        sys.exit(_invoke(arguments))
+        debug = debug or in_force.debug
+        handler = RichHandler(console=errors, show_time=False, show_path=False)
+        logging.basicConfig(level=in_force.log_level, format="%(message)s", handlers=[handler])
+        app(arguments)
     except RocmSdError as error:
-        if "--debug" in arguments or settings.Settings.from_environment({}).debug:
+        if debug:
             errors.print_exception()
-        errors.print(f"[bold red]error:[/] {error.message}", highlight=False)
+        errors.print(f"[bold red]error:[/] {escape(error.message)}", highlight=False, soft_wrap=True)
         if error.hint:
-            errors.print(error.hint, highlight=False)
+            errors.print(escape(error.hint), highlight=False, soft_wrap=True)
         sys.exit(error.exit_code)
-
-
-def _invoke(arguments: list[str]) -> Any:
-    try:
-        return app(arguments, standalone_mode=False)
-    except click.ClickException as error:
-        error.show()
-        return error.exit_code
-    except (click.Abort, KeyboardInterrupt):
-        Console(stderr=True).print("Interrupted; what was finished before is kept.")
-        return INTERRUPTED
 
 
 if __name__ == "__main__":

@@ -78,7 +78,8 @@ class EmojiEmbedding(nn.Module):
 
     def logits(self, images: Tensor) -> Tensor:
         """[B, C]: scaled cosines with every prototype."""
-        return LOGIT_SCALE * self(images) @ normalize(self.prototypes.float(), dim=1).T
+        vectors: Tensor = self(images)
+        return LOGIT_SCALE * vectors @ normalize(self.prototypes.float(), dim=1).T
 
     def loss(self, images: Tensor, labels: Tensor) -> Tensor:
         return cross_entropy(self.logits(images), labels)

@@ -165,6 +165,10 @@ def launch(
     rows_per_slice = max(config.moments_rows, triton.cdiv(HW, wanted))
     slices = triton.cdiv(HW, rows_per_slice)
 
+    block_g = triton.next_power_of_2(C // groups)
+    # 64 x 128 partial sums in 4 warps spill 20 registers on gfx1100; 2048 need 16 a thread.
+    block_s = min(triton.next_power_of_2(slices), max(1, 2048 // block_g))
+
     means, m2s = x.new_empty((2, N, slices, C), dtype=torch.float32)
     group_means, scales = x.new_empty((2, N, C), dtype=torch.float32)
     _moments[(slices, c_blocks, N)](
@@ -175,7 +179,7 @@ def launch(
         means, m2s, weight, add, group_means, scales,
         C, HW, groups, slices, rows_per_slice, eps,
         HAS_WEIGHT=weight is not None, HAS_ADD=add is not None,
-        BLOCK_S=min(64, triton.next_power_of_2(slices)), BLOCK_G=triton.next_power_of_2(C // groups), num_warps=4,
+        BLOCK_S=block_s, BLOCK_G=block_g, num_warps=4,
     )  # fmt: skip
     _apply[(triton.cdiv(HW, config.apply_rows), c_blocks, N)](
         x, out, group_means, scales, bias, add, C, HW,

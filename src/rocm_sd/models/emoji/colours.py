@@ -11,7 +11,7 @@ __all__ = ["COLOURS", "COLOUR_JITTER", "DEFAULT_COLOUR", "nearest_colour"]
 
 RGB = tuple[int, int, int]
 
-# The two nearest (gray, purple) are 94 apart in RGB, so a jitter of 8 per channel (at most 14 in all) never crosses a border.
+# The two nearest (gray, purple) are 94 apart in RGB: a jitter of 8 per channel (14 at most) never crosses a border.
 COLOURS: dict[str, RGB] = {
     "white": (255, 255, 255),
     "black": (16, 16, 16),

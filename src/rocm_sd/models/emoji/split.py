@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 from hashlib import sha256
 
 from rocm_sd.models.emoji.colours import COLOURS, DEFAULT_COLOUR
@@ -18,7 +18,7 @@ def stable_rank(*parts: object) -> int:
     return int.from_bytes(sha256("|".join(map(str, parts)).encode()).digest()[:8], "big")
 
 
-@lru_cache(maxsize=None)
+@cache
 def _held_out_colours(emoji: int) -> frozenset[str]:
     text = EMOJI[emoji].text
     return frozenset(

@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+import gc
+import weakref
+
+import numpy as np
+import pytest
+import torch
+from pipelines import tiny_pipeline, tiny_unet, tiny_vae
+
+import rocm_sd
+from rocm_sd.errors import InvalidOption, Unsupported
+from rocm_sd.verify import numerics
+
+
+@pytest.fixture
+def pipe(tmp_path):
+    return tiny_pipeline(tmp_path)
+
+
+def latents(pipe, seed=0, **options):
+    generator = torch.Generator().manual_seed(seed)
+    arguments = {"num_inference_steps": 3, "height": 16, "width": 16, "output_type": "latent"}
+    return pipe("a frog", generator=generator, **arguments | options).images
+
+
+@pytest.mark.parametrize("level", ["auto", "performance", "memory"])
+def test_the_picture_stays_the_same(pipe, level, tmp_path):
+    stock = latents(pipe)
+    ours = latents(rocm_sd.optimize(pipe, level=level))
+    exact = latents(tiny_pipeline(tmp_path).to(torch.float64))
+    numerics.require("latents", ours, exact, stock)
+    decoded = latents(pipe, output_type="np", num_images_per_prompt=2)
+    assert decoded.shape == (2, 16, 16, 3)
+    assert np.isfinite(decoded).all()
+
+
+def test_restore_brings_back_the_same_bits(pipe):
+    stock = latents(pipe)
+    weights = {name: p.stride() for name, p in pipe.unet.named_parameters()}
+    rocm_sd.optimize(pipe, level="memory")
+    assert pipe.vae.use_slicing
+    rocm_sd.restore(pipe)
+    assert torch.equal(latents(pipe), stock)
+    assert not pipe.vae.use_slicing
+    assert weights == {name: p.stride() for name, p in pipe.unet.named_parameters()}
+    assert rocm_sd.restore(pipe) is pipe
+
+
+def test_optimizing_twice_is_optimizing_once(pipe):
+    first = latents(rocm_sd.optimize(pipe))
+    replaced = len(rocm_sd.report(pipe).replaced)
+    assert torch.equal(latents(rocm_sd.optimize(pipe, level="memory")), first)
+    assert len(rocm_sd.report(pipe).replaced) == replaced
+    assert rocm_sd.report(pipe).level == "memory"
+
+
+@pytest.mark.parametrize("build", [tiny_unet, tiny_vae])
+def test_a_bare_module_works_too(build):
+    module = build()
+    assert rocm_sd.optimize(module) is module
+    assert rocm_sd.report(module).replaced
+    rocm_sd.restore(module)
+
+
+def test_the_report_says_what_was_done_and_why(pipe):
+    rocm_sd.optimize(pipe, quality="high")
+    told = rocm_sd.report(pipe)
+    facts = told.to_dict()
+    assert facts["arch"] == "cpu"
+    assert {c["rule"] for c in facts["replaced"]} == {"resblock"}
+    assert {c["path"].split(".")[0] for c in facts["replaced"]} == {"unet", "vae"}
+    assert any("quality high" in note for note in facts["notes"])
+    text = str(told)
+    assert "ResnetBlock2D: replaced by rule resblock" in text
+    assert "rocm-sd on cpu, level auto, quality high" in text
+
+
+@pytest.mark.parametrize("option", ["level", "quality"])
+def test_an_unknown_level_or_quality_is_named_with_the_choices(pipe, option):
+    with pytest.raises(InvalidOption, match="Use one of: "):
+        rocm_sd.optimize(pipe, **{option: "fast"})
+
+
+def test_what_is_no_pipeline_is_refused():
+    with pytest.raises(Unsupported, match="a int: it takes a Diffusers pipeline"):
+        rocm_sd.optimize(3)
+    with pytest.raises(Unsupported, match="not optimised"):
+        rocm_sd.report(tiny_vae())
+    with pytest.raises(Unsupported, match="not optimised"):
+        rocm_sd.report(3)
+
+
+def test_an_optimized_pipeline_can_be_collected(tmp_path):
+    pipe = rocm_sd.optimize(tiny_pipeline(tmp_path))
+    gone = weakref.ref(pipe)
+    del pipe
+    gc.collect()
+    assert gone() is None

@@ -1,0 +1,57 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import rocm_sd.tuning
+from rocm_sd import arch
+from rocm_sd.kernels.triton.group_norm_silu import GroupNormSiluConfig
+from rocm_sd.ops import OPS
+from rocm_sd.tuning import choice, lookup
+
+DATA = Path(rocm_sd.tuning.__file__).parent / "data"
+FILES = sorted(DATA.rglob("*.json"))
+TABLE = {
+    "static": {"implementation": "triton", "config": {"rows": 1}, "why": "static"},
+    "bucket": [{"when": {"c": [64, 320], "dtype": "float16"}, "implementation": "torch", "why": "bucket"}],
+    "exact": [{"when": {"c": 320, "hw": 64, "dtype": "float16"}, "implementation": "triton", "why": "exact"}],
+}
+
+
+@pytest.mark.parametrize(
+    ("problem", "source"),
+    [
+        ({"c": 320, "hw": 64, "dtype": "float16"}, "exact"),
+        ({"c": 320, "hw": 65, "dtype": "float16"}, "bucket"),
+        ({"c": 64, "hw": 64, "dtype": "float16"}, "bucket"),
+        ({"c": 321, "hw": 64, "dtype": "float16"}, "static"),
+        ({"c": 320, "hw": 64, "dtype": "bfloat16"}, "static"),
+        ({}, "static"),
+    ],
+)
+def test_exact_then_bucket_then_static(monkeypatch, problem, source):
+    monkeypatch.setattr(choice, "_table", lambda _op, _arch: TABLE)
+    found = lookup("op", "gfx1100", problem)
+    assert (found.source, found.why) == (source, source)
+
+
+def test_an_architecture_without_data_inherits_nothing():
+    found = lookup("group_norm_silu", "gfx1250", {})
+    assert (found.implementation, found.source) == ("torch", "stock")
+    assert found.why == "no data for group_norm_silu on gfx1250"
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda f: f"{f.parent.name}-{f.stem}")
+def test_shipped_data_is_whole(file):
+    table = json.loads(file.read_text())
+    assert table["op"] == file.stem
+    assert table["arch"] == file.parent.name
+    assert table["arch"] == "cpu" or table["arch"] in arch.ARCHS
+    for entry in [table["static"], *table.get("bucket", []), *table.get("exact", [])]:
+        assert entry["why"]
+        if file.stem in OPS:
+            assert entry["implementation"] in {i.name for i in OPS[file.stem].implementations}
+        if file.stem == "group_norm_silu" and entry["implementation"] == "triton":
+            GroupNormSiluConfig.from_mapping(entry["config"])

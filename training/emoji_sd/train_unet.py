@@ -1,0 +1,295 @@
+"""Stage 4: text encoder and UNet together, as a latent diffusion model with v-prediction."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+from diffusers import AutoencoderKL, UNet2DConditionModel
+from torch import Tensor, nn
+from training.emoji_sd.architecture import PRESETS, noise_schedule, text_encoder, unet
+from training.emoji_sd.compose import Composer
+from training.emoji_sd.glyphs import CACHE, GLYPHS_FILE, read_glyphs
+from training.emoji_sd.grids import save_grid
+from training.emoji_sd.loop import (
+    Averages,
+    Budget,
+    Run,
+    add_common_options,
+    autocast,
+    compiled_or_plain,
+    pick_device,
+    prefetched,
+)
+from training.emoji_sd.sampling import sample, score
+from training.emoji_sd.scenes import SceneSampler, arrays_of
+from training.emoji_sd.tokenizer import PhraseTokens
+from transformers import CLIPTextModel, CLIPTokenizer
+
+from rocm_sd.errors import ModelNotFound, NumericsFailure
+from rocm_sd.models.emoji import held_out_prompts, trained_prompts
+from rocm_sd.quality.embedding import load_embedding
+
+__all__ = ["Trainer", "loss_weights", "main"]
+
+MIN_SNR_GAMMA = 5.0
+CAPTION_DROP = 0.1
+# The text encoder starts from nothing as the UNet does, but its token table sees each rare word seldom.
+TEXT_LR_FACTOR = 0.5
+
+
+def loss_weights(alphas: Tensor) -> Tensor:
+    """w(t) = min(SNR + 1, gamma + 1) / (SNR + 1) on the v error.
+
+    Min-SNR's own min(SNR, gamma) / (SNR + 1) vanishes where nearly all is noise, and there the model must learn to
+    place object and background from the words alone; so the clamp is kept and that part of the weight is not.
+    """
+    snr = alphas / (1 - alphas)
+    return (snr + 1).clamp(max=MIN_SNR_GAMMA + 1) / (snr + 1)
+
+
+class Trainer:
+    """Models, optimiser, averages and the training step; knows nothing of time."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.device = device = pick_device(options.device)
+        self.seed, self.batch_size = options.seed, options.batch
+        torch.manual_seed(options.seed)
+        self.tokenizer = CLIPTokenizer.from_pretrained(options.tokenizer)
+        self.phrase_tokens = PhraseTokens(self.tokenizer)
+        self.vae = self._autoencoder(options.out / "vae")
+        if options.init:
+            self.text = CLIPTextModel.from_pretrained(options.init / "text_encoder", dtype=torch.float32)
+            self.unet = UNet2DConditionModel.from_pretrained(options.init / "unet", torch_dtype=torch.float32)
+        else:
+            self.text, self.unet = text_encoder(options.preset, self.tokenizer), unet(options.preset)
+        self.text.to(device).train()
+        self.unet.to(device, memory_format=torch.channels_last).train()
+        self.scheduler = noise_schedule()
+        self.alphas = self.scheduler.alphas_cumprod.to(device)
+        self.weights = loss_weights(self.alphas)
+        self.composer = Composer(read_glyphs(options.glyphs), device)
+        self.sampler = SceneSampler(options.seed, list(range(len(self.composer.copies[0]))))
+        self.optimizer = torch.optim.AdamW(
+            [
+                {"params": list(self.unet.parameters()), "factor": 1.0},
+                {"params": list(self.text.parameters()), "factor": TEXT_LR_FACTOR},
+            ],
+            lr=options.lr,
+            betas=(0.9, 0.99),
+            weight_decay=0.01,
+            fused=device.type == "cuda",
+        )
+        self.averages = Averages([self.unet, self.text], options.ema)
+        self.run_unet: Any = self.unet
+        self.encode: Any = self._encode
+
+    def _autoencoder(self, folder: Path) -> AutoencoderKL:
+        if not folder.is_dir():
+            raise ModelNotFound(
+                f"The autoencoder is missing: {folder}.", hint="Type: python -m training.emoji_sd.train_autoencoder"
+            )
+        vae = AutoencoderKL.from_pretrained(folder).to(self.device, memory_format=torch.channels_last).eval()
+        return vae.requires_grad_(requires_grad=False)
+
+    def _encode(self, images: Tensor) -> Tensor:
+        mean, _ = self.vae.quant_conv(self.vae.encoder(images)).chunk(2, dim=1)
+        return mean * self.vae.config.scaling_factor
+
+    def compile(self) -> None:
+        images = torch.rand(self.batch_size, 3, 128, 128, device=self.device)
+        images = images.contiguous(memory_format=torch.channels_last)
+        latents = torch.randn(self.batch_size, 4, 32, 32, device=self.device)
+        hidden = torch.randn(self.batch_size, 77, self.text.config.hidden_size, device=self.device)
+        times = torch.zeros(self.batch_size, dtype=torch.long, device=self.device)
+
+        def try_encoder(encode: Any) -> None:
+            with torch.no_grad(), autocast(self.device):
+                encode(images)
+
+        def try_unet(forward: Any) -> None:
+            with autocast(self.device):
+                # As in a step: the text encoder's output arrives in the autocast type and wants a gradient.
+                words = (hidden.requires_grad_() * 1).to(torch.bfloat16 if self.device.type == "cuda" else hidden.dtype)
+                out = forward(latents, times, encoder_hidden_states=words, return_dict=False)[0]
+            out.float().square().mean().backward()
+            self.optimizer.zero_grad(set_to_none=True)
+
+        self.encode = compiled_or_plain(self._encode, try_encoder, wanted=True)
+        self.run_unet = compiled_or_plain(self.unet, try_unet, wanted=True)
+
+    def make(self, step: int) -> tuple[Any, Tensor]:
+        """The CPU's share of a step: scenes and tokens, a function of (seed, step)."""
+        pictures = self.sampler.batch(step, self.batch_size)
+        tokens = self.phrase_tokens.batch(
+            [picture.phrases for picture in pictures], CAPTION_DROP, Random(f"drop/{self.seed}/{step}")
+        )
+        return arrays_of(pictures), tokens.pin_memory() if self.device.type == "cuda" else tokens
+
+    def step(self, step: int, made: tuple[Any, Tensor], lr: float) -> Tensor:
+        """One optimiser step; returns the weighted loss, still on the device."""
+        (rgb, layers), tokens = made
+        device, size = self.device, self.batch_size
+        generator = torch.Generator(device).manual_seed(self.seed * 1_000_003 + step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr * group["factor"]
+        with torch.no_grad(), autocast(device):
+            images = (self.composer.compose(rgb, layers) * 2 - 1).contiguous(memory_format=torch.channels_last)
+            latents = self.encode(images).float()
+        noise = torch.randn(latents.shape, device=device, generator=generator)
+        # One time from each of `size` equal slices: the loss of a batch varies less than with free draws.
+        slices = torch.arange(size, device=device) + torch.rand(size, device=device, generator=generator)
+        times = (slices * (1000 / size)).long().clamp(max=999)
+        alpha = self.alphas[times].view(-1, 1, 1, 1)
+        noisy = alpha.sqrt() * latents + (1 - alpha).sqrt() * noise
+        target = alpha.sqrt() * noise - (1 - alpha).sqrt() * latents
+        with autocast(device):
+            hidden = self.text(tokens.to(device, non_blocking=True)).last_hidden_state
+            if device.type == "cuda":
+                hidden = hidden.to(torch.bfloat16)
+            predicted = self.run_unet(noisy, times, encoder_hidden_states=hidden, return_dict=False)[0]
+        errors = (predicted.float() - target).square().mean((1, 2, 3))
+        loss = (errors * self.weights[times]).mean()
+        self.optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        nn.utils.clip_grad_norm_([*self.unet.parameters(), *self.text.parameters()], 1.0)
+        self.optimizer.step()
+        self.averages.update(step)
+        return loss.detach()
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "unet": self.unet.state_dict(),
+            "text": self.text.state_dict(),
+            "averages": self.averages.values,
+            "optimizer": self.optimizer.state_dict(),
+        }
+
+    @torch.no_grad()
+    def restore(self, state: dict[str, Any]) -> None:
+        self.unet.load_state_dict(state["unet"])
+        self.text.load_state_dict(state["text"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        for held, saved in zip(self.averages.values, state["averages"], strict=True):
+            held.copy_(saved)
+
+    def pictures(self, prompts: list, steps: int = 20, guidance: float = 4.0) -> Tensor:
+        """Samples of the averaged weights, from the uncompiled modules: another batch size would compile anew."""
+        self.averages.swap()
+        self.unet.eval()
+        self.text.eval()
+        try:
+            with autocast(self.device):
+                return sample(
+                    [prompt.text for prompt in prompts],
+                    self.tokenizer,
+                    self.text,
+                    self.unet,
+                    self.vae,
+                    self.scheduler,
+                    steps=steps,
+                    guidance=guidance,
+                    seed=self.seed,
+                )
+        finally:
+            self.unet.train()
+            self.text.train()
+            self.averages.swap()
+
+
+def options_of(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m training.emoji_sd.train_unet", description=__doc__)
+    add_common_options(parser, minutes=14, batch=512, lr=8e-4)
+    parser.add_argument("--preset", choices=list(PRESETS), default="full")
+    parser.add_argument("--glyphs", type=Path, default=GLYPHS_FILE)
+    parser.add_argument("--tokenizer", type=Path, default=CACHE / "tokenizer")
+    parser.add_argument("--ema", type=float, default=0.9995, help="decay of the weight averages")
+    parser.add_argument("--init", type=Path, help="start from the weights of this Diffusers folder")
+    parser.add_argument("--elapsed", type=float, default=0.0, help="with --init: minutes of the budget already spent")
+    parser.add_argument("--log-every", type=int, default=50)
+    parser.add_argument("--sample-every", type=float, default=3.0, metavar="MINUTES", help="0: no samples")
+    parser.add_argument("--sample-count", type=int, default=64, help="prompts of each kind at each sampling")
+    return parser.parse_args(arguments)
+
+
+def show_samples(trainer: Trainer, run: Run, step: int, count: int) -> None:
+    """A grid of trained (upper half) and held-out prompts, and their scores where an embedding is at hand."""
+    trained, unseen = trained_prompts(count), held_out_prompts(count)
+    images = trainer.pictures([*trained, *unseen])
+    shown = min(count, 32)
+    save_grid(torch.cat([images[:shown], images[count : count + shown]]), run.folder / f"samples-{step:06d}.png")
+    file = run.folder / "embedding.safetensors"
+    if file.exists():
+        embedding = load_embedding(file, trainer.device)
+        for name, part, prompts in (("trained", images[:count], trained), ("held_out", images[count:], unseen)):
+            shares = {key: sum(hits) / count for key, hits in score(part, prompts, embedding).items()}
+            run.log(step=step, prompts=name, **shares)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options = options_of(arguments)
+    # Set first: loading and compiling are part of the time that was given.
+    begin = time.monotonic()
+    run = Run("unet", options)
+    trainer = Trainer(options)
+    state = run.load()
+    first, spent = 0, options.elapsed * 60
+    if state:
+        trainer.restore(state["model"])
+        first, spent = state["step"], state["elapsed"]
+        del state
+    budget = Budget(options.minutes, options.steps, spent + time.monotonic() - begin)
+    if options.compile:
+        trainer.compile()
+    lr, step, started, waiting = options.lr, first, time.monotonic(), []
+    next_sample = budget.elapsed + options.sample_every * 60
+    for step, made in prefetched(trainer.make, first):
+        if budget.fraction(step) >= 1 or run.must_stop:
+            break
+        loss = trainer.step(step, made, lr * budget.lr_factor(step, options.warmup))
+        if trainer.device.type == "cuda":
+            # At most two steps are queued ahead: the clock that drives the schedule then tells the truth.
+            waiting.append(torch.cuda.Event())
+            waiting[-1].record()
+            if len(waiting) > 2:
+                waiting.pop(0).synchronize()
+        if step % options.log_every == 0:
+            value = loss.item()
+            rate = (step - first + 1) * options.batch / (time.monotonic() - started)
+            run.log(step=step, minutes=budget.elapsed / 60, loss=value, images_per_second=round(rate))
+            if value != value:  # NaN
+                lr = _recover(trainer, run, lr)
+        if run.save_is_due and loss.isfinite().item():
+            run.save({"model": trainer.state(), "step": step + 1, "elapsed": budget.elapsed})
+        if options.sample_every and budget.elapsed > next_sample:
+            show_samples(trainer, run, step, options.sample_count)
+            next_sample = budget.elapsed + options.sample_every * 60
+    run.save({"model": trainer.state(), "step": step, "elapsed": budget.elapsed})
+    if options.sample_every:
+        show_samples(trainer, run, step, options.sample_count)
+    finished = budget.fraction(step) >= 1
+    trainer.averages.swap()
+    trainer.unet.save_pretrained(options.out / "unet")
+    trainer.text.save_pretrained(options.out / "text_encoder")
+    print(
+        f"unet: {'finished' if finished else 'stopped early; the same command resumes'} at step {step}, "
+        f"{budget.elapsed / 60:.2f} of {options.minutes:g} minutes",
+        flush=True,
+    )
+
+
+def _recover(trainer: Trainer, run: Run, lr: float) -> float:
+    state = run.load()
+    if state is None:
+        raise NumericsFailure("The loss is not a number, and there is no checkpoint yet.", hint="Lower --lr.")
+    trainer.restore(state["model"])
+    print(f"unet: the loss is not a number; back to the checkpoint, with lr {lr / 2:g}", flush=True)
+    return lr / 2
+
+
+if __name__ == "__main__":
+    main()
