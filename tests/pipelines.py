@@ -67,7 +67,9 @@ def tiny_pipeline(folder: Path, seed: int = 0) -> StableDiffusionPipeline:
         text_encoder=CLIPTextModel(text).eval(),
         tokenizer=tokenizer,
         unet=tiny_unet().eval(),
-        scheduler=DDIMScheduler(beta_schedule="scaled_linear", beta_start=0.00085, beta_end=0.012, clip_sample=False),
+        scheduler=DDIMScheduler(
+            beta_schedule="scaled_linear", beta_start=0.00085, beta_end=0.012, clip_sample=False, steps_offset=1
+        ),
         safety_checker=None,
         feature_extractor=None,
         requires_safety_checker=False,

@@ -53,7 +53,9 @@ def copy_of_the_source(tmp_path):
 
 
 def contracts(folder: Path) -> subprocess.CompletedProcess[str]:
-    command = "import sys; sys.path.insert(0, 'src'); from importlinter.cli import lint_imports; sys.exit(lint_imports())"
+    command = (
+        "import sys; sys.path.insert(0, 'src'); from importlinter.cli import lint_imports; sys.exit(lint_imports())"
+    )
     return subprocess.run([sys.executable, "-c", command], cwd=folder, capture_output=True, text=True, check=False)
 
 

@@ -57,7 +57,9 @@ VARIABLES: tuple[Variable, ...] = (
         _implementations,
         "Implementation per op by name, e.g. group_norm_silu=torch,attention=triton; never falls back.",
     ),
-    Variable("ROCM_SD_TORCH", "torch_build", str, "Read by set-up only: rocm, cuda, cpu or an index URL."),
+    Variable(
+        "ROCM_SD_TORCH", "torch_build", str, "Read by set-up only: auto, rocm, cuda, cpu, a gfx id or an index URL."
+    ),
     Variable("TRITON_INTERPRET", "triton_interpret", _flag, "Triton's own: 1 runs its kernels on the CPU, slowly."),
     Variable(
         "HSA_OVERRIDE_GFX_VERSION",

@@ -26,9 +26,7 @@ def compile_one(kernel, constants: dict[str, object], gfx: str, warps: int) -> d
         scalar = "fp32" if name == "eps" else "i32"
         signature[name] = "constexpr" if name in constants else pointer or scalar
     # Real channel counts and allocations are multiples of 16; Triton specialises on that at launch.
-    attributes = {
-        (place,): [ALIGNED] for place, name in enumerate(kernel.arg_names) if name in (*HALF, *FLOAT, "C")
-    }
+    attributes = {(place,): [ALIGNED] for place, name in enumerate(kernel.arg_names) if name in (*HALF, *FLOAT, "C")}
     source = ASTSource(
         kernel,
         signature=signature,
@@ -57,9 +55,7 @@ def main(names: list[str]) -> None:
         config = kernels.GroupNormSiluConfig.from_mapping(lookup("group_norm_silu", gfx, {}).config)
         tile = {"BLOCK_C": config.block_c}
         results[gfx] = {
-            "moments": compile_one(
-                kernels._moments, tile | {"ROWS": config.moments_rows}, gfx, config.moments_warps
-            ),
+            "moments": compile_one(kernels._moments, tile | {"ROWS": config.moments_rows}, gfx, config.moments_warps),
             "fold": compile_one(
                 kernels._fold, {"HAS_WEIGHT": True, "HAS_ADD": True, "BLOCK_S": 16, "BLOCK_G": 128}, gfx, 4
             ),

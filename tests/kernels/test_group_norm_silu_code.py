@@ -47,9 +47,9 @@ def test_passes_over_the_picture_use_16_byte_accesses(compiled, gfx):
 
 @pytest.mark.parametrize("gfx", TARGETS)
 def test_enough_waves_to_hide_the_memory(compiled, gfx):
-    """Two passes bound by memory: at least 8 waves a SIMD, or all that the architecture can hold."""
+    """Two passes bound by memory: at least half of the waves that a SIMD can hold."""
     value = arch.get(gfx)
     for kernel in ("moments", "apply"):
         code = compiled[gfx][kernel]
         waves = arch.occupancy(value, code["vgprs"], code["lds"], 4).waves_per_simd
-        assert waves >= min(8, value.max_waves_per_simd)
+        assert waves >= value.max_waves_per_simd // 2

@@ -37,7 +37,8 @@ class Composer:
         small = interpolate(part.float(), size=(side, side), mode="bilinear", antialias=True)
         return small.round().clamp(0, 255).to(torch.uint8)
 
-    def _send(self, array: np.ndarray) -> Tensor:
+    def send(self, array: np.ndarray) -> Tensor:
+        """The array on the device."""
         tensor = torch.from_numpy(array)
         if self.device.type == "cuda":
             # Pinned and asynchronous: a plain copy would wait for every step still queued on the device.
@@ -46,7 +47,7 @@ class Composer:
 
     def compose(self, rgb: np.ndarray, layers: list[LayerArrays]) -> Tensor:
         """[B, 3, 128, 128] in 0..1."""
-        picture = self._send(rgb)[:, :, None, None].repeat(1, 1, GLYPH_SIZE, GLYPH_SIZE)
+        picture = self.send(rgb)[:, :, None, None].repeat(1, 1, GLYPH_SIZE, GLYPH_SIZE)
         for layer in layers:
             for copy, (_, low, high) in zip(self.copies, _COPIES, strict=True):
                 rows = np.flatnonzero((layer.scale >= low) & (layer.scale < high))
@@ -59,8 +60,8 @@ class Composer:
         theta = np.zeros((rows.size, 2, 3), dtype=np.float32)
         theta[:, 0, 0] = theta[:, 1, 1] = zoom
         theta[:, 0, 2], theta[:, 1, 2] = -layer.x[rows] * zoom, -layer.y[rows] * zoom
-        glyphs = copy[self._send(layer.emoji[rows])].float().div_(255)
-        grid = affine_grid(self._send(theta), [rows.size, 4, GLYPH_SIZE, GLYPH_SIZE], align_corners=False)
+        glyphs = copy[self.send(layer.emoji[rows])].float().div_(255)
+        grid = affine_grid(self.send(theta), [rows.size, 4, GLYPH_SIZE, GLYPH_SIZE], align_corners=False)
         drawn = grid_sample(glyphs, grid, mode="bilinear", padding_mode="zeros", align_corners=False)
-        where = self._send(layer.sample[rows])
+        where = self.send(layer.sample[rows])
         picture[where] = picture[where] * (1 - drawn[:, 3:]) + drawn[:, :3]

@@ -67,7 +67,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     dtype = torch.float16 if options.device.startswith("cuda") else torch.float32
     folder = options.model or options.out / "emoji-sd"
-    pipe = StableDiffusionPipeline.from_pretrained(folder, torch_dtype=dtype).to(options.device)
+    pipe = StableDiffusionPipeline.from_pretrained(folder).to(options.device, dtype)
     pipe.set_progress_bar_config(disable=True)
     embedding = load_embedding(options.embedding or options.out / "embedding.safetensors", options.device)
     kinds = {

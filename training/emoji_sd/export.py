@@ -1,4 +1,4 @@
-"""Stage 5: the Diffusers folder in fp16, checked by loading it back; and its way through a narrow door (--pack, unpack).
+"""Stage 5: the Diffusers folder in fp16, checked by loading it back.
 
 `--pack DIR` splits folder, embedding and logs into parts of at most 15 MiB; `export --unpack DIR` joins them again.
 """
@@ -60,16 +60,23 @@ def export(run: Path, tokenizer: Path, folder: Path) -> int:
     for name in ("vocab.json", "merges.txt"):
         if not (folder / "tokenizer" / name).exists():
             shutil.copy(tokenizer / name, folder / "tokenizer" / name)
-    for file in folder.rglob("*.json"):
-        _forget_paths(file)
+    for file in folder.rglob("config.json"):
+        _tidy_config(file)
+    for file in folder.rglob("*.safetensors"):
+        # Written for the owner alone, and a wheel keeps the mode.
+        file.chmod(0o644)
     return folder_size(folder)
 
 
-def _forget_paths(file: Path) -> None:
-    """Configs remember where they were loaded from; that place means nothing to anybody else."""
+def _tidy_config(file: Path) -> None:
     content = json.loads(file.read_text(encoding="utf-8"))
-    if isinstance(content, dict) and content.pop("_name_or_path", None) is not None:
-        file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    # Where it was loaded from means nothing to anybody else.
+    content.pop("_name_or_path", None)
+    if "dtype" in content:
+        # Asked for no type, Transformers takes the config's and Diffusers float32: they must agree, or a plain
+        # from_pretrained gives a pipeline of two types that cannot run. The file itself stays fp16.
+        content["dtype"] = "float32"
+    file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def check(folder: Path, steps: int) -> None:

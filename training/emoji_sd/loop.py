@@ -2,32 +2,35 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
 
-from rocm_sd.errors import CorruptModel
+from rocm_sd.errors import CorruptModel, NumericsFailure
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Callable, Iterator
 
 __all__ = [
     "Averages",
     "Budget",
     "Run",
+    "Stage",
     "add_common_options",
     "autocast",
     "compiled_or_plain",
     "pick_device",
     "prefetched",
+    "resumed",
+    "train",
 ]
 
 # Read as early as possible: --stop-after counts what the caller's clock counts, imports included.
@@ -46,7 +49,8 @@ def add_common_options(parser: argparse.ArgumentParser, *, minutes: float, batch
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--compile", action="store_true", help="torch.compile; falls back, and says why")
     parser.add_argument("--restart", action="store_true", help="ignore an earlier checkpoint of this stage")
-    parser.add_argument("--checkpoint-every", type=float, default=3.0, metavar="MINUTES")
+    parser.add_argument("--checkpoint-every", type=float, default=2.0, metavar="MINUTES")
+    parser.add_argument("--log-every", type=int, default=100, metavar="STEPS")
 
 
 def pick_device(name: str) -> torch.device:
@@ -66,11 +70,15 @@ def autocast(device: torch.device) -> torch.autocast:
 class Budget:
     """How far a stage is, 0..1, by time or by steps; time is counted over all resumes."""
 
-    def __init__(self, minutes: float, steps: int | None, elapsed: float = 0.0) -> None:
+    def __init__(self, minutes: float, steps: int | None) -> None:
         self.seconds = minutes * 60
         self.steps = steps
-        self._before = elapsed
+        self._before = 0.0
         self._start = time.monotonic()
+
+    def add(self, seconds: float) -> None:
+        """Counts what earlier runs of the stage have spent."""
+        self._before += seconds
 
     @property
     def elapsed(self) -> float:
@@ -180,10 +188,8 @@ def prefetched(make: Callable[[int], Any], first: int, ahead: int = 4) -> Iterat
                 future.cancel()
 
 
-def compiled_or_plain(function: Callable[..., Any], trial: Callable[[Callable[..., Any]], Any], wanted: bool) -> Any:
+def compiled_or_plain(function: Callable[..., Any], trial: Callable[[Callable[..., Any]], Any]) -> Any:
     """torch.compile(function) where `trial` runs on it, else `function` itself, with the reason printed."""
-    if not wanted:
-        return function
     begin = time.monotonic()
     compiled = torch.compile(function)
     try:
@@ -193,3 +199,73 @@ def compiled_or_plain(function: Callable[..., Any], trial: Callable[[Callable[..
         return function
     print(f"compiled in {time.monotonic() - begin:.0f} s", flush=True)
     return compiled
+
+
+class Stage(Protocol):
+    """What `train` drives: a step is made on the CPU ahead of time, then taken on the device."""
+
+    device: torch.device
+
+    def make(self, step: int) -> Any: ...
+
+    def step(self, step: int, made: Any, lr: float) -> torch.Tensor: ...
+
+    def state(self) -> dict[str, Any]: ...
+
+    def restore(self, state: dict[str, Any]) -> None: ...
+
+
+def resumed(stage: Stage, run: Run) -> tuple[int, float]:
+    """(next step, seconds spent) of the stage's checkpoint, which is loaded; (0, 0) where there is none."""
+    saved = run.load()
+    if saved is None:
+        return 0, 0.0
+    stage.restore(saved["stage"])
+    print(f"{run.stage}: resumed at step {saved['step']}, {saved['elapsed'] / 60:.2f} minutes spent", flush=True)
+    return saved["step"], saved["elapsed"]
+
+
+def train(
+    stage: Stage,
+    run: Run,
+    options: argparse.Namespace,
+    budget: Budget,
+    first: int,
+    after_step: Callable[[int], None] | None = None,
+) -> int:
+    """Steps until the budget is spent or the run must stop; saves; returns the next step's number."""
+    lr, step, started = options.lr, first, time.monotonic()
+    queued: list[torch.cuda.Event] = []
+    for step, made in prefetched(stage.make, first):
+        if budget.fraction(step) >= 1 or run.must_stop:
+            break
+        loss = stage.step(step, made, lr * budget.lr_factor(step, options.warmup))
+        if stage.device.type == "cuda":
+            # At most two steps are queued ahead: the clock that drives the schedule then tells the truth.
+            queued.append(torch.cuda.Event())
+            queued[-1].record()
+            if len(queued) > 2:
+                queued.pop(0).synchronize()
+        if step % options.log_every == 0:
+            value = loss.item()
+            rate = (step - first + 1) * options.batch / (time.monotonic() - started)
+            run.log(step=step, minutes=budget.elapsed / 60, loss=value, images_per_second=round(rate))
+            if not math.isfinite(value):
+                lr = _back_to_checkpoint(stage, run, lr)
+        if run.save_is_due and loss.isfinite().item():
+            run.save({"stage": stage.state(), "step": step + 1, "elapsed": budget.elapsed})
+        if after_step is not None:
+            after_step(step)
+    run.save({"stage": stage.state(), "step": step, "elapsed": budget.elapsed})
+    state = "finished" if budget.fraction(step) >= 1 else "stopped early (the same command resumes)"
+    print(f"{run.stage}: {state} at step {step}, {budget.elapsed / 60:.2f} minutes spent", flush=True)
+    return step
+
+
+def _back_to_checkpoint(stage: Stage, run: Run, lr: float) -> float:
+    saved = run.load()
+    if saved is None:
+        raise NumericsFailure("The loss is not a number, and there is no checkpoint yet.", hint="Lower --lr.")
+    stage.restore(saved["stage"])
+    print(f"{run.stage}: the loss is not a number; back to the checkpoint, with lr {lr / 2:g}", flush=True)
+    return lr / 2

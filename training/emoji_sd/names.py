@@ -22,14 +22,14 @@ def fully_qualified() -> list[str]:
 
 
 def _words(code: str) -> str:
-    """ ":red_apple:" -> "red apple"; accents and typographic marks become what a keyboard has."""
+    """From ":red_apple:" to "red apple"; accents and typographic marks become what a keyboard has."""
     text = code.strip(":").replace("_", " ").replace("&", "and").replace("\N{RIGHT SINGLE QUOTATION MARK}", "'")
     text = unicodedata.normalize("NFKD", text).encode("ascii", "ignore").decode()
     return re.sub(r"\s+", " ", re.sub(r'[()"!.,]', "", text)).strip()
 
 
 def _tone_last(name: str) -> str:
-    """ "man dark skin tone beard" -> "man beard with dark skin tone"; two tones are joined by "and"."""
+    """From "man dark skin tone beard" to "man beard with dark skin tone"; two tones are joined by "and"."""
     tones = _TONE.findall(name)
     if not tones:
         return name

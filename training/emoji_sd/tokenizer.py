@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from random import Random
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,6 +15,7 @@ from rocm_sd.models.emoji.records import RECORDS_FILE, read_records
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
+    from random import Random
 
 __all__ = ["CONTEXT", "VOCABULARY", "PhraseTokens", "build_tokenizer"]
 
@@ -65,7 +65,7 @@ def build_tokenizer(folder: Path, records: Path = RECORDS_FILE) -> CLIPTokenizer
 
 
 class PhraseTokens:
-    """Token ids of captions given as phrases: equal to the tokenizer's on the joined text, at a tenth of the time."""
+    """Token ids of captions given as phrases: equal to the tokenizer's on the joined text."""
 
     def __init__(self, tokenizer: CLIPTokenizer) -> None:
         self.tokenizer = tokenizer

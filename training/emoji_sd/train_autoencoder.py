@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,9 +21,10 @@ from training.emoji_sd.loop import (
     autocast,
     compiled_or_plain,
     pick_device,
-    prefetched,
+    resumed,
+    train,
 )
-from training.emoji_sd.scenes import random_layers
+from training.emoji_sd.scenes import LayerArrays, random_layers
 
 __all__ = ["AutoencoderStep", "edge_loss", "latent_rms", "main"]
 
@@ -30,6 +32,7 @@ __all__ = ["AutoencoderStep", "edge_loss", "latent_rms", "main"]
 # what a sampler leaves behind; the reconstruction pays less than 0.001 for it.
 KL_WEIGHT = 5e-4
 EDGE_WEIGHT = 0.5
+SHARE_OF_PAIRS = 0.15
 
 
 class AutoencoderStep(nn.Module):
@@ -60,7 +63,7 @@ def latent_rms(vae: nn.Module, composer: Composer, emoji: np.ndarray, seed: int,
     """Root mean square of latents. SD's pipeline scales but never shifts them, so the mean counts as signal."""
     squares = []
     for step in range(batches):
-        images = composer.compose(*random_layers(seed + 1_000_003, step, 64, emoji, 0.15)) * 2 - 1
+        images = composer.compose(*random_layers(seed + 1_000_003, step, 64, emoji, SHARE_OF_PAIRS)) * 2 - 1
         squares.append(vae.encode(images).latent_dist.mode().float().square().mean())
     return torch.stack(squares).mean().sqrt().item()
 
@@ -68,10 +71,65 @@ def latent_rms(vae: nn.Module, composer: Composer, emoji: np.ndarray, seed: int,
 @torch.no_grad()
 def psnr(vae: nn.Module, composer: Composer, emoji: np.ndarray, seed: int, grid: Path) -> float:
     """Mean over pictures from a seed that training never uses; the grid shows originals above reconstructions."""
-    images = composer.compose(*random_layers(seed + 2_000_003, 0, 64, emoji, 0.15))
+    images = composer.compose(*random_layers(seed + 2_000_003, 0, 64, emoji, SHARE_OF_PAIRS))
     rebuilt = (vae.decode(vae.encode(images * 2 - 1).latent_dist.mode()).sample / 2 + 0.5).clamp(0, 1)
     save_grid(torch.stack([images[:32].unflatten(0, (4, 8)), rebuilt[:32].unflatten(0, (4, 8))], 1).flatten(0, 2), grid)
     return (-10 * (images - rebuilt).square().mean((1, 2, 3)).clamp_min(1e-10).log10()).mean().item()
+
+
+class AutoencoderStage:
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.device = device = pick_device(options.device)
+        self.seed, self.batch_size = options.seed, options.batch
+        torch.manual_seed(options.seed)
+        self.composer = Composer(read_glyphs(options.glyphs), device)
+        self.emoji = np.arange(len(self.composer.copies[0]))
+        self.vae = autoencoder(options.preset).to(device, memory_format=torch.channels_last).train()
+        self.optimizer = torch.optim.AdamW(
+            self.vae.parameters(), lr=options.lr, betas=(0.9, 0.99), weight_decay=0.0, fused=device.type == "cuda"
+        )
+        self.forward: Any = AutoencoderStep(self.vae)
+
+    def compile(self) -> None:
+        images = torch.rand(self.batch_size, 3, 128, 128, device=self.device)
+        images = images.contiguous(memory_format=torch.channels_last)
+        noise = torch.randn(self.batch_size, 4, 32, 32, device=self.device)
+
+        def trial(forward: Any) -> None:
+            self.loss(forward, images, noise).backward()
+            self.optimizer.zero_grad(set_to_none=True)
+
+        self.forward = compiled_or_plain(self.forward, trial)
+
+    def make(self, step: int) -> tuple[np.ndarray, list[LayerArrays]]:
+        return random_layers(self.seed, step, self.batch_size, self.emoji, SHARE_OF_PAIRS)
+
+    def loss(self, forward: Any, images: Tensor, noise: Tensor) -> Tensor:
+        with autocast(self.device):
+            rebuilt, mean, log_variance = (value.float() for value in forward(images, noise))
+        kl = 0.5 * (mean.square() + log_variance.exp() - 1 - log_variance).mean()
+        edges = edge_loss(rebuilt, images)
+        return l1_loss(rebuilt, images) + mse_loss(rebuilt, images) + EDGE_WEIGHT * edges + KL_WEIGHT * kl
+
+    def step(self, step: int, made: tuple[np.ndarray, list[LayerArrays]], lr: float) -> Tensor:
+        generator = torch.Generator(self.device).manual_seed(self.seed * 1_000_003 + step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        images = (self.composer.compose(*made) * 2 - 1).contiguous(memory_format=torch.channels_last)
+        noise = torch.randn(self.batch_size, 4, 32, 32, device=self.device, generator=generator)
+        loss = self.loss(self.forward, images, noise)
+        self.optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.vae.parameters(), 1.0)
+        self.optimizer.step()
+        return loss.detach()
+
+    def state(self) -> dict[str, Any]:
+        return {"model": self.vae.state_dict(), "optimizer": self.optimizer.state_dict()}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.vae.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -79,71 +137,19 @@ def main(arguments: list[str] | None = None) -> None:
     add_common_options(parser, minutes=4, batch=128, lr=1e-3)
     parser.add_argument("--glyphs", type=Path, default=GLYPHS_FILE)
     parser.add_argument("--preset", choices=list(PRESETS), default="full")
-    parser.add_argument("--log-every", type=int, default=100)
     options = parser.parse_args(arguments)
-    device = pick_device(options.device)
-    torch.manual_seed(options.seed)
+    budget = Budget(options.minutes, options.steps)
     run = Run("autoencoder", options)
-    composer = Composer(read_glyphs(options.glyphs), device)
-    emoji = np.arange(len(composer.copies[0]))
-    vae = autoencoder(options.preset).to(device, memory_format=torch.channels_last).train()
-    optimizer = torch.optim.AdamW(
-        vae.parameters(), lr=options.lr, betas=(0.9, 0.99), weight_decay=0.0, fused=device.type == "cuda"
-    )
-    state = run.load()
-    if state:
-        vae.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-    budget = Budget(options.minutes, options.steps, state["elapsed"] if state else 0.0)
-    step = state["step"] if state else 0
-
-    def save() -> None:
-        run.save(
-            {"model": vae.state_dict(), "optimizer": optimizer.state_dict(), "step": step, "elapsed": budget.elapsed}
-        )
-
-    def make(number: int) -> tuple:
-        return random_layers(options.seed, number, options.batch, emoji, 0.15)
-
-    def losses(forward: nn.Module, images: Tensor, noise: Tensor) -> tuple[Tensor, Tensor]:
-        with autocast(device):
-            rebuilt, mean, log_variance = forward(images, noise)
-        rebuilt, mean, log_variance = rebuilt.float(), mean.float(), log_variance.float()
-        kl = 0.5 * (mean.square() + log_variance.exp() - 1 - log_variance).mean()
-        difference = l1_loss(rebuilt, images)
-        whole = difference + mse_loss(rebuilt, images) + EDGE_WEIGHT * edge_loss(rebuilt, images) + KL_WEIGHT * kl
-        return whole, difference
-
-    def trial(forward: nn.Module) -> None:
-        shape = (options.batch, 3, 128, 128)
-        images = torch.rand(shape, device=device).contiguous(memory_format=torch.channels_last)
-        losses(forward, images, torch.randn(options.batch, 4, 32, 32, device=device))[0].backward()
-        optimizer.zero_grad(set_to_none=True)
-
-    forward = compiled_or_plain(AutoencoderStep(vae), trial, wanted=options.compile)
-    for step, scenes in prefetched(make, step):
-        if budget.fraction(step) >= 1 or run.must_stop:
-            break
-        generator = torch.Generator(device).manual_seed(options.seed * 1_000_003 + step)
-        for group in optimizer.param_groups:
-            group["lr"] = options.lr * budget.lr_factor(step, options.warmup)
-        images = (composer.compose(*scenes) * 2 - 1).contiguous(memory_format=torch.channels_last)
-        noise = torch.randn(options.batch, 4, 32, 32, device=device, generator=generator)
-        loss, difference = losses(forward, images, noise)
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        nn.utils.clip_grad_norm_(vae.parameters(), 1.0)
-        optimizer.step()
-        if step % options.log_every == 0:
-            run.log(step=step, minutes=budget.elapsed / 60, loss=loss.item(), l1=difference.item())
-        if run.save_is_due:
-            save()
-    save()
+    stage = AutoencoderStage(options)
+    first, spent = resumed(stage, run)
+    budget.add(spent)
+    if options.compile:
+        stage.compile()
+    step = train(stage, run, options, budget, first)
     if budget.fraction(step) < 1:
-        print("autoencoder: stopped early; the same command resumes")
         return
-    vae.eval()
-    rms = latent_rms(vae, composer, emoji, options.seed, batches=16 if device.type == "cuda" else 1)
+    vae, composer, emoji = stage.vae.eval(), stage.composer, stage.emoji
+    rms = latent_rms(vae, composer, emoji, options.seed, batches=16 if stage.device.type == "cuda" else 1)
     vae.register_to_config(scaling_factor=1 / rms)
     decibels = psnr(vae, composer, emoji, options.seed, options.out / "autoencoder.png")
     vae.save_pretrained(options.out / "vae")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,8 +13,8 @@ from torch import Tensor
 from torch.nn.functional import interpolate
 from training.emoji_sd.compose import Composer
 from training.emoji_sd.glyphs import GLYPHS_FILE, read_glyphs
-from training.emoji_sd.loop import Budget, Run, add_common_options, autocast, pick_device, prefetched
-from training.emoji_sd.scenes import random_layers
+from training.emoji_sd.loop import Budget, Run, add_common_options, autocast, pick_device, resumed, train
+from training.emoji_sd.scenes import LayerArrays, random_layers
 
 from rocm_sd.models.emoji import EMOJI
 from rocm_sd.quality.embedding import EmojiEmbedding, load_embedding, look_ids
@@ -25,7 +26,7 @@ PAIR_WEIGHT = 0.3
 
 
 def degrade(images: Tensor, generator: torch.Generator) -> Tensor:
-    """What a lossy generator does to a picture: softness, noise, a shift in tone. The first half stays softer."""
+    """What a lossy generator does to a picture: softness (for half of the batch), noise, a shift in tone."""
 
     def rand(*shape: int) -> Tensor:
         return torch.rand(*shape, device=images.device, generator=generator)
@@ -49,11 +50,12 @@ def save_embedding(model: EmojiEmbedding, path: Path) -> None:
         if not name.endswith("num_batches_tracked")
     }
     save_file(state, path, metadata={"format": "pt"})
+    path.chmod(0o644)
 
 
 @torch.no_grad()
 def accuracy(
-    model: EmojiEmbedding, composer: Composer, emoji: np.ndarray, seed: int, pictures: int = 2048
+    model: EmojiEmbedding, composer: Composer, emoji: np.ndarray, seed: int, pictures: int
 ) -> tuple[float, float]:
     """Top-1 and top-5 on single objects drawn from a seed that training never uses, degraded as in training."""
     looks = torch.tensor([e.look for e in EMOJI])
@@ -67,69 +69,76 @@ def accuracy(
     return first / total, five / total
 
 
+class EmbeddingStage:
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.device = device = pick_device(options.device)
+        self.seed, self.batch_size = options.seed, options.batch
+        torch.manual_seed(options.seed)
+        self.composer = Composer(read_glyphs(options.glyphs), device)
+        looks = look_ids()
+        self.drawable = np.array([index for index in looks if index < len(self.composer.copies[0])])
+        self.label_of = np.full(len(EMOJI), -1)
+        self.label_of[looks] = np.arange(len(looks))
+        self.model = EmojiEmbedding().to(device, memory_format=torch.channels_last).train()
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=options.lr, weight_decay=0.02, fused=device.type == "cuda"
+        )
+
+    def make(self, step: int) -> tuple[np.ndarray, list[LayerArrays]]:
+        return random_layers(self.seed, step, self.batch_size, self.drawable, SHARE_OF_PAIRS)
+
+    def _labels(self, layer: LayerArrays) -> Tensor:
+        return self.composer.send(self.label_of[layer.emoji])
+
+    def step(self, step: int, made: tuple[np.ndarray, list[LayerArrays]], lr: float) -> Tensor:
+        rgb, layers = made
+        generator = torch.Generator(self.device).manual_seed(self.seed * 1_000_003 + step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        images = degrade(self.composer.compose(rgb, layers), generator)
+        with autocast(self.device):
+            logits = self.model.logits(images.contiguous(memory_format=torch.channels_last))
+        chances = logits.float().log_softmax(1)
+        own = chances.gather(1, self._labels(layers[0])[:, None])[:, 0]
+        total = own.sum()
+        if len(layers) == 2:
+            # Two objects: naming either is right.
+            pairs = len(layers[1].sample)
+            other = chances[:pairs].gather(1, self._labels(layers[1])[:, None])[:, 0]
+            total = own[pairs:].sum() + PAIR_WEIGHT * torch.logaddexp(own[:pairs], other).sum()
+        loss = -total / self.batch_size
+        self.optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        self.optimizer.step()
+        return loss.detach()
+
+    def state(self) -> dict[str, Any]:
+        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m training.emoji_sd.train_embedding", description=__doc__)
     add_common_options(parser, minutes=1.5, batch=512, lr=2e-3)
     parser.add_argument("--glyphs", type=Path, default=GLYPHS_FILE)
-    parser.add_argument("--log-every", type=int, default=100)
+    parser.add_argument("--check-pictures", type=int, default=4096, help="pictures for the accuracy at the end")
     options = parser.parse_args(arguments)
-    device = pick_device(options.device)
-    torch.manual_seed(options.seed)
+    budget = Budget(options.minutes, options.steps)
     run = Run("embedding", options)
-    composer = Composer(read_glyphs(options.glyphs), device)
-    looks = look_ids()
-    drawable = np.array([index for index in looks if index < len(composer.copies[0])])
-    label_of = torch.full((len(EMOJI),), -1, dtype=torch.long)
-    label_of[torch.tensor(looks)] = torch.arange(len(looks))
-    model = EmojiEmbedding().to(device, memory_format=torch.channels_last).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, weight_decay=0.02, fused=device.type == "cuda")
-    state = run.load()
-    if state:
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-    budget = Budget(options.minutes, options.steps, state["elapsed"] if state else 0.0)
-    step = state["step"] if state else 0
-
-    def save() -> None:
-        run.save(
-            {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step, "elapsed": budget.elapsed}
-        )
-
-    def make(number: int) -> tuple:
-        return random_layers(options.seed, number, options.batch, drawable, SHARE_OF_PAIRS)
-
-    pairs = int(options.batch * SHARE_OF_PAIRS)
-    for step, (rgb, layers) in prefetched(make, step):
-        if budget.fraction(step) >= 1 or run.must_stop:
-            break
-        generator = torch.Generator(device).manual_seed(options.seed * 1_000_003 + step)
-        labels = label_of[torch.from_numpy(layers[0].emoji)].to(device, non_blocking=True)
-        second = label_of[torch.from_numpy(layers[1].emoji)].to(device) if pairs else labels[:0]
-        for group in optimizer.param_groups:
-            group["lr"] = options.lr * budget.lr_factor(step, options.warmup)
-        images = degrade(composer.compose(rgb, layers), generator).contiguous(memory_format=torch.channels_last)
-        with autocast(device):
-            logits = model.logits(images)
-        chances = logits.float().log_softmax(1)
-        own = chances.gather(1, labels[:, None])[:, 0]
-        # Two objects: naming either is right.
-        either = torch.logaddexp(own[:pairs], chances[:pairs].gather(1, second[:, None])[:, 0])
-        loss = -(own[pairs:].sum() + PAIR_WEIGHT * either.sum()) / options.batch
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        optimizer.step()
-        if step % options.log_every == 0:
-            run.log(step=step, minutes=budget.elapsed / 60, loss=loss.item(), lr=optimizer.param_groups[0]["lr"])
-        if run.save_is_due:
-            save()
-    save()
+    stage = EmbeddingStage(options)
+    first, spent = resumed(stage, run)
+    budget.add(spent)
+    step = train(stage, run, options, budget, first)
     if budget.fraction(step) < 1:
-        print("embedding: stopped early; the same command resumes")
         return
-    model.eval()
+    stage.model.eval()
     path = options.out / "embedding.safetensors"
-    save_embedding(model, path)
-    top1, top5 = accuracy(load_embedding(path, device), composer, drawable, options.seed)
+    save_embedding(stage.model, path)
+    model = load_embedding(path, stage.device)
+    top1, top5 = accuracy(model, stage.composer, stage.drawable, options.seed, options.check_pictures)
     run.log(step=step, minutes=budget.elapsed / 60, top1=top1, top5=top5, megabytes=path.stat().st_size / 1e6)
 
 

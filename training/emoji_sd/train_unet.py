@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import time
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import torch
 from diffusers import AutoencoderKL, UNet2DConditionModel
 from torch import Tensor, nn
-from training.emoji_sd.architecture import PRESETS, noise_schedule, text_encoder, unet
+from training.emoji_sd.architecture import PRESETS, autoencoder, noise_schedule, text_encoder, unet
 from training.emoji_sd.compose import Composer
 from training.emoji_sd.glyphs import CACHE, GLYPHS_FILE, read_glyphs
 from training.emoji_sd.grids import save_grid
@@ -23,18 +22,19 @@ from training.emoji_sd.loop import (
     autocast,
     compiled_or_plain,
     pick_device,
-    prefetched,
+    resumed,
+    train,
 )
 from training.emoji_sd.sampling import sample, score
 from training.emoji_sd.scenes import SceneSampler, arrays_of
 from training.emoji_sd.tokenizer import PhraseTokens
 from transformers import CLIPTextModel, CLIPTokenizer
 
-from rocm_sd.errors import ModelNotFound, NumericsFailure
-from rocm_sd.models.emoji import held_out_prompts, trained_prompts
+from rocm_sd.errors import ModelNotFound
+from rocm_sd.models.emoji import Prompt, held_out_prompts, trained_prompts
 from rocm_sd.quality.embedding import load_embedding
 
-__all__ = ["Trainer", "loss_weights", "main"]
+__all__ = ["UNetStage", "loss_weights", "main"]
 
 MIN_SNR_GAMMA = 5.0
 CAPTION_DROP = 0.1
@@ -52,7 +52,7 @@ def loss_weights(alphas: Tensor) -> Tensor:
     return (snr + 1).clamp(max=MIN_SNR_GAMMA + 1) / (snr + 1)
 
 
-class Trainer:
+class UNetStage:
     """Models, optimiser, averages and the training step; knows nothing of time."""
 
     def __init__(self, options: argparse.Namespace) -> None:
@@ -61,7 +61,7 @@ class Trainer:
         torch.manual_seed(options.seed)
         self.tokenizer = CLIPTokenizer.from_pretrained(options.tokenizer)
         self.phrase_tokens = PhraseTokens(self.tokenizer)
-        self.vae = self._autoencoder(options.out / "vae")
+        self.vae = self._autoencoder(options)
         if options.init:
             self.text = CLIPTextModel.from_pretrained(options.init / "text_encoder", dtype=torch.float32)
             self.unet = UNet2DConditionModel.from_pretrained(options.init / "unet", torch_dtype=torch.float32)
@@ -88,17 +88,22 @@ class Trainer:
         self.run_unet: Any = self.unet
         self.encode: Any = self._encode
 
-    def _autoencoder(self, folder: Path) -> AutoencoderKL:
-        if not folder.is_dir():
+    def _autoencoder(self, options: argparse.Namespace) -> AutoencoderKL:
+        folder = options.out / "vae"
+        if options.compile_only:
+            vae = autoencoder(options.preset)
+        elif folder.is_dir():
+            vae = AutoencoderKL.from_pretrained(folder)
+        else:
             raise ModelNotFound(
                 f"The autoencoder is missing: {folder}.", hint="Type: python -m training.emoji_sd.train_autoencoder"
             )
-        vae = AutoencoderKL.from_pretrained(folder).to(self.device, memory_format=torch.channels_last).eval()
+        vae = vae.to(self.device, memory_format=torch.channels_last).eval()
         return vae.requires_grad_(requires_grad=False)
 
     def _encode(self, images: Tensor) -> Tensor:
         mean, _ = self.vae.quant_conv(self.vae.encoder(images)).chunk(2, dim=1)
-        return mean * self.vae.config.scaling_factor
+        return mean
 
     def compile(self) -> None:
         images = torch.rand(self.batch_size, 3, 128, 128, device=self.device)
@@ -119,15 +124,14 @@ class Trainer:
             out.float().square().mean().backward()
             self.optimizer.zero_grad(set_to_none=True)
 
-        self.encode = compiled_or_plain(self._encode, try_encoder, wanted=True)
-        self.run_unet = compiled_or_plain(self.unet, try_unet, wanted=True)
+        self.encode = compiled_or_plain(self._encode, try_encoder)
+        self.run_unet = compiled_or_plain(self.unet, try_unet)
 
     def make(self, step: int) -> tuple[Any, Tensor]:
         """The CPU's share of a step: scenes and tokens, a function of (seed, step)."""
         pictures = self.sampler.batch(step, self.batch_size)
-        tokens = self.phrase_tokens.batch(
-            [picture.phrases for picture in pictures], CAPTION_DROP, Random(f"drop/{self.seed}/{step}")
-        )
+        random = Random(f"drop/{self.seed}/{step}")  # noqa: S311 # pictures, not secrets
+        tokens = self.phrase_tokens.batch([picture.phrases for picture in pictures], CAPTION_DROP, random)
         return arrays_of(pictures), tokens.pin_memory() if self.device.type == "cuda" else tokens
 
     def step(self, step: int, made: tuple[Any, Tensor], lr: float) -> Tensor:
@@ -139,13 +143,14 @@ class Trainer:
             group["lr"] = lr * group["factor"]
         with torch.no_grad(), autocast(device):
             images = (self.composer.compose(rgb, layers) * 2 - 1).contiguous(memory_format=torch.channels_last)
-            latents = self.encode(images).float()
+            latents = self.encode(images).float().contiguous() * self.vae.config.scaling_factor
         noise = torch.randn(latents.shape, device=device, generator=generator)
         # One time from each of `size` equal slices: the loss of a batch varies less than with free draws.
         slices = torch.arange(size, device=device) + torch.rand(size, device=device, generator=generator)
         times = (slices * (1000 / size)).long().clamp(max=999)
         alpha = self.alphas[times].view(-1, 1, 1, 1)
-        noisy = alpha.sqrt() * latents + (1 - alpha).sqrt() * noise
+        # Contiguous, as in the trial of `compile`: other strides would compile the UNet a second time.
+        noisy = (alpha.sqrt() * latents + (1 - alpha).sqrt() * noise).contiguous()
         target = alpha.sqrt() * noise - (1 - alpha).sqrt() * latents
         with autocast(device):
             hidden = self.text(tokens.to(device, non_blocking=True)).last_hidden_state
@@ -177,7 +182,14 @@ class Trainer:
         for held, saved in zip(self.averages.values, state["averages"], strict=True):
             held.copy_(saved)
 
-    def pictures(self, prompts: list, steps: int = 20, guidance: float = 4.0) -> Tensor:
+    def save_averages(self, folder: Path) -> None:
+        """The averaged weights as Diffusers and Transformers folders, for export."""
+        self.averages.swap()
+        self.unet.save_pretrained(folder / "unet")
+        self.text.save_pretrained(folder / "text_encoder")
+        self.averages.swap()
+
+    def pictures(self, prompts: list[Prompt], steps: int = 20, guidance: float = 4.0) -> Tensor:
         """Samples of the averaged weights, from the uncompiled modules: another batch size would compile anew."""
         self.averages.swap()
         self.unet.eval()
@@ -210,21 +222,23 @@ def options_of(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--ema", type=float, default=0.9995, help="decay of the weight averages")
     parser.add_argument("--init", type=Path, help="start from the weights of this Diffusers folder")
     parser.add_argument("--elapsed", type=float, default=0.0, help="with --init: minutes of the budget already spent")
-    parser.add_argument("--log-every", type=int, default=50)
+    parser.add_argument(
+        "--compile-only", action="store_true", help="fill the compiler's cache while another stage trains, then end"
+    )
     parser.add_argument("--sample-every", type=float, default=3.0, metavar="MINUTES", help="0: no samples")
     parser.add_argument("--sample-count", type=int, default=64, help="prompts of each kind at each sampling")
     return parser.parse_args(arguments)
 
 
-def show_samples(trainer: Trainer, run: Run, step: int, count: int) -> None:
+def show_samples(stage: UNetStage, run: Run, step: int, count: int) -> None:
     """A grid of trained (upper half) and held-out prompts, and their scores where an embedding is at hand."""
     trained, unseen = trained_prompts(count), held_out_prompts(count)
-    images = trainer.pictures([*trained, *unseen])
+    images = stage.pictures([*trained, *unseen])
     shown = min(count, 32)
     save_grid(torch.cat([images[:shown], images[count : count + shown]]), run.folder / f"samples-{step:06d}.png")
     file = run.folder / "embedding.safetensors"
     if file.exists():
-        embedding = load_embedding(file, trainer.device)
+        embedding = load_embedding(file, stage.device)
         for name, part, prompts in (("trained", images[:count], trained), ("held_out", images[count:], unseen)):
             shares = {key: sum(hits) / count for key, hits in score(part, prompts, embedding).items()}
             run.log(step=step, prompts=name, **shares)
@@ -232,63 +246,29 @@ def show_samples(trainer: Trainer, run: Run, step: int, count: int) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     options = options_of(arguments)
-    # Set first: loading and compiling are part of the time that was given.
-    begin = time.monotonic()
+    # Begun first: loading and compiling are part of the time that was given.
+    budget = Budget(options.minutes, options.steps)
     run = Run("unet", options)
-    trainer = Trainer(options)
-    state = run.load()
-    first, spent = 0, options.elapsed * 60
-    if state:
-        trainer.restore(state["model"])
-        first, spent = state["step"], state["elapsed"]
-        del state
-    budget = Budget(options.minutes, options.steps, spent + time.monotonic() - begin)
+    stage = UNetStage(options)
+    if options.compile_only:
+        stage.compile()
+        return
+    first, spent = resumed(stage, run)
+    budget.add(spent or options.elapsed * 60)
     if options.compile:
-        trainer.compile()
-    lr, step, started, waiting = options.lr, first, time.monotonic(), []
+        stage.compile()
     next_sample = budget.elapsed + options.sample_every * 60
-    for step, made in prefetched(trainer.make, first):
-        if budget.fraction(step) >= 1 or run.must_stop:
-            break
-        loss = trainer.step(step, made, lr * budget.lr_factor(step, options.warmup))
-        if trainer.device.type == "cuda":
-            # At most two steps are queued ahead: the clock that drives the schedule then tells the truth.
-            waiting.append(torch.cuda.Event())
-            waiting[-1].record()
-            if len(waiting) > 2:
-                waiting.pop(0).synchronize()
-        if step % options.log_every == 0:
-            value = loss.item()
-            rate = (step - first + 1) * options.batch / (time.monotonic() - started)
-            run.log(step=step, minutes=budget.elapsed / 60, loss=value, images_per_second=round(rate))
-            if value != value:  # NaN
-                lr = _recover(trainer, run, lr)
-        if run.save_is_due and loss.isfinite().item():
-            run.save({"model": trainer.state(), "step": step + 1, "elapsed": budget.elapsed})
+
+    def maybe_sample(step: int) -> None:
+        nonlocal next_sample
         if options.sample_every and budget.elapsed > next_sample:
-            show_samples(trainer, run, step, options.sample_count)
+            show_samples(stage, run, step, options.sample_count)
             next_sample = budget.elapsed + options.sample_every * 60
-    run.save({"model": trainer.state(), "step": step, "elapsed": budget.elapsed})
+
+    step = train(stage, run, options, budget, first, maybe_sample)
+    stage.save_averages(options.out)
     if options.sample_every:
-        show_samples(trainer, run, step, options.sample_count)
-    finished = budget.fraction(step) >= 1
-    trainer.averages.swap()
-    trainer.unet.save_pretrained(options.out / "unet")
-    trainer.text.save_pretrained(options.out / "text_encoder")
-    print(
-        f"unet: {'finished' if finished else 'stopped early; the same command resumes'} at step {step}, "
-        f"{budget.elapsed / 60:.2f} of {options.minutes:g} minutes",
-        flush=True,
-    )
-
-
-def _recover(trainer: Trainer, run: Run, lr: float) -> float:
-    state = run.load()
-    if state is None:
-        raise NumericsFailure("The loss is not a number, and there is no checkpoint yet.", hint="Lower --lr.")
-    trainer.restore(state["model"])
-    print(f"unet: the loss is not a number; back to the checkpoint, with lr {lr / 2:g}", flush=True)
-    return lr / 2
+        show_samples(stage, run, step, options.sample_count)
 
 
 if __name__ == "__main__":

@@ -49,7 +49,8 @@ def resolve(model: str | Path | None = None) -> ModelSource:
     if path.is_file():
         _check_file(path)
         return ModelSource(ModelKind.FILE, str(path))
-    if path.suffix or str(model).startswith((".", "/", "~")) or not _HUB_ID.fullmatch(str(model)):
+    is_file_name = path.suffix in {".safetensors", *_PICKLES}
+    if is_file_name or str(model).startswith((".", "/", "~")) or not _HUB_ID.fullmatch(str(model)):
         raise ModelNotFound(
             f"There is no model at {model}.",
             hint=f"Give a Diffusers folder, a .safetensors file, a hub id such as owner/name, or {EMBEDDED}.",

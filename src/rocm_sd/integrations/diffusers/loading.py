@@ -48,8 +48,8 @@ def load_pipeline(source: ModelSource, device: torch.device, dtype: torch.dtype 
 
 def _load(source: ModelSource, dtype: torch.dtype) -> Any:
     if source.kind is ModelKind.FILE:
-        return _single_file_class(source.location).from_single_file(source.location, torch_dtype=dtype)
-    return AutoPipelineForText2Image.from_pretrained(source.location, torch_dtype=dtype, use_safetensors=True)
+        return _single_file_class(source.location).from_single_file(source.location, dtype=dtype)
+    return AutoPipelineForText2Image.from_pretrained(source.location, dtype=dtype, use_safetensors=True)
 
 
 def _single_file_class(path: str | Path) -> Any:

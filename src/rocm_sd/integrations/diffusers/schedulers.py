@@ -12,7 +12,8 @@ __all__ = ["SCHEDULERS", "set_scheduler"]
 
 SCHEDULERS: dict[str, tuple[str, dict[str, Any]]] = {
     "ddim": ("DDIMScheduler", {}),
-    "pndm": ("PNDMScheduler", {}),
+    # Without its Runge-Kutta warm-up, as in Stable Diffusion's own config: that would need four steps at least.
+    "pndm": ("PNDMScheduler", {"skip_prk_steps": True}),
     "euler": ("EulerDiscreteScheduler", {}),
     "euler-a": ("EulerAncestralDiscreteScheduler", {}),
     "dpm++2m": ("DPMSolverMultistepScheduler", {}),
