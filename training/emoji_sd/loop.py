@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import pickle
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -121,7 +122,7 @@ class Run:
         try:
             # weights_only: a checkpoint is data, and unpickling anything else could run code.
             return torch.load(self.checkpoint, map_location="cpu", weights_only=True)
-        except (RuntimeError, OSError, EOFError) as error:
+        except (RuntimeError, OSError, EOFError, pickle.UnpicklingError) as error:
             raise CorruptModel(
                 f"{self.checkpoint} cannot be read ({error}).", hint="Add --restart to train this stage anew."
             ) from error

@@ -71,9 +71,9 @@ def latent_rms(vae: nn.Module, composer: Composer, emoji: np.ndarray, seed: int,
 @torch.no_grad()
 def psnr(vae: nn.Module, composer: Composer, emoji: np.ndarray, seed: int, grid: Path) -> float:
     """Mean over pictures from a seed that training never uses; the grid shows originals above reconstructions."""
-    images = composer.compose(*random_layers(seed + 2_000_003, 0, 64, emoji, SHARE_OF_PAIRS))
+    images = composer.compose(*random_layers(seed + 2_000_003, 0, 32, emoji, SHARE_OF_PAIRS))
     rebuilt = (vae.decode(vae.encode(images * 2 - 1).latent_dist.mode()).sample / 2 + 0.5).clamp(0, 1)
-    save_grid(torch.stack([images[:32].unflatten(0, (4, 8)), rebuilt[:32].unflatten(0, (4, 8))], 1).flatten(0, 2), grid)
+    save_grid(torch.stack([images.unflatten(0, (4, 8)), rebuilt.unflatten(0, (4, 8))], 1).flatten(0, 2), grid)
     return (-10 * (images - rebuilt).square().mean((1, 2, 3)).clamp_min(1e-10).log10()).mean().item()
 
 

@@ -60,8 +60,9 @@ def accuracy(
     """Top-1 and top-5 on single objects drawn from a seed that training never uses, degraded as in training."""
     looks = torch.tensor([e.look for e in EMOJI])
     first = five = total = 0
-    for step in range(max(1, pictures // 256)):
-        rgb, layers = random_layers(seed + 1_000_003, step, 256, emoji, 0.0)
+    size = min(256, pictures)
+    for step in range(pictures // size):
+        rgb, layers = random_layers(seed + 1_000_003, step, size, emoji, 0.0)
         generator = torch.Generator(composer.device).manual_seed(step)
         found = model.retrieve(degrade(composer.compose(rgb, layers), generator), 5)
         right = found == looks[torch.from_numpy(layers[0].emoji)][:, None]

@@ -189,7 +189,7 @@ class UNetStage:
         self.text.save_pretrained(folder / "text_encoder")
         self.averages.swap()
 
-    def pictures(self, prompts: list[Prompt], steps: int = 20, guidance: float = 4.0) -> Tensor:
+    def pictures(self, prompts: list[Prompt], steps: int, guidance: float = 4.0) -> Tensor:
         """Samples of the averaged weights, from the uncompiled modules: another batch size would compile anew."""
         self.averages.swap()
         self.unet.eval()
@@ -227,13 +227,14 @@ def options_of(arguments: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--sample-every", type=float, default=3.0, metavar="MINUTES", help="0: no samples")
     parser.add_argument("--sample-count", type=int, default=64, help="prompts of each kind at each sampling")
+    parser.add_argument("--sample-steps", type=int, default=20)
     return parser.parse_args(arguments)
 
 
-def show_samples(stage: UNetStage, run: Run, step: int, count: int) -> None:
+def show_samples(stage: UNetStage, run: Run, step: int, count: int, steps: int) -> None:
     """A grid of trained (upper half) and held-out prompts, and their scores where an embedding is at hand."""
     trained, unseen = trained_prompts(count), held_out_prompts(count)
-    images = stage.pictures([*trained, *unseen])
+    images = stage.pictures([*trained, *unseen], steps)
     shown = min(count, 32)
     save_grid(torch.cat([images[:shown], images[count : count + shown]]), run.folder / f"samples-{step:06d}.png")
     file = run.folder / "embedding.safetensors"
@@ -262,13 +263,13 @@ def main(arguments: list[str] | None = None) -> None:
     def maybe_sample(step: int) -> None:
         nonlocal next_sample
         if options.sample_every and budget.elapsed > next_sample:
-            show_samples(stage, run, step, options.sample_count)
+            show_samples(stage, run, step, options.sample_count, options.sample_steps)
             next_sample = budget.elapsed + options.sample_every * 60
 
     step = train(stage, run, options, budget, first, maybe_sample)
     stage.save_averages(options.out)
     if options.sample_every:
-        show_samples(stage, run, step, options.sample_count)
+        show_samples(stage, run, step, options.sample_count, options.sample_steps)
 
 
 if __name__ == "__main__":

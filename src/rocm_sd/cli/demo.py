@@ -15,18 +15,7 @@ from rich.table import Table
 if TYPE_CHECKING:
     from rocm_sd.integrations.diffusers.generation import Generated
 
-__all__ = ["PROMPTS", "demo"]
-
-PROMPTS = (
-    "a frog on a pink background",
-    "a red apple on a blue background",
-    "a pizza",
-    "a rocket on a black background",
-    "a small cat face on a green background",
-    "a sunflower on a purple background",
-    "a guitar on an orange background",
-    "a dog face and a bone",
-)
+__all__ = ["demo"]
 
 
 def demo(
@@ -42,6 +31,7 @@ def demo(
     from rocm_sd.engine import optimize, report, restore
     from rocm_sd.integrations import diffusers as host
     from rocm_sd.integrations.diffusers.loading import default_device
+    from rocm_sd.models.emoji import DEMO_PROMPTS
 
     source = models.resolve()
     writable_folder(out)
@@ -52,8 +42,8 @@ def demo(
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console) as progress:
         # One picture of each engine is drawn and thrown away: first runs pay for what later ones do not.
-        task = progress.add_task("drawing", total=(len(PROMPTS) + 1) * len(results))
-        for prompt in (PROMPTS[0], *PROMPTS):
+        task = progress.add_task("drawing", total=(len(DEMO_PROMPTS) + 1) * len(results))
+        for prompt in (DEMO_PROMPTS[0], *DEMO_PROMPTS):
             for engine, drawn in results.items():
                 (optimize if engine == "rocm-sd" else restore)(pipe)
                 drawn.append(host.generate(pipe, host.Request(prompt, steps=steps, seed=seed)))
@@ -61,7 +51,7 @@ def demo(
     stock, ours = (drawn[1:] for drawn in results.values())
 
     parameters = {"model": source.name, "steps": steps, "seed": seed}
-    cells = [(drawn.images[0], prompt) for drawn, prompt in zip(ours, PROMPTS, strict=True)]
+    cells = [(drawn.images[0], prompt) for drawn, prompt in zip(ours, DEMO_PROMPTS, strict=True)]
     save_png(sheet([cells[:4], cells[4:]], cell=256), out / "demo.png", parameters)
     pairs = [row for first, second in zip(stock, ours, strict=True) for row in side_by_side(first, second)]
     save_png(sheet(pairs), out / "compare.png", parameters)

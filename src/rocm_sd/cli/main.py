@@ -16,6 +16,7 @@ from rocm_sd import __version__, settings
 from rocm_sd.cli.demo import demo
 from rocm_sd.cli.generate import generate
 from rocm_sd.cli.info import info
+from rocm_sd.cli.quality import quality
 from rocm_sd.errors import RocmSdError
 
 __all__ = ["app", "run"]
@@ -32,6 +33,7 @@ app = typer.Typer(
 app.command()(info)
 app.command()(generate)
 app.command()(demo)
+app.command()(quality)
 
 
 def _version(wanted: bool) -> None:

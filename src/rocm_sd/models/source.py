@@ -11,11 +11,11 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from rocm_sd.errors import CorruptModel, ModelNotFound
+from rocm_sd.models.emoji import MODEL_FOLDER
 
 __all__ = ["EMBEDDED", "ModelKind", "ModelSource", "resolve"]
 
 EMBEDDED = "emoji-sd"
-_EMBEDDED_FOLDER = Path(__file__).parent / "emoji" / "weights"
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _PICKLES = {".ckpt", ".pt", ".pth", ".bin"}
 
@@ -40,8 +40,8 @@ class ModelSource:
 def resolve(model: str | Path | None = None) -> ModelSource:
     """Decide what is meant; a local folder or file is checked whole: present, complete, readable, no pickles."""
     if model is None or str(model) == EMBEDDED:
-        _check_folder(_EMBEDDED_FOLDER)
-        return ModelSource(ModelKind.EMBEDDED, str(_EMBEDDED_FOLDER))
+        _check_folder(MODEL_FOLDER)
+        return ModelSource(ModelKind.EMBEDDED, str(MODEL_FOLDER))
     path = Path(model).expanduser()
     if path.is_dir():
         _check_folder(path)

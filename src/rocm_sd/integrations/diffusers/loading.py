@@ -16,7 +16,7 @@ from rocm_sd.models import ModelKind, ModelSource
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["default_device", "default_dtype", "load_pipeline"]
+__all__ = ["default_device", "default_dtype", "load_clip", "load_pipeline"]
 
 
 def default_device(name: str | None = None) -> torch.device:
@@ -44,6 +44,19 @@ def load_pipeline(source: ModelSource, device: torch.device, dtype: torch.dtype 
     except (SafetensorError, OSError, ValueError, KeyError, RuntimeError) as error:
         raise _explained(source, error) from error
     return pipe.to(device)
+
+
+def load_clip(model: str) -> tuple[Any, Any]:
+    """CLIP and its processor from a folder with weights, or by a hub id."""
+    from transformers import CLIPModel, CLIPProcessor  # noqa: PLC0415 -- slow to import, and seldom asked for
+
+    try:
+        return CLIPModel.from_pretrained(model, use_safetensors=True), CLIPProcessor.from_pretrained(model)
+    except (OSError, ValueError) as error:
+        raise ModelNotFound(
+            f"{model} is no CLIP model ({_first_line(error)}).",
+            hint="Give the folder that holds its config and weights.",
+        ) from error
 
 
 def _load(source: ModelSource, dtype: torch.dtype) -> Any:

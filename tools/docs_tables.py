@@ -1,0 +1,250 @@
+"""Fill the tables in README.md and docs/ from the code and the data that they describe.
+
+python tools/docs_tables.py          rewrites what lies between <!-- table: NAME --> and <!-- end of table -->
+python tools/docs_tables.py --check  changes nothing, and fails when a table is not what the data says
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections import defaultdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from rocm_sd import arch, errors
+from rocm_sd.arch.types import UNCONFIRMED
+from rocm_sd.cli.main import app
+from rocm_sd.settings import VARIABLES, Settings
+from rocm_sd.verify.proofs import RUNGS, Proof, proofs
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from rocm_sd.arch import Arch
+
+__all__ = ["DOCUMENTS", "EXIT_MEANINGS", "RUNG_MEANINGS", "TABLES", "fill", "main", "stale"]
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCUMENTS = ("README.md", "docs/index.md", "docs/settings.md", "docs/cli.md", "docs/architectures.md")
+_BLOCK = re.compile(r"(<!-- table: (?P<name>[\w-]+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
+
+RUNG_MEANINGS = {
+    "reference": "ran on a CPU, compared with float64",
+    "interpreted": "ran on a CPU in Triton's interpreter, compared with float64",
+    "compiled": "machine code made and inspected (no spills, no scratch, LDS within limits, 16-byte accesses); "
+    "**not executed**",
+    "emulated": "that machine code executed on an emulator, compared with the reference",
+    "tested": "ran on a card, compared with float64 and timed against stock torch",
+}
+EXIT_MEANINGS = {
+    "RocmSdError": "something else went wrong",
+    "InvalidOption": "an option or a setting has a value that is not known; also a wrong command line",
+    "Unsupported": "what was asked for by name cannot be done",
+    "ModelNotFound": "there is no model at the place named",
+    "CorruptModel": "the model is damaged, incomplete or pickled",
+    "NoDiskSpace": "the disk is full; nothing half-written is left",
+    "DeviceUnavailable": "the device asked for is not there",
+    "NumericsFailure": "a fast path and the reference disagree; the result is withheld",
+    "MissingDependency": "an optional package is not installed",
+}
+
+
+def _table(headings: Sequence[str], rows: Iterable[Sequence[object]], right: Sequence[str] = ()) -> str:
+    lines = [list(headings), ["---:" if heading in right else "---" for heading in headings]]
+    lines += [[str(cell).replace("|", "\\|") for cell in row] for row in rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+
+
+def _measured(evidence: str) -> str:
+    """What a recorded run says of itself: the card, and its speed against stock torch in the same run."""
+    path = ROOT / evidence
+    record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.suffix == ".json" else {}
+    if "geomean_speedup" not in record:
+        return ""
+    speeds = [row["speedup"] for row in record["rows"]]
+    return (
+        f": {record['machine']['gpu']}, {record['geomean_speedup']:.2f} times stock torch "
+        f"(geometric mean of {len(speeds)} shapes, {min(speeds):.2f} to {max(speeds):.2f})"
+    )
+
+
+def _proofs(*, linked: bool) -> str:
+    groups: dict[tuple[str, str, str, str], list[str]] = defaultdict(list)
+    for proof in sorted(proofs(), key=lambda p: (p.op, RUNGS.index(p.rung))):
+        groups[proof.op, proof.implementation, proof.rung, proof.evidence].append(proof.arch)
+    rows = [
+        (
+            f"`{op}`, {implementation}",
+            ", ".join(names),
+            f"**{rung}**",
+            RUNG_MEANINGS[rung] + _measured(evidence),
+            f"[{Path(evidence).name}]({evidence})" if linked else f"`{evidence}`",
+        )
+        for (op, implementation, rung, evidence), names in groups.items()
+    ]
+    return f"{_on_amd(proofs())}\n\n" + _table(("op", "architectures", "rung", "what that means", "evidence"), rows)
+
+
+def _on_amd(proven: Iterable[Proof]) -> str:
+    ran = sorted({p.arch for p in proven if p.rung == "tested" and arch.get(p.arch).vendor is arch.Vendor.AMD})
+    if not ran:
+        return "**Nothing has run on AMD silicon yet.** This is what was proven instead:"
+    return f"Run on AMD silicon: {', '.join(ran)}. All that was proven:"
+
+
+def _settings() -> str:
+    defaults = Settings().to_dict()
+    rows = [(f"`{v.name}`", _shown(defaults[v.name]), v.effect) for v in VARIABLES]
+    return _table(("variable", "default", "effect"), rows)
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, bool):
+        return "`1`" if value else "`0`"
+    return "unset" if value in (None, {}) else f"`{value}`"
+
+
+def _exit_codes() -> str:
+    by_code: dict[int, list[str]] = defaultdict(list)
+    for name in errors.__all__:
+        by_code[getattr(errors, name).exit_code].append(name)
+    rows: list[Sequence[object]] = [(0, "", "all went well")]
+    for code, names in sorted(by_code.items()):
+        rows.append((code, ", ".join(f"`{n}`" for n in names), "; ".join(EXIT_MEANINGS[n] for n in names)))
+    rows.append((130, "", "Ctrl-C; nothing half-written is left"))
+    return _table(("exit code", "error", "when"), rows)
+
+
+def _options(verb: str) -> str:
+    command = typer.main.get_command(app).commands[verb]  # type: ignore[attr-defined]
+    rows = []
+    for option in command.params:
+        if option.param_type_name == "option" and "--help" not in option.opts:
+            told = option.default is None or isinstance(option.default, bool) or option.default == ""
+            rows.append((f"`{option.opts[0]}`", "" if told else f"`{option.default}`", option.help))
+    return _table(("option", "default", "effect"), rows)
+
+
+def _figure(value: Arch, field: str, shown: object = None) -> str:
+    """A figure; `?` where it is not known here, and a dagger where no public document was read for it."""
+    raw = getattr(value, field, None) if shown is None else shown
+    if raw is None:
+        return "?"
+    text = f"{raw:g}" if isinstance(raw, float) else str(raw)
+    return text if value.is_confirmed(field) else f"{text}†"
+
+
+def _in(value: Arch, field: str, unit: int) -> str:
+    raw = getattr(value, field)
+    return _figure(value, field, None if raw is None else raw / unit)
+
+
+def _gpus() -> list[Arch]:
+    return [value for value in arch.ARCHS.values() if value.vendor is not arch.Vendor.NONE]
+
+
+def _arch_shape() -> str:
+    rows = []
+    for value in _gpus():
+        rungs = [p.rung for p in proofs() if p.arch == value.name]
+        matrix, fp8 = value.matrix_unit, value.fp8
+        rows.append(
+            (
+                f"`{value.name}`",
+                value.family,
+                _figure(value, "wave_size"),
+                _figure(value, "matrix_unit", matrix and matrix.value),
+                _figure(value, "matrix_dtypes", ", ".join(sorted(value.matrix_dtypes)) or "none"),
+                _figure(value, "fp8", fp8 and fp8.value),
+                _in(value, "lds_per_workgroup", 1024),
+                _figure(value, "vgprs_per_wave"),
+                _in(value, "vgpr_file_bytes", 1024),
+                _figure(value, "max_waves_per_simd"),
+                "yes" if value.triton_supported else "no",
+                max(rungs, key=RUNGS.index) if rungs else "nothing yet",
+            )
+        )
+    headings = (
+        "name", "family", "wave", "matrix unit", "matrix types", "fp8", "LDS KiB a workgroup", "VGPRs a wave",
+        "VGPR file KiB a SIMD", "waves a SIMD", "Triton", "proven",
+    )  # fmt: skip
+    return _table(headings, rows)
+
+
+def _arch_products() -> str:
+    rows = [
+        (
+            f"`{value.name}`",
+            value.product,
+            _figure(value, "compute_units"),
+            _in(value, "l2_bytes", 2**20),
+            _in(value, "llc_bytes", 2**20),
+            _figure(value, "peak_tflops.float16", value.peak("float16")),
+            _figure(value, "bandwidth_gbps"),
+        )
+        for value in _gpus()
+    ]
+    figures = ("CUs or SMs", "L2 MiB", "last-level cache MiB", "fp16 TFLOP/s", "GB/s")
+    return _table(("name", "the product the figures are of", *figures), rows, right=figures)
+
+
+def _arch_sources() -> str:
+    cited: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for value in _gpus():
+        for field, source in value.sources:
+            cited[source, field].append(value.name)
+    grouped: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for (source, field), names in cited.items():
+        everywhere = len(names) == len(_gpus())
+        grouped[source, "all" if everywhere else ", ".join(names)].append(f"`{field}`")
+    rows = [
+        (f"{source.removeprefix(f'{UNCONFIRMED}: ')}†" if source.startswith(UNCONFIRMED) else source, ", ".join(f), a)
+        for (source, a), f in sorted(grouped.items(), key=lambda entry: (entry[0][0].startswith(UNCONFIRMED), entry[0]))
+    ]
+    return _table(("source", "figures", "architectures"), rows)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "proofs": lambda: _proofs(linked=False),
+    "proofs-linked": lambda: _proofs(linked=True),
+    "settings": _settings,
+    "exit-codes": _exit_codes,
+    "options-info": lambda: _options("info"),
+    "options-generate": lambda: _options("generate"),
+    "options-demo": lambda: _options("demo"),
+    "arch-shape": _arch_shape,
+    "arch-products": _arch_products,
+    "arch-sources": _arch_sources,
+}
+
+
+def fill(text: str) -> str:
+    """The text with every marked table made anew."""
+    return _BLOCK.sub(lambda block: f"{block[1]}\n{TABLES[block['name']]()}\n{block[3]}", text)
+
+
+def stale(root: Path = ROOT) -> dict[Path, str]:
+    """Documents whose tables are not what the data says, each with its right text."""
+    texts = {root / name: (root / name).read_text(encoding="utf-8") for name in DOCUMENTS}
+    filled = {path: fill(text) for path, text in texts.items()}
+    return {path: text for path, text in filled.items() if text != texts[path]}
+
+
+def main(arguments: list[str]) -> int:
+    documents = stale()
+    for path, text in documents.items():
+        name = path.relative_to(ROOT)
+        if "--check" in arguments:
+            print(f"{name} has tables that are out of date. Type: python tools/docs_tables.py")
+        else:
+            path.write_text(text, encoding="utf-8")
+            print(f"rewrote the tables of {name}")
+    return 1 if documents and "--check" in arguments else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
