@@ -57,8 +57,9 @@ def test_one_picture_is_no_set():
 
 
 def test_clip_score_by_local_weights(tmp_path):
-    from pipelines import tiny_tokenizer
     from transformers import CLIPConfig, CLIPImageProcessor, CLIPModel, CLIPProcessor
+
+    from pipelines import tiny_tokenizer
 
     torch.manual_seed(0)
     tokenizer = tiny_tokenizer(tmp_path)

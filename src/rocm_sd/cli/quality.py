@@ -15,6 +15,7 @@ from rich.table import Table
 from rocm_sd.errors import InvalidOption, ModelNotFound, Unsupported
 
 if TYPE_CHECKING:
+    import PIL.Image
     import torch
     from PIL.Image import Image
 
@@ -153,12 +154,13 @@ def _read(folder: Path) -> _Side:
     return _Side(str(folder), {file.name: _picture(file) for file in sorted(folder.glob("*.png"))})
 
 
-def _picture(file: Path) -> Image:
+def _picture(file: Path) -> PIL.Image.Image:
     from PIL import Image, UnidentifiedImageError
 
     try:
         with Image.open(file) as opened:
-            return opened.convert("RGB")
+            picture: Image.Image = opened.convert("RGB")
+            return picture
     except (UnidentifiedImageError, OSError) as error:
         raise Unsupported("quality", f"{file}: it is not a readable picture ({error})") from error
 

@@ -8,6 +8,7 @@ import torch
 from diffusers import AutoPipelineForText2Image, StableDiffusionPipeline, StableDiffusionXLPipeline
 from diffusers.utils import logging as diffusers_logging
 from safetensors import SafetensorError, safe_open
+from torch import nn
 
 from rocm_sd import arch
 from rocm_sd.errors import CorruptModel, DeviceUnavailable, ModelNotFound
@@ -51,12 +52,34 @@ def load_clip(model: str) -> tuple[Any, Any]:
     from transformers import CLIPModel, CLIPProcessor  # noqa: PLC0415 -- slow to import, and seldom asked for
 
     try:
-        return CLIPModel.from_pretrained(model, use_safetensors=True), CLIPProcessor.from_pretrained(model)
+        return _ClipFeatures(CLIPModel.from_pretrained(model, use_safetensors=True)), CLIPProcessor.from_pretrained(
+            model
+        )
     except (OSError, ValueError) as error:
         raise ModelNotFound(
             f"{model} is no CLIP model ({_first_line(error)}).",
             hint="Give the folder that holds its config and weights.",
         ) from error
+
+
+class _ClipFeatures(nn.Module):
+    """CLIP with features as plain tensors, which is what torchmetrics reads; transformers 5 wraps them."""
+
+    def __init__(self, clip: Any) -> None:
+        super().__init__()
+        self.clip = clip
+        self.config = clip.config
+
+    def get_image_features(self, *arguments: Any, **named: Any) -> torch.Tensor:
+        return self._plain(self.clip.get_image_features(*arguments, **named))
+
+    def get_text_features(self, *arguments: Any, **named: Any) -> torch.Tensor:
+        return self._plain(self.clip.get_text_features(*arguments, **named))
+
+    @staticmethod
+    def _plain(features: Any) -> torch.Tensor:
+        tensor: torch.Tensor = features if isinstance(features, torch.Tensor) else features.pooler_output
+        return tensor
 
 
 def _load(source: ModelSource, dtype: torch.dtype) -> Any:
