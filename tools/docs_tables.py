@@ -10,6 +10,7 @@ import json
 import re
 import sys
 from collections import defaultdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -67,7 +68,7 @@ def _measured(evidence: str) -> str:
         return ""
     speeds = [row["speedup"] for row in record["rows"]]
     return (
-        f": {record['machine']['gpu']}, {record['geomean_speedup']:.2f} times stock torch "
+        f": {record['machine']['gpu']}, {record['geomean_speedup']:.2f} times the speed of stock torch "
         f"(geometric mean of {len(speeds)} shapes, {min(speeds):.2f} to {max(speeds):.2f})"
     )
 
@@ -119,10 +120,14 @@ def _exit_codes() -> str:
     return _table(("exit code", "error", "when"), rows)
 
 
+def _verbs() -> dict[str, Any]:
+    verbs: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    return verbs
+
+
 def _options(verb: str) -> str:
-    command = typer.main.get_command(app).commands[verb]  # type: ignore[attr-defined]
     rows = []
-    for option in command.params:
+    for option in _verbs()[verb].params:
         if option.param_type_name == "option" and "--help" not in option.opts:
             told = option.default is None or isinstance(option.default, bool) or option.default == ""
             rows.append((f"`{option.opts[0]}`", "" if told else f"`{option.default}`", option.help))
@@ -143,6 +148,10 @@ def _in(value: Arch, field: str, unit: int) -> str:
     return _figure(value, field, None if raw is None else raw / unit)
 
 
+def _short(dtypes: Iterable[str]) -> str:
+    return " ".join(sorted(dtype.replace("float", "f") for dtype in dtypes)) or "none"
+
+
 def _gpus() -> list[Arch]:
     return [value for value in arch.ARCHS.values() if value.vendor is not arch.Vendor.NONE]
 
@@ -158,7 +167,7 @@ def _arch_shape() -> str:
                 value.family,
                 _figure(value, "wave_size"),
                 _figure(value, "matrix_unit", matrix and matrix.value),
-                _figure(value, "matrix_dtypes", ", ".join(sorted(value.matrix_dtypes)) or "none"),
+                _figure(value, "matrix_dtypes", _short(value.matrix_dtypes)),
                 _figure(value, "fp8", fp8 and fp8.value),
                 _in(value, "lds_per_workgroup", 1024),
                 _figure(value, "vgprs_per_wave"),
@@ -213,9 +222,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "proofs-linked": lambda: _proofs(linked=True),
     "settings": _settings,
     "exit-codes": _exit_codes,
-    "options-info": lambda: _options("info"),
-    "options-generate": lambda: _options("generate"),
-    "options-demo": lambda: _options("demo"),
+    **{f"options-{verb}": partial(_options, verb) for verb in _verbs()},
     "arch-shape": _arch_shape,
     "arch-products": _arch_products,
     "arch-sources": _arch_sources,

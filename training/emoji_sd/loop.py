@@ -57,8 +57,7 @@ def add_common_options(parser: argparse.ArgumentParser, *, minutes: float, batch
 def pick_device(name: str) -> torch.device:
     device = torch.device(name)
     if device.type == "cuda":
-        torch.backends.cuda.matmul.allow_tf32 = True
-        torch.backends.cudnn.allow_tf32 = True
+        torch.set_float32_matmul_precision("high")
         torch.backends.cudnn.benchmark = True
     return device
 
@@ -109,6 +108,7 @@ class Run:
         self._signalled = False
         if options.restart:
             self.checkpoint.unlink(missing_ok=True)
+            self.log_file.unlink(missing_ok=True)
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, self._on_signal)
 

@@ -215,7 +215,7 @@ class UNetStage:
 
 def options_of(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m training.emoji_sd.train_unet", description=__doc__)
-    add_common_options(parser, minutes=14, batch=512, lr=8e-4)
+    add_common_options(parser, minutes=14, batch=256, lr=7e-4)
     parser.add_argument("--preset", choices=list(PRESETS), default="full")
     parser.add_argument("--glyphs", type=Path, default=GLYPHS_FILE)
     parser.add_argument("--tokenizer", type=Path, default=CACHE / "tokenizer")

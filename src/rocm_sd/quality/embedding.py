@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, interpolate, normalize, relu
+from torch.nn.functional import interpolate, normalize, relu
 
 from rocm_sd.errors import CorruptModel, ModelNotFound
 from rocm_sd.models.emoji import EMBEDDING_FILE, EMOJI, nearest_colour
@@ -24,8 +24,6 @@ __all__ = ["EMBEDDING_SIZE", "IMAGE_SIZE", "EmojiEmbedding", "background_colour"
 
 IMAGE_SIZE = 128
 EMBEDDING_SIZE = 128
-# Cosines lie in -1..1: with 3,771 classes a temperature of 1/24 lets the right one reach probability 0.99.
-LOGIT_SCALE = 24.0
 
 
 def look_ids() -> list[int]:
@@ -76,13 +74,9 @@ class EmojiEmbedding(nn.Module):
         pooled = torch.cat([features.mean((2, 3)), features.amax((2, 3))], dim=1)
         return normalize(self.head(pooled).float(), dim=1)
 
-    def logits(self, images: Tensor) -> Tensor:
-        """[B, C]: scaled cosines with every prototype."""
-        vectors: Tensor = self(images)
-        return LOGIT_SCALE * vectors @ normalize(self.prototypes.float(), dim=1).T
-
-    def loss(self, images: Tensor, labels: Tensor) -> Tensor:
-        return cross_entropy(self.logits(images), labels)
+    def cosines(self, vectors: Tensor) -> Tensor:
+        """[B, 128] unit vectors -> [B, C]: the cosine with every prototype."""
+        return vectors @ normalize(self.prototypes.float(), dim=1).T
 
     @torch.no_grad()
     def embed(self, images: Tensor) -> Tensor:
@@ -94,8 +88,8 @@ class EmojiEmbedding(nn.Module):
     @torch.no_grad()
     def retrieve(self, images: Tensor, k: int = 5) -> Tensor:
         """[B, k] ids of the emoji most like each picture, best first; compare with EMOJI[id].look."""
-        cosines = self.embed(images) @ normalize(self.prototypes.float(), dim=1).T
-        return self.classes.long()[cosines.topk(k, dim=1).indices].cpu()
+        best = self.cosines(self.embed(images)).topk(k, dim=1).indices
+        return self.classes.long()[best].cpu()
 
 
 def load_embedding(path: str | Path | None = None, device: str | torch.device = "cpu") -> EmojiEmbedding:

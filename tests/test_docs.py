@@ -1,0 +1,125 @@
+"""The documents say what the code and the data say."""
+
+from __future__ import annotations
+
+import json
+import re
+from functools import partialmethod
+from pathlib import Path
+
+import diffusers
+import pytest
+
+import docs_site
+import docs_tables
+from pipelines import tiny_pipeline
+from rocm_sd import errors
+from rocm_sd.verify.proofs import RUNGS, Proof
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "INSTALL.md")]
+PAGES += sorted((ROOT / "docs").rglob("*.md"))
+FENCE = re.compile(
+    r"^```(?P<language>\w+)(?: title=\"(?P<title>[^\"]+)\")?\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL
+)
+
+
+def page_id(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def excerpts() -> list[tuple[str, str]]:
+    """(file, lines) of every titled code block; a line of three dots parts what is not adjacent in the file."""
+    found = []
+    for page in PAGES:
+        for fence in FENCE.finditer(page.read_text(encoding="utf-8")):
+            if fence["title"]:
+                found += [(fence["title"], part) for part in re.split(r"^\.\.\.\n", fence["code"], flags=re.MULTILINE)]
+    return found
+
+
+def test_every_table_is_what_the_data_says():
+    assert [page_id(path) for path in docs_tables.stale()] == [], "type: python tools/docs_tables.py"
+
+
+def test_every_table_stands_in_a_document():
+    texts = [(ROOT / name).read_text(encoding="utf-8") for name in docs_tables.DOCUMENTS]
+    placed = {name for text in texts for name in re.findall(r"<!-- table: ([\w-]+) -->", text)}
+    assert placed == set(docs_tables.TABLES)
+
+
+def test_a_stale_table_is_seen_and_mended():
+    stale = "before\n<!-- table: settings -->\nyesterday\n<!-- end of table -->\nafter\n"
+    filled = docs_tables.fill(stale)
+    assert "yesterday" not in filled
+    assert "`ROCM_SD_LOG`" in filled
+    assert filled.startswith("before\n")
+    assert filled.endswith("\nafter\n")
+    assert docs_tables.fill(filled) == filled
+
+
+def test_every_rung_and_every_error_has_its_words():
+    assert set(docs_tables.RUNG_MEANINGS) == set(RUNGS)
+    assert set(docs_tables.EXIT_MEANINGS) == set(errors.__all__)
+
+
+def test_amd_counts_as_run_only_where_a_card_was():
+    compiled = Proof("group_norm_silu", "triton", "gfx1100", "compiled", "")
+    nvidia = Proof("group_norm_silu", "triton", "sm_90", "tested", "")
+    amd = Proof("group_norm_silu", "triton", "gfx1100", "tested", "")
+    assert "Nothing has run on AMD silicon" in docs_tables._on_amd([compiled, nvidia])
+    assert docs_tables._on_amd([compiled, nvidia, amd]).startswith("Run on AMD silicon: gfx1100.")
+
+
+def test_a_recorded_run_is_told_with_its_card_and_its_speed(monkeypatch, tmp_path):
+    rows = [{"speedup": 0.9}, {"speedup": 2.5}]
+    record = {"machine": {"gpu": "NVIDIA H200"}, "geomean_speedup": 1.5, "rows": rows}
+    (tmp_path / "run.json").write_text(json.dumps(record))
+    monkeypatch.setattr(docs_tables, "ROOT", tmp_path)
+    told = docs_tables._measured("run.json")
+    assert told == ": NVIDIA H200, 1.50 times the speed of stock torch (geometric mean of 2 shapes, 0.90 to 2.50)"
+    assert docs_tables._measured("test_some_code.py") == ""
+
+
+@pytest.mark.parametrize("file", sorted({file for file, _ in excerpts()}))
+def test_excerpts_are_the_code_itself(file):
+    source = (ROOT / file).read_text(encoding="utf-8")
+    for title, lines in excerpts():
+        if title == file:
+            assert lines in source, f"not in {file}:\n{lines}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_links_lead_to_files(page):
+    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    for target in re.findall(r"\]\(([^)\s#]+)[^)]*\)", text):
+        if "://" not in target:
+            assert (page.parent / target).exists(), target
+
+
+def test_included_pages_link_to_pages(tmp_path):
+    (tmp_path / "GUIDE.md").write_text("[a](docs/cli.md#exit-codes) [b](INSTALL.md) [`c`](tools/x.py) [d](https://e.f)")
+    shown = docs_site.included("# Guide\n<!-- include: GUIDE.md -->\n", tmp_path)
+    assert shown == "# Guide\n[a](cli.md#exit-codes) [b](install.md) `c` [d](https://e.f)\n"
+
+
+def test_the_sample_of_the_readme_runs(monkeypatch, tmp_path):
+    """As it stands there, but with a small model in place of the hub's, on the CPU, and in two steps."""
+    pipe = tiny_pipeline(tmp_path)
+    draw = partialmethod(diffusers.StableDiffusionPipeline.__call__, num_inference_steps=2)
+    monkeypatch.setattr(diffusers.StableDiffusionPipeline, "__call__", draw)
+    asked = []
+
+    def from_pretrained(name, **options):
+        asked.append((name, options))
+        return pipe
+
+    monkeypatch.setattr(diffusers.StableDiffusionPipeline, "from_pretrained", from_pretrained)
+    monkeypatch.setattr(pipe, "to", lambda _device: pipe)
+    monkeypatch.chdir(tmp_path)
+    samples = [f["code"] for f in FENCE.finditer((ROOT / "README.md").read_text("utf-8")) if f["language"] == "python"]
+    assert len(samples) == 1
+    exec(compile(samples[0], "README.md", "exec"), {})
+    assert len(asked) == 1
+    assert (tmp_path / "lighthouse.png").is_file()
+    assert "forward" not in pipe.unet.mid_block.resnets[0].__dict__
