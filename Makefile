@@ -42,7 +42,7 @@ format: setup-dev ## rewrite the code in the project's format
 	@$(BIN)/ruff check --fix .
 
 docs: setup-dev ## build the documentation site into site/
-	@$(BIN)/mkdocs build --strict
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 wheel: setup-dev ## build the wheel into dist/
 	@$(BIN)/python -m pip wheel --no-deps --wheel-dir dist .

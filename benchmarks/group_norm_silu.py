@@ -98,7 +98,7 @@ def main() -> None:
     default = GroupNormSiluConfig(64, 64, 4, 64, 4, 4)
     config, swept = default, []
     if options.sweep:
-        totals = {candidate: 0.0 for candidate in SPACE}
+        totals = dict.fromkeys(SPACE, 0.0)
         for shape in SHAPES:
             x, weight, bias = arguments_for(shape)
             calls = {str(i): graphed(ours(x, weight, bias, c, units)) for i, c in enumerate(SPACE)}
@@ -141,8 +141,11 @@ def main() -> None:
                 "stock_largest_error": error.stock_largest,
             }
         )
-        print(f"{shape!s:24} stock {median['stock']:8.1f} us  ours {median['rocm-sd']:8.1f} us  "
-              f"{rows[-1]['speedup']:5.2f}x ({low:.2f} to {high:.2f})  copy {median['copy']:7.1f} us", flush=True)  # fmt: skip
+        print(
+            f"{shape!s:24} stock {median['stock']:8.1f} us  ours {median['rocm-sd']:8.1f} us  "
+            f"{rows[-1]['speedup']:5.2f}x ({low:.2f} to {high:.2f})  copy {median['copy']:7.1f} us",
+            flush=True,
+        )
     geomean = math.exp(statistics.mean(math.log(row["speedup"]) for row in rows))
     print(f"geometric mean {geomean:.2f}x")
     result = {

@@ -8,6 +8,10 @@ import pytest
 import torch
 
 HAS_GPU = torch.cuda.is_available()
+if "PYTEST_XDIST_WORKER" in os.environ:
+    # One worker a core: with two threads in each of two workers, every barrier waits for a thread that is not running.
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
 if not HAS_GPU:
     # Read by Triton when a kernel is decorated, so it must stand before the first import of a kernel.
     os.environ["TRITON_INTERPRET"] = "1"

@@ -1,4 +1,4 @@
-"""A Stable Diffusion 1.5 pipeline of the real block types, so small that a step takes milliseconds, with random weights."""
+"""A Stable Diffusion 1.5 pipeline of the real block types with random weights, a step of which takes milliseconds."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from rocm_sd import settings
@@ -15,7 +13,6 @@ def test_nothing_set_gives_the_defaults():
 def test_each_variable_is_parsed_to_its_type():
     read = settings.Settings.from_environment(
         {
-            "ROCM_SD_CACHE": "/tmp/cache",
             "ROCM_SD_LOG": "debug",
             "ROCM_SD_DEBUG": "yes",
             "ROCM_SD_IMPLEMENTATION": "group_norm_silu=torch, attention=triton",
@@ -24,12 +21,10 @@ def test_each_variable_is_parsed_to_its_type():
             "HSA_OVERRIDE_GFX_VERSION": "11.0.0",
         }
     )
-    assert read.cache_dir == Path("/tmp/cache")
     assert (read.log_level, read.debug, read.triton_interpret) == ("DEBUG", True, False)
     assert read.implementation_for("attention") == "triton"
     assert read.implementation_for("conv2d") is None
     assert read.to_dict()["ROCM_SD_IMPLEMENTATION"] == {"group_norm_silu": "torch", "attention": "triton"}
-    assert read.to_dict()["ROCM_SD_CACHE"] == "/tmp/cache"
 
 
 @pytest.mark.parametrize(

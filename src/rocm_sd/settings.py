@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, fields
 from functools import lru_cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rocm_sd.errors import InvalidOption
@@ -48,7 +47,6 @@ def _implementations(text: str) -> tuple[tuple[str, str], ...]:
 
 
 VARIABLES: tuple[Variable, ...] = (
-    Variable("ROCM_SD_CACHE", "cache_dir", Path, "Folder for compiled code and measurements."),
     Variable("ROCM_SD_LOG", "log_level", _log_level, "DEBUG, INFO, WARNING (default) or ERROR."),
     Variable("ROCM_SD_DEBUG", "debug", _flag, "1 shows the traceback of an error, like --debug."),
     Variable(
@@ -72,7 +70,6 @@ VARIABLES: tuple[Variable, ...] = (
 
 @dataclass(frozen=True)
 class Settings:
-    cache_dir: Path | None = None
     log_level: str = "WARNING"
     debug: bool = False
     implementations: tuple[tuple[str, str], ...] = ()
@@ -102,8 +99,6 @@ class Settings:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, Path):
-        return str(value)
     if isinstance(value, tuple):
         return dict(value)
     return value

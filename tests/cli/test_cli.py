@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
-from pipelines import tiny_pipeline
 
+from pipelines import tiny_pipeline
 from rocm_sd import errors
 from rocm_sd.cli import main, pictures
 from rocm_sd.ops import OPS

@@ -6,9 +6,9 @@ import weakref
 import numpy as np
 import pytest
 import torch
-from pipelines import tiny_pipeline, tiny_unet, tiny_vae
 
 import rocm_sd
+from pipelines import tiny_pipeline, tiny_unet, tiny_vae
 from rocm_sd.errors import InvalidOption, Unsupported
 from rocm_sd.verify import numerics
 

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from pipelines import tiny_pipeline
 from safetensors.torch import save_file
 
+from pipelines import tiny_pipeline
 from rocm_sd.errors import CorruptModel, DeviceUnavailable, InvalidOption, Unsupported
 from rocm_sd.integrations import diffusers as host
 from rocm_sd.integrations.diffusers.loading import default_device

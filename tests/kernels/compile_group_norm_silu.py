@@ -1,4 +1,4 @@
-"""Run in a process of its own, without Triton's interpreter: compile the kernels for each gfx and print what came out."""
+"""Compile the kernels for each gfx and print what came out; a process of its own, without Triton's interpreter."""
 
 from __future__ import annotations
 

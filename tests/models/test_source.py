@@ -4,8 +4,8 @@ import json
 import shutil
 
 import pytest
-from pipelines import tiny_pipeline
 
+from pipelines import tiny_pipeline
 from rocm_sd.errors import CorruptModel, ModelNotFound
 from rocm_sd.models import ModelKind, resolve
 
@@ -32,7 +32,7 @@ def test_a_name_with_an_owner_is_a_hub_id():
 
 @pytest.mark.parametrize("name", ["./missing", "/missing/model", "~/missing", "model.safetensors", "one", "a/b/c"])
 def test_what_is_nowhere_is_said_to_be_nowhere(name):
-    with pytest.raises(ModelNotFound, match="There is no model at .* Give a Diffusers folder"):
+    with pytest.raises(ModelNotFound, match=r"There is no model at .* Give a Diffusers folder"):
         resolve(name)
 
 

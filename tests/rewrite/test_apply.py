@@ -4,9 +4,9 @@ import pytest
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
 from diffusers.models.resnet import ResnetBlock2D
-from pipelines import tiny_unet, tiny_vae
 from torch import nn
 
+from pipelines import tiny_unet, tiny_vae
 from rocm_sd.rewrite import RULES, apply, undo
 from rocm_sd.verify import numerics
 
@@ -19,7 +19,15 @@ def block(**options) -> ResnetBlock2D:
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"out_channels": 32}, {"temb_channels": None}, {"up": True}, {"down": True}, {"output_scale_factor": 1.4}],
+    [
+        {},
+        {"out_channels": 32},
+        {"temb_channels": None},
+        {"temb_channels": None, "time_embedding_norm": "group"},
+        {"up": True},
+        {"down": True},
+        {"output_scale_factor": 1.4},
+    ],
     ids=lambda o: "-".join(f"{k}={v}" for k, v in o.items()) or "plain",
 )
 @torch.no_grad()
@@ -70,7 +78,7 @@ def test_instances_are_touched_and_never_classes():
 class CountingHook(ModelHook):
     calls = 0
 
-    def pre_forward(self, module: nn.Module, *args, **kwargs):
+    def pre_forward(self, _module: nn.Module, *args, **kwargs):
         self.calls += 1
         return args, kwargs
 

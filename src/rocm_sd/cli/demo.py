@@ -30,11 +30,12 @@ def demo(
     from rocm_sd.cli.pictures import save_png, save_text, sheet, writable_folder
     from rocm_sd.engine import optimize, report, restore
     from rocm_sd.integrations import diffusers as host
-    from rocm_sd.integrations.diffusers.loading import default_device
+    from rocm_sd.integrations.diffusers.loading import default_device, hush
     from rocm_sd.models.emoji import DEMO_PROMPTS
 
     source = models.resolve()
     writable_folder(out)
+    hush()
     console = Console()
     with console.status(f"Loading {source.name} ..."):
         pipe = host.load_pipeline(source, default_device(device))
@@ -46,7 +47,9 @@ def demo(
         for prompt in (DEMO_PROMPTS[0], *DEMO_PROMPTS):
             for engine, drawn in results.items():
                 (optimize if engine == "rocm-sd" else restore)(pipe)
-                drawn.append(host.generate(pipe, host.Request(prompt, steps=steps, seed=seed)))
+                drawn.append(
+                    host.generate(pipe, host.Request(prompt, steps=steps, seed=seed, guidance=source.guidance))
+                )
                 progress.update(task, advance=1, description=f"{engine}: {prompt}")
     stock, ours = (drawn[1:] for drawn in results.values())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -33,7 +34,9 @@ def generate(
     size: Annotated[str | None, typer.Option(help="WIDTHxHEIGHT, e.g. 512x512. (default: the model's own)")] = None,
     scheduler: Annotated[str | None, typer.Option(help="ddim, pndm, euler, euler-a, dpm++2m, unipc, ...")] = None,
     negative: Annotated[str, typer.Option(help="What not to draw.")] = "",
-    guidance: Annotated[float, typer.Option(help="How closely to follow the prompt; 1 is not at all.")] = 5.0,
+    guidance: Annotated[
+        float | None, typer.Option(help="How closely to follow the prompt. (default: 3 for emoji-sd, else 7.5)")
+    ] = None,
     batch: Annotated[int, typer.Option(help="Pictures from one prompt.")] = 1,
     level: Annotated[str, typer.Option(help="auto, performance or memory: never changes the picture.")] = "auto",
     quality: Annotated[str, typer.Option(help="exact, high or balanced: how far approximations may go.")] = "exact",
@@ -53,7 +56,7 @@ def generate(
     from rocm_sd.cli.pictures import writable_folder
     from rocm_sd.engine import LEVELS, QUALITIES
     from rocm_sd.integrations import diffusers as host
-    from rocm_sd.integrations.diffusers.loading import default_device
+    from rocm_sd.integrations.diffusers.loading import default_device, hush
 
     # Everything that can be wrong with the options is said before a model is loaded.
     if level not in LEVELS:
@@ -63,9 +66,11 @@ def generate(
     if scheduler is not None and scheduler not in host.SCHEDULERS:
         raise InvalidOption("scheduler", scheduler, list(host.SCHEDULERS))
     width, height = parse_size(size)
-    request = host.Request(prompt, negative, steps, guidance, seed, batch, width, height)
+    request = host.Request(prompt, negative, steps, seed=seed, batch=batch, width=width, height=height)
     source = models.resolve(model)
+    request = replace(request, guidance=source.guidance if guidance is None else guidance)
     writable_folder(out)
+    hush()
     console = Console()
     with console.status(f"Loading {source.name} ..."):
         pipe = host.load_pipeline(source, default_device(device))

@@ -98,7 +98,7 @@ def _both(
 
 def parse_settings(text: str) -> dict[str, Any]:
     """`stock`, `rocm-sd` or `level=memory,steps=10` as a dictionary."""
-    values: dict[str, Any] = {"engine": "rocm-sd", "level": "auto", "quality": "exact", "steps": 20, "guidance": 4.0}
+    values: dict[str, Any] = {"engine": "rocm-sd", "level": "auto", "quality": "exact", "steps": 20, "guidance": 3.0}
     for part in text.split(","):
         name, _, value = part.partition("=")
         if part in {"stock", "rocm-sd"}:
@@ -126,9 +126,10 @@ def _draw(
     from rocm_sd import models
     from rocm_sd.engine import optimize
     from rocm_sd.integrations import diffusers as host
-    from rocm_sd.integrations.diffusers.loading import default_device
+    from rocm_sd.integrations.diffusers.loading import default_device, hush
 
     source = models.resolve()
+    hush()
     sides = []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True) as progress:

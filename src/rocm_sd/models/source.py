@@ -33,6 +33,11 @@ class ModelSource:
     location: str
 
     @property
+    def guidance(self) -> float:
+        """What suits the model: 3 scored best for emoji-sd (docs/emoji-sd.md); 7.5 is Stable Diffusion's default."""
+        return 3.0 if self.kind is ModelKind.EMBEDDED else 7.5
+
+    @property
     def name(self) -> str:
         return EMBEDDED if self.kind is ModelKind.EMBEDDED else self.location
 

@@ -23,7 +23,8 @@ def _applies(module: nn.Module) -> bool:
 def _why_not(module: nn.Module) -> str | None:
     if not isinstance(module.nonlinearity, nn.SiLU):
         return f"its activation is {type(module.nonlinearity).__name__}, not SiLU"
-    if module.time_embedding_norm != "default":
+    # A VAE's blocks say "group" and have no time embedding at all.
+    if module.time_embedding_norm != "default" and module.time_emb_proj is not None:
         return f"its time embedding is applied by {module.time_embedding_norm}"
     if not (isinstance(module.norm1, nn.GroupNorm) and isinstance(module.norm2, nn.GroupNorm)):
         return "its norms are not GroupNorm"
@@ -37,9 +38,10 @@ def _forward(self: Any, input_tensor: torch.Tensor, temb: torch.Tensor | None, *
     elif self.downsample is not None:
         input_tensor, hidden = self.downsample(input_tensor), self.downsample(hidden)
     hidden = self.conv1(hidden)
+    add = None
     if self.time_emb_proj is not None and temb is not None:
-        temb = self.time_emb_proj(temb if self.skip_time_act else F.silu(temb))
-    hidden = self.conv2(self.dropout(_norm(self.norm2, hidden, temb)))
+        add = self.time_emb_proj(temb if self.skip_time_act else F.silu(temb))
+    hidden = self.conv2(self.dropout(_norm(self.norm2, hidden, add)))
     shortcut = input_tensor if self.conv_shortcut is None else self.conv_shortcut(input_tensor)
     out = shortcut + hidden
     # Dividing by one is a pass over memory that stock makes and that changes nothing.

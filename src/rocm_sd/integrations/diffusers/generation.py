@@ -25,7 +25,7 @@ class Request:
     prompt: str
     negative: str = ""
     steps: int = 20
-    guidance: float = 5.0
+    guidance: float = 7.5
     seed: int = 0
     batch: int = 1
     width: int | None = None

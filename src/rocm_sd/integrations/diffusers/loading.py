@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -9,15 +10,16 @@ from diffusers import AutoPipelineForText2Image, StableDiffusionPipeline, Stable
 from diffusers.utils import logging as diffusers_logging
 from safetensors import SafetensorError, safe_open
 from torch import nn
+from transformers.utils import logging as transformers_logging
 
 from rocm_sd import arch
-from rocm_sd.errors import CorruptModel, DeviceUnavailable, ModelNotFound
+from rocm_sd.errors import CorruptModel, DeviceUnavailable, ModelNotFound, NoDiskSpace
 from rocm_sd.models import ModelKind, ModelSource
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["default_device", "default_dtype", "load_clip", "load_pipeline"]
+__all__ = ["default_device", "default_dtype", "hush", "load_clip", "load_pipeline"]
 
 
 def default_device(name: str | None = None) -> torch.device:
@@ -37,14 +39,22 @@ def default_dtype(device: torch.device) -> torch.dtype:
 
 def load_pipeline(source: ModelSource, device: torch.device, dtype: torch.dtype | None = None) -> Any:
     dtype = dtype or default_dtype(device)
-    # A missing safety checker is Diffusers' business to warn about once per load; it is no news to this user.
-    diffusers_logging.set_verbosity_error()
-    diffusers_logging.disable_progress_bar()
     try:
         pipe = _load(source, dtype)
-    except (SafetensorError, OSError, ValueError, KeyError, RuntimeError) as error:
+    except OSError as error:
+        if error.errno == errno.ENOSPC:
+            raise NoDiskSpace(source.location) from error
+        raise _explained(source, error) from error
+    except (SafetensorError, ValueError, KeyError, RuntimeError) as error:
         raise _explained(source, error) from error
     return pipe.to(device)
+
+
+def hush() -> None:
+    """No bars and no advice from the host libraries: for the command line, which has bars and words of its own."""
+    for host in (diffusers_logging, transformers_logging):
+        host.set_verbosity_error()
+        host.disable_progress_bar()
 
 
 def load_clip(model: str) -> tuple[Any, Any]:
