@@ -10,6 +10,7 @@ import torch
 import rocm_sd
 from pipelines import tiny_pipeline, tiny_unet, tiny_vae
 from rocm_sd.errors import InvalidOption, Unsupported
+from rocm_sd.tuning import Choice
 from rocm_sd.verify import numerics
 
 
@@ -97,3 +98,14 @@ def test_an_optimized_pipeline_can_be_collected(tmp_path):
     del pipe
     gc.collect()
     assert gone() is None
+
+
+def test_where_convolutions_keep_their_layout_nothing_is_replaced_and_the_reason_is_told(pipe, monkeypatch):
+    """Copies between layouts around every norm would be slower than stock."""
+    stock = latents(pipe)
+    monkeypatch.setattr("rocm_sd.engine.optimization.lookup", lambda *_: Choice("torch", why="slower on Radeon"))
+    rocm_sd.optimize(pipe)
+    told = rocm_sd.report(pipe)
+    assert not told.replaced
+    assert {c.left_because for c in told.left_alone} == {"its convolutions keep their layout (slower on Radeon)"}
+    assert torch.equal(latents(pipe), stock)

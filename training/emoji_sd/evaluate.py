@@ -5,16 +5,17 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from diffusers import StableDiffusionPipeline
 from training.emoji_sd.grids import save_grid
-from training.emoji_sd.sampling import score, score_pairs
 
 from rocm_sd.models.emoji import DEMO_PROMPTS, EMOJI, Prompt, held_out_pair_prompts, held_out_prompts, trained_prompts
 from rocm_sd.quality.embedding import load_embedding
+from rocm_sd.quality.prompt_match import match, match_pairs
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -85,9 +86,11 @@ def main(arguments: list[str] | None = None) -> None:
                 continue
             begin = time.monotonic()
             images = draw(pipe, [prompt.text for prompt in prompts], **settings)
-            hits = (score_pairs if kind == "held_out_pairs" else score)(images, prompts, embedding)
-            report[kind] = shares(hits)
-            if kind != "held_out_pairs":
+            if kind == "held_out_pairs":
+                report[kind] = shares({"both_top5": match_pairs(images, prompts, embedding)})
+            else:
+                hits = asdict(match(images, prompts, embedding))
+                report[kind] = shares(hits)
                 report[f"{kind}_by_tone"] = by_tone(hits, prompts)
             shown.append(images[:16])
             print(f"guidance {guidance:g}, {kind}: {report[kind]} ({time.monotonic() - begin:.1f} s)", flush=True)

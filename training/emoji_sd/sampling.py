@@ -1,20 +1,17 @@
-"""Pictures from a model in training, and how many of them show what their prompts say."""
+"""Pictures from a model in training."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
-
-from rocm_sd.models.emoji import EMOJI, Prompt
-from rocm_sd.quality.embedding import EmojiEmbedding, background_colour
 
 if TYPE_CHECKING:
     from diffusers import AutoencoderKL, DDIMScheduler, UNet2DConditionModel
+    from torch import Tensor
     from transformers import CLIPTextModel, CLIPTokenizer
 
-__all__ = ["sample", "score", "score_pairs"]
+__all__ = ["sample"]
 
 
 @torch.no_grad()
@@ -44,24 +41,3 @@ def sample(
         latents = scheduler.step(free + guidance * (wanted - free), t, latents).prev_sample
     images = vae.decode(latents.to(vae.dtype) / vae.config.scaling_factor).sample
     return (images.float() / 2 + 0.5).clamp(0, 1)
-
-
-def score(images: Tensor, prompts: list[Prompt], embedding: EmojiEmbedding) -> dict[str, list[bool]]:
-    """For each picture of one object: is it retrieved first, is it among five, is the background right?"""
-    found = torch.cat([embedding.retrieve(part, 5) for part in images.split(256)])
-    wanted = torch.tensor([EMOJI[prompt.emoji[0]].look for prompt in prompts])
-    right = found == wanted[:, None]
-    colours = [background_colour(image) == prompt.colour for image, prompt in zip(images, prompts, strict=True)]
-    return {"top1": right[:, 0].tolist(), "top5": right.any(1).tolist(), "colour": colours}
-
-
-def score_pairs(images: Tensor, prompts: list[Prompt], embedding: EmojiEmbedding) -> dict[str, list[bool]]:
-    """For each picture of two objects side by side: is each half's object among that half's five?"""
-    height, width = images.shape[-2:]
-    middle = slice(height // 4, height - height // 4)
-    both = []
-    for place, half in enumerate((slice(0, width // 2), slice(width // 2, width))):
-        found = torch.cat([embedding.retrieve(part[:, :, middle, half], 5) for part in images.split(256)])
-        wanted = torch.tensor([EMOJI[prompt.emoji[place]].look for prompt in prompts])
-        both.append((found == wanted[:, None]).any(1))
-    return {"left_top5": both[0].tolist(), "right_top5": both[1].tolist(), "both_top5": (both[0] & both[1]).tolist()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import CLIPTokenizer
@@ -71,18 +72,21 @@ class PhraseTokens:
         self.tokenizer = tokenizer
         self.start: int = tokenizer.bos_token_id
         self.end: int = tokenizer.eos_token_id
+        # By word: there are tens of thousands of phrases but 2,900 words, so soon nothing is tokenized any more.
         self.known: dict[str, list[int]] = {}
 
-    def _of(self, phrase: str) -> list[int]:
-        ids = self.known.get(phrase)
+    def _of(self, word: str) -> list[int]:
+        ids = self.known.get(word)
         if ids is None:
-            ids = self.known[phrase] = self.tokenizer(phrase, add_special_tokens=False)["input_ids"]
+            ids = self.known[word] = self.tokenizer(word, add_special_tokens=False)["input_ids"]
         return ids
 
     def row(self, phrases: Iterable[str]) -> list[int]:
-        body = [token for phrase in phrases for token in self._of(phrase)][: CONTEXT - 2]
+        body = [token for phrase in phrases for word in phrase.split(" ") for token in self._of(word)][: CONTEXT - 2]
         return [self.start, *body, *[self.end] * (CONTEXT - 1 - len(body))]
 
     def batch(self, captions: list[list[str]], drop: float, random: Random) -> torch.Tensor:
         """[B, 77] int64; a share `drop` of the captions becomes "" for classifier-free guidance."""
-        return torch.tensor([self.row([] if random.random() < drop else phrases) for phrases in captions])
+        rows = [self.row([] if random.random() < drop else phrases) for phrases in captions]
+        # By way of NumPy: for 256 rows 0.4 ms, where torch.tensor takes 3 ms on nested lists.
+        return torch.from_numpy(np.array(rows, dtype=np.int64))

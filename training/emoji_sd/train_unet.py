@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import asdict
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -25,7 +26,7 @@ from training.emoji_sd.loop import (
     resumed,
     train,
 )
-from training.emoji_sd.sampling import sample, score
+from training.emoji_sd.sampling import sample
 from training.emoji_sd.scenes import SceneSampler, arrays_of
 from training.emoji_sd.tokenizer import PhraseTokens
 from transformers import CLIPTextModel, CLIPTokenizer
@@ -33,6 +34,7 @@ from transformers import CLIPTextModel, CLIPTokenizer
 from rocm_sd.errors import ModelNotFound
 from rocm_sd.models.emoji import Prompt, held_out_prompts, trained_prompts
 from rocm_sd.quality.embedding import load_embedding
+from rocm_sd.quality.prompt_match import match
 
 __all__ = ["UNetStage", "loss_weights", "main"]
 
@@ -241,7 +243,7 @@ def show_samples(stage: UNetStage, run: Run, step: int, count: int, steps: int) 
     if file.exists():
         embedding = load_embedding(file, stage.device)
         for name, part, prompts in (("trained", images[:count], trained), ("held_out", images[count:], unseen)):
-            shares = {key: sum(hits) / count for key, hits in score(part, prompts, embedding).items()}
+            shares = {key: sum(hits) / count for key, hits in asdict(match(part, prompts, embedding)).items()}
             run.log(step=step, prompts=name, **shares)
 
 

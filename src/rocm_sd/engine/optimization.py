@@ -22,6 +22,7 @@ __all__ = ["LEVELS", "QUALITIES", "optimize", "report", "restore"]
 
 LEVELS = ("auto", "performance", "memory")
 QUALITIES = ("exact", "high", "balanced")
+CHANNELS_LAST = "channels_last"
 
 Target = TypeVar("Target")
 
@@ -51,9 +52,14 @@ def optimize(target: Target, level: str = "auto", quality: str = "exact") -> Tar
     modules = list(_modules(target))
     restore(target)
     architecture = arch.detect(_device(modules))
-    changes = [change for name, module in modules for change in apply(module, RULES, prefix=name)]
-    relaid, layout_note = _channels_last(modules, architecture.name)
-    notes = [layout_note]
+    layout = lookup("memory_format", architecture.name, {})
+    channels_last = layout.implementation == CHANNELS_LAST
+    reason = None if channels_last else f"its convolutions keep their layout ({layout.why})"
+    changes = [
+        change for name, module in modules for change in apply(module, RULES, prefix=name, not_channels_last=reason)
+    ]
+    relaid = _channels_last(modules) if channels_last else ()
+    notes = [f"{len(relaid)} convolutions run channels-last ({layout.why})"] if channels_last else []
     slicing_was_on = None
     vae: Any = getattr(target, "vae", None)
     if level == "memory" and hasattr(vae, "enable_slicing"):
@@ -116,10 +122,7 @@ def _device(modules: list[tuple[str, nn.Module]]) -> torch.device:
     return torch.device("cpu")
 
 
-def _channels_last(modules: list[tuple[str, nn.Module]], architecture: str) -> tuple[tuple[nn.Parameter, ...], str]:
-    choice = lookup("memory_format", architecture, {})
-    if choice.implementation != "channels_last":
-        return (), f"convolutions keep the layout they had, because there is {choice.why}"
+def _channels_last(modules: list[tuple[str, nn.Module]]) -> tuple[nn.Parameter, ...]:
     relaid = []
     for _, module in modules:
         for layer in module.modules():
@@ -127,4 +130,4 @@ def _channels_last(modules: list[tuple[str, nn.Module]], architecture: str) -> t
             if isinstance(layer, nn.Conv2d) and weight is not None and weight.is_contiguous() and weight.numel():
                 weight.data = weight.data.contiguous(memory_format=torch.channels_last)
                 relaid.append(weight)
-    return tuple(relaid), f"{len(relaid)} convolutions run channels-last ({choice.why})"
+    return tuple(relaid)

@@ -20,10 +20,14 @@ __all__ = ["Change", "Rule", "apply", "undo"]
 
 @dataclass(frozen=True)
 class Rule:
-    """`applies` says whether a module is of the kind; `why_not` gives the reason to leave such a module alone."""
+    """`applies` says whether a module is of the kind; `why_not` gives the reason to leave such a module alone.
+
+    A rule with `channels_last` uses ops of that layout: where convolutions keep another, each use would cost copies.
+    """
 
     name: str
     summary: str
+    channels_last: bool
     applies: Callable[[nn.Module], bool]
     why_not: Callable[[nn.Module], str | None]
     forward: Callable[..., Any]
@@ -64,14 +68,17 @@ def _replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Callable
     return restore
 
 
-def apply(model: nn.Module, rules: Sequence[Rule], *, prefix: str = "") -> list[Change]:
+def apply(
+    model: nn.Module, rules: Sequence[Rule], *, prefix: str = "", not_channels_last: str | None = None
+) -> list[Change]:
+    """`not_channels_last` is the reason that the model is not laid out so, or None if it is."""
     changes = []
     for path, module in model.named_modules(prefix=prefix):
         for rule in rules:
             if not rule.applies(module):
                 continue
             kind = type(module).__name__
-            reason = rule.why_not(module)
+            reason = (not_channels_last if rule.channels_last else None) or rule.why_not(module)
             if reason is None:
                 changes.append(Change(path, kind, rule.name, restore=_replace_forward(module, rule.forward)))
                 break

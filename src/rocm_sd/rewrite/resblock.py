@@ -55,6 +55,7 @@ def _norm(norm: nn.GroupNorm, x: torch.Tensor, add: torch.Tensor | None = None) 
 RULE = Rule(
     name="resblock",
     summary="GroupNorm + SiLU and the time embedding's add as one op",
+    channels_last=True,
     applies=_applies,
     why_not=_why_not,
     forward=_forward,

@@ -17,10 +17,10 @@ DEMO_PROMPTS = (
     "a red apple on a blue background",
     "a rocket on a black background",
     "a cat face on a yellow background",
-    "an octopus on a cyan background",
-    "a hot beverage and a croissant",
-    "a small ghost in the top left corner on a purple background",
-    "a sunflower on a green background",
+    "a jack-o-lantern on a purple background",
+    "a penguin on a cyan background",
+    "a red heart next to a yellow heart",
+    "a small soccer ball in the bottom right corner on a green background",
 )
 
 
