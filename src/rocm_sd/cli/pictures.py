@@ -89,9 +89,7 @@ def sheet(rows: Sequence[Sequence[tuple[Image.Image, str]]], cell: int = 224) ->
         top = margin + number * (cell + caption)
         for column, (image, text) in enumerate(row):
             left = margin + column * (cell + margin)
-            # Whole-number enlarging keeps pixels square: a difference of one pixel stays visible.
-            enlarge = Image.Resampling.NEAREST if cell % image.width == 0 else Image.Resampling.LANCZOS
-            paper.paste(image.convert("RGB").resize((cell, cell), enlarge), (left, top))
+            paper.paste(image.convert("RGB").resize((cell, cell), Image.Resampling.LANCZOS), (left, top))
             draw.rectangle((left, top, left + cell - 1, top + cell - 1), outline=_FRAME)
             for place, words in enumerate(_wrapped(text, cell, font)):
                 draw.text((left, top + cell + 6 + place * line), words, fill=_INK, font=font)

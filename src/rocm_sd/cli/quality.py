@@ -59,6 +59,8 @@ def quality(
     writable_folder(out)
     console = Console()
     sides, wanted = _both(console, first, second, prompts, seed, device)
+    if clip and not wanted:
+        raise Unsupported("quality", "--clip with folders: nothing says what their pictures should show")
     names = [name for name in sides[0].images if name in sides[1].images]
     if len(names) < 2:
         raise ModelNotFound(

@@ -76,7 +76,8 @@ def _frechet(first: Tensor, second: Tensor, **options: Any) -> float:
     for real, images in ((True, first), (False, second)):
         for start in range(0, len(images), 64):
             metric.update(images[start : start + 64], real=real)
-    return float(metric.compute())
+    # A distance of nearly nothing comes out of the eigenvalues as small a number below zero.
+    return max(0.0, float(metric.compute()))
 
 
 def clip_score(images: Tensor, prompts: list[str], load: Callable[[], tuple[Any, Any]]) -> float:

@@ -20,7 +20,7 @@ DEMO_PROMPTS = (
     "a jack-o-lantern on a purple background",
     "a penguin on a cyan background",
     "a red heart next to a yellow heart",
-    "a small soccer ball in the bottom right corner on a green background",
+    "a small star in the top right corner on a green background",
 )
 
 
