@@ -29,6 +29,9 @@ def generate(
         str | None,
         typer.Option(help="A Diffusers folder, a .safetensors checkpoint or a hub id. (default: emoji-sd, built in)"),
     ] = None,
+    config: Annotated[
+        str | None, typer.Option(help="With a .safetensors checkpoint: a Diffusers folder with its configs.")
+    ] = None,
     steps: Annotated[int, typer.Option(help="Denoising steps.")] = 20,
     seed: Annotated[int, typer.Option(help="The same seed gives the same picture.")] = 0,
     size: Annotated[str | None, typer.Option(help="WIDTHxHEIGHT, e.g. 512x512. (default: the model's own)")] = None,
@@ -73,7 +76,7 @@ def generate(
     hush()
     console = Console()
     with console.status(f"Loading {source.name} ..."):
-        pipe = host.load_pipeline(source, default_device(device))
+        pipe = host.load_pipeline(source, default_device(device), config=config)
         if scheduler:
             host.set_scheduler(pipe, scheduler)
     _draw(console, pipe, request, source.name, level, quality, out, compare=compare)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from diffusers import AutoPipelineForText2Image, StableDiffusionPipeline, StableDiffusionXLPipeline
 from diffusers.utils import logging as diffusers_logging
+from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors import SafetensorError, safe_open
 from torch import nn
 from transformers.utils import logging as transformers_logging
@@ -37,10 +38,13 @@ def default_dtype(device: torch.device) -> torch.dtype:
     return torch.float32 if arch.detect(device).name == "cpu" else torch.float16
 
 
-def load_pipeline(source: ModelSource, device: torch.device, dtype: torch.dtype | None = None) -> Any:
+def load_pipeline(
+    source: ModelSource, device: torch.device, dtype: torch.dtype | None = None, config: str | None = None
+) -> Any:
+    """`config` is a Diffusers folder whose configs and tokenizer fit a single-file checkpoint, which has none."""
     dtype = dtype or default_dtype(device)
     try:
-        pipe = _load(source, dtype)
+        pipe = _load(source, dtype, config)
     except OSError as error:
         if error.errno == errno.ENOSPC:
             raise NoDiskSpace(source.location) from error
@@ -92,9 +96,11 @@ class _ClipFeatures(nn.Module):
         return tensor
 
 
-def _load(source: ModelSource, dtype: torch.dtype) -> Any:
+def _load(source: ModelSource, dtype: torch.dtype, config: str | None) -> Any:
     if source.kind is ModelKind.FILE:
-        return _single_file_class(source.location).from_single_file(source.location, dtype=dtype)
+        # Without a folder Diffusers takes the configs of the nearest known model from the hub or its cache.
+        local = {} if config is None else {"config": config, "local_files_only": True}
+        return _single_file_class(source.location).from_single_file(source.location, dtype=dtype, **local)
     return AutoPipelineForText2Image.from_pretrained(source.location, dtype=dtype, use_safetensors=True)
 
 
@@ -117,6 +123,11 @@ def _explained(source: ModelSource, error: Exception) -> Exception:
         return ModelNotFound(
             f"{source.location} could not be loaded from the hub ({_first_line(error)}).",
             hint="Check the name and the connection, or give a local folder.",
+        )
+    if isinstance(error, LocalEntryNotFoundError):
+        return ModelNotFound(
+            f"{source.location} has no configs inside, and the hub that has them cannot be reached.",
+            hint="Connect once, or give --config FOLDER: the Diffusers folder of a model of the same architecture.",
         )
     return CorruptModel(
         f"{source.location} could not be loaded ({_first_line(error)}).", hint="Copy or download the model again."
