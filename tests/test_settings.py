@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from rocm_sd import settings
@@ -16,12 +18,15 @@ def test_each_variable_is_parsed_to_its_type():
             "ROCM_SD_LOG": "debug",
             "ROCM_SD_DEBUG": "yes",
             "ROCM_SD_IMPLEMENTATION": "group_norm_silu=torch, attention=triton",
+            "ROCM_SD_CACHE": "/tmp/rocm-sd",
             "ROCM_SD_TORCH": "cpu",
             "TRITON_INTERPRET": "0",
             "HSA_OVERRIDE_GFX_VERSION": "11.0.0",
         }
     )
     assert (read.log_level, read.debug, read.triton_interpret) == ("DEBUG", True, False)
+    assert read.cache_dir == Path("/tmp/rocm-sd")
+    assert read.to_dict()["ROCM_SD_CACHE"] == "/tmp/rocm-sd"
     assert read.implementation_for("attention") == "triton"
     assert read.implementation_for("conv2d") is None
     assert read.to_dict()["ROCM_SD_IMPLEMENTATION"] == {"group_norm_silu": "torch", "attention": "triton"}

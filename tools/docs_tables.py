@@ -51,6 +51,7 @@ EXIT_MEANINGS = {
     "DeviceUnavailable": "the device asked for is not there",
     "NumericsFailure": "a fast path and the reference disagree; the result is withheld",
     "MissingDependency": "an optional package is not installed",
+    "InvalidCodeObject": "a file is not machine code of a known AMD GPU, or is damaged",
 }
 
 

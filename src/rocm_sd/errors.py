@@ -7,6 +7,7 @@ from typing import ClassVar
 __all__ = [
     "CorruptModel",
     "DeviceUnavailable",
+    "InvalidCodeObject",
     "InvalidOption",
     "MissingDependency",
     "ModelNotFound",
@@ -90,3 +91,13 @@ class MissingDependency(RocmSdError):
 
     def __init__(self, package: str, extra: str) -> None:
         super().__init__(f"{package} is not installed.", hint=f"Type: pip install 'rocm-sd[{extra}]'")
+
+
+class InvalidCodeObject(RocmSdError):
+    """Bytes that should be machine code for an AMD GPU are not, or belong to another GPU."""
+
+    exit_code = 9
+
+    def __init__(self, reason: str, *, hint: str | None = None) -> None:
+        super().__init__(f"The code object cannot be read: {reason}.", hint=hint or "Compile the kernel again.")
+        self.reason = reason

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, fields
 from functools import lru_cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rocm_sd.errors import InvalidOption
@@ -55,10 +56,12 @@ VARIABLES: tuple[Variable, ...] = (
         _implementations,
         "Implementation per op by name, e.g. group_norm_silu=torch,attention=triton; never falls back.",
     ),
+    Variable("ROCM_SD_CACHE", "cache_dir", Path, "Folder for compiled code and measurements."),
     Variable(
         "ROCM_SD_TORCH", "torch_build", str, "Read by set-up only: auto, rocm, cuda, cpu, a gfx id or an index URL."
     ),
     Variable("TRITON_INTERPRET", "triton_interpret", _flag, "Triton's own: 1 runs its kernels on the CPU, slowly."),
+    Variable("ROCM_PATH", "rocm_path", Path, "ROCm's own: where it is installed (default /opt/rocm)."),
     Variable(
         "HSA_OVERRIDE_GFX_VERSION",
         "hsa_override",
@@ -73,8 +76,10 @@ class Settings:
     log_level: str = "WARNING"
     debug: bool = False
     implementations: tuple[tuple[str, str], ...] = ()
+    cache_dir: Path | None = None
     torch_build: str | None = None
     triton_interpret: bool = False
+    rocm_path: Path | None = None
     hsa_override: str | None = None
 
     @classmethod
@@ -101,6 +106,8 @@ class Settings:
 def _plain(value: Any) -> Any:
     if isinstance(value, tuple):
         return dict(value)
+    if isinstance(value, Path):
+        return str(value)
     return value
 
 

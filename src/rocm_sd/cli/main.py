@@ -17,6 +17,7 @@ from rocm_sd.cli.demo import demo
 from rocm_sd.cli.generate import generate
 from rocm_sd.cli.info import info
 from rocm_sd.cli.quality import quality
+from rocm_sd.cli.verify import verify
 from rocm_sd.errors import RocmSdError
 
 __all__ = ["app", "run"]
@@ -34,6 +35,7 @@ app.command()(info)
 app.command()(generate)
 app.command()(demo)
 app.command()(quality)
+app.command()(verify)
 
 
 def _version(wanted: bool) -> None:

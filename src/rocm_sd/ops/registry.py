@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     import torch
 
-__all__ = ["OPS", "Implementation", "Op", "register"]
+__all__ = ["OPS", "Implementation", "KernelPromise", "Op", "Sample", "Verification", "register"]
 
 log = logging.getLogger("rocm_sd")
 
@@ -35,12 +35,47 @@ class Implementation:
 
 
 @dataclass(frozen=True)
+class Sample:
+    """The arguments of one call, made anew each time: the op's own, in the order that its implementations take."""
+
+    name: str
+    make: Callable[[], tuple[Any, ...]]
+
+
+@dataclass(frozen=True)
+class KernelPromise:
+    """What a kernel is meant to be, so that the gates know what to hold it to."""
+
+    uses_dot: bool = False
+    bound_by_memory: bool = False
+    narrow_loads_because: str | None = None
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What the proof ladder needs of an op: its kernels' module, its definition, and calls to try.
+
+    `small` samples are computed on every rung, odd sizes among them; `real` ones are compiled only, so their tensors
+    may be empty. `problem(*arguments)` is what tuning data is keyed by. `promises` has an entry for every kernel.
+    """
+
+    implementation: str
+    kernels: str
+    reference: Callable[..., torch.Tensor]
+    problem: Callable[..., Problem]
+    small: tuple[Sample, ...]
+    real: tuple[Sample, ...]
+    promises: Mapping[str, KernelPromise]
+
+
+@dataclass(frozen=True)
 class Op:
     name: str
     summary: str
     implementations: tuple[Implementation, ...]
     # What an implementation is run with when it is asked for by name where nothing was tuned (the CPU interpreter).
     default_config: Mapping[str, int]
+    verification: Verification | None = None
 
     def implementation(self, name: str) -> Implementation:
         for candidate in self.implementations:

@@ -1,0 +1,125 @@
+"""rocm-sd verify: how high each op stands on the proof ladder, for each architecture, shown by running it."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from rocm_sd.errors import InvalidOption, NumericsFailure, RocmSdError
+
+if TYPE_CHECKING:
+    from rocm_sd.verify.ladder import Outcome
+
+__all__ = ["verify"]
+
+_WORDS = {"passed": "[green]passed[/]", "failed": "[bold red]failed[/]"}
+
+
+def verify(
+    ops: Annotated[list[str] | None, typer.Argument(metavar="[OP]...", help="Ops by name.", show_default="all")] = None,
+    arch: Annotated[
+        str | None, typer.Option(help="Architectures, e.g. gfx1100,gfx942. (default: all that Triton compiles for)")
+    ] = None,
+    rung: Annotated[
+        str | None, typer.Option(help="Rungs, e.g. 3 or 1,2: see docs/verification.md. (default: all five)")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Every figure, machine-readable.")] = False,
+) -> None:
+    """Check every op against its reference: interpreted, compiled, emulated.
+
+    rocm-sd verify
+
+    rocm-sd verify group_norm_silu --arch gfx1100,gfx942
+
+    rocm-sd verify --rung 3 --json
+
+    Needs no AMD GPU. The exit code is 7 when a result is wrong, and 1 when machine code breaks a gate or a rule.
+    """
+    from rocm_sd.verify import ladder
+
+    tasks = ladder.plan(ops or (), _list(arch), _rungs(rung))
+    # The bar goes to standard error, so that --json leaves nothing but JSON on standard output.
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        bar = progress.add_task("verifying", total=len(tasks))
+
+        def done(outcome: Outcome) -> None:
+            progress.update(bar, advance=1, description=f"{outcome.op} {outcome.arch} {outcome.rung}")
+
+        outcomes = ladder.verify(tasks, done)
+    if as_json:
+        typer.echo(json.dumps([outcome.to_dict() for outcome in outcomes], indent=2))
+    else:
+        _show(Console(), outcomes)
+    _raise_failures(outcomes)
+
+
+def _list(text: str | None) -> list[str]:
+    return [part.strip() for part in (text or "").split(",") if part.strip()]
+
+
+def _rungs(text: str | None) -> list[int]:
+    try:
+        return [int(part) for part in _list(text)]
+    except ValueError:
+        raise InvalidOption("rung", text, ["1", "2", "3", "4", "5"]) from None
+
+
+def _show(console: Console, outcomes: list[Outcome]) -> None:
+    from rocm_sd.verify.proofs import RUNGS
+
+    shown = [name for name in RUNGS if any(outcome.rung == name for outcome in outcomes)]
+    for op in dict.fromkeys(outcome.op for outcome in outcomes):
+        headings = [f"{RUNGS.index(name) + 1} {name}" for name in shown]
+        table = Table("arch", *headings, title=op, title_justify="left", show_lines=True)
+        table.columns[0].no_wrap = True
+        rows: dict[str, dict[str, Outcome]] = {}
+        for outcome in outcomes:
+            if outcome.op == op:
+                rows.setdefault(outcome.arch, {})[outcome.rung] = outcome
+        for arch, cells in rows.items():
+            table.add_row(arch, *(_cell(cells[name]) if name in cells else "" for name in shown))
+        console.print(table)
+    console.print("Nothing here ran on AMD silicon but what passed rung 5: see docs/verification.md.")
+    for outcome in outcomes:
+        if outcome.state == "failed":
+            where = f"{outcome.op}, {outcome.arch}, {outcome.rung}"
+            console.print(f"{_WORDS['failed']} {where}: {escape(outcome.sentence)}", soft_wrap=True)
+
+
+def _cell(outcome: Outcome) -> str:
+    """The verdict and its figures, one a line; where nothing ran, the reason."""
+    if outcome.state == "skipped":
+        return f"[dim]{escape(outcome.sentence)}[/]"
+    lines, figures = [_WORDS[outcome.state]], outcome.figures
+    if "vgprs" in figures:
+        lines += [f"{figures['vgprs']} VGPRs", f"{figures['lds']} B LDS", f"{figures['waves_per_simd']} waves"]
+    if "largest_error" in figures:
+        lines.append(f"error {figures['largest_error']:.2g} of {figures['allowed']:.2g}")
+    shares = [
+        kernel["coalescing_efficiency"]
+        for kernel in figures.get("kernels", {}).values()
+        if "coalescing_efficiency" in kernel
+    ]
+    if shares:
+        lines.append(f"{min(shares):.0%} coalesced")
+    return "\n".join(lines)
+
+
+def _raise_failures(outcomes: list[Outcome]) -> None:
+    failed = [outcome for outcome in outcomes if outcome.state == "failed"]
+    if not failed:
+        return
+    names = ", ".join(f"{o.op} on {o.arch} ({o.rung})" for o in failed)
+    kind = NumericsFailure if any(outcome.wrong_numbers for outcome in failed) else RocmSdError
+    first = failed[0]
+    hint = f"Type: rocm-sd verify {first.op} --arch {first.arch} --json, for every figure."
+    if first.arch == "cpu":
+        hint = f"Type: rocm-sd verify {first.op} --rung 1,2 --json, for every figure."
+    raise kind(f"{len(failed)} of {len(outcomes)} checks failed: {names}.", hint=hint)

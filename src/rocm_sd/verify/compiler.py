@@ -1,0 +1,352 @@
+"""compile_for(arch, kernel, config) -> CodeObject: AMD machine code on a box with no AMD GPU and no ROCm.
+
+Triton kernels are compiled by the Triton of the `verify` extra, in worker processes; HIP sources by clang. What was
+compiled once is kept under the cache folder, by content: the kernel's source with all that it calls, the architecture,
+the types and the options. ROCM_SD_CACHE names another folder.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import importlib
+import importlib.util
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+import zlib
+from concurrent.futures import as_completed
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import platformdirs
+
+from rocm_sd import arch as archs
+from rocm_sd import settings
+from rocm_sd.errors import MissingDependency, RocmSdError, Unsupported
+from rocm_sd.verify import workers
+from rocm_sd.verify.code_object import CodeObject
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from types import FunctionType, ModuleType
+
+    from rocm_sd.arch import Arch
+
+__all__ = [
+    "CompilationFailed",
+    "KernelConfig",
+    "assemble",
+    "cache_folder",
+    "compile_for",
+    "compile_hip",
+    "compile_many",
+    "find_clang",
+    "targets",
+]
+
+TIMEOUT_S = 180.0  # the slowest kernel met, head size 512 with 1023 spills, took 9 s on one core
+CLANGS = ("clang-19", "clang-18", "clang")
+
+Constant = int | float | str | None
+
+
+class CompilationFailed(RocmSdError):
+    """The compiler refused the kernel, crashed, or did not end: this candidate is lost, the others are not."""
+
+
+@dataclass(frozen=True)
+class KernelConfig:
+    """What Triton compiles for: the type of each argument, the constants, and what is known of the values.
+
+    `signature`: name to "*fp16", "i32", "fp32" ... for each argument that is not a constant.
+    `attributes`: name to Triton's letters, D (divisible by 16) and S (a tensor below 2 GB: buffer instructions).
+    """
+
+    signature: tuple[tuple[str, str], ...]
+    constants: tuple[tuple[str, Constant], ...] = ()
+    attributes: tuple[tuple[str, str], ...] = ()
+    num_warps: int = 4
+    num_stages: int = 2
+    options: tuple[tuple[str, Constant], ...] = ()
+
+    @classmethod
+    def of(
+        cls,
+        signature: Mapping[str, str],
+        constants: Mapping[str, Constant] | None = None,
+        *,
+        divisible_by_16: Iterable[str] = (),
+        num_warps: int = 4,
+        num_stages: int = 2,
+    ) -> KernelConfig:
+        """The usual case by names; pointers count as 16-byte aligned tensors below 2 GB."""
+        divisible = set(divisible_by_16)
+        attributes = {
+            n: "DS" if t.startswith("*") else "D" for n, t in signature.items() if t[0] == "*" or n in divisible
+        }
+        return cls(
+            tuple(signature.items()), tuple((constants or {}).items()), tuple(attributes.items()), num_warps, num_stages
+        )
+
+
+@dataclass(frozen=True)
+class _Request:
+    """A kernel by name, so that a process in which it is not an interpreted function can import it."""
+
+    arch: str
+    module: str
+    file: str
+    function: str
+    config: KernelConfig
+    cache: str = field(default_factory=lambda: str(cache_folder()))
+
+
+def cache_folder() -> Path:
+    chosen = settings.current().cache_dir
+    return (chosen or Path(platformdirs.user_cache_dir("rocm-sd", appauthor=False))) / "code"
+
+
+def targets() -> tuple[Arch, ...]:
+    """Every AMD architecture of the table that Triton accepts."""
+    return tuple(a for a in archs.ARCHS.values() if a.vendor is archs.Vendor.AMD and a.triton_supported)
+
+
+def compile_for(arch: Arch | str, kernel: Any, config: KernelConfig, *, timeout: float = TIMEOUT_S) -> CodeObject:
+    """Machine code of a triton.jit function (compiled or interpreted in this process: its source is what counts)."""
+    return compile_many([(arch, kernel, config)], timeout=timeout)[0]
+
+
+def compile_many(
+    requests: Sequence[tuple[Arch | str, Any, KernelConfig]],
+    *,
+    timeout: float = TIMEOUT_S,
+    progress: Callable[[], object] = lambda: None,
+    failures: dict[int, CompilationFailed] | None = None,
+) -> list[CodeObject]:
+    """All of them, over as many processes as cores, in order; `progress` is called after each.
+
+    The first failure is raised; where `failures` is given they are put there by index, and left out of the list.
+    """
+    named = [_named(*request) for request in requests]
+    done: dict[int, CodeObject] = {}
+    failed: dict[int, CompilationFailed] = {}
+    futures = {}
+    if workers.inside():
+        for index, request in enumerate(named):
+            _collect(index, request, lambda r=request: compile_request(r), done, failed)  # type: ignore[misc]
+            progress()
+    else:
+        pool = workers.pool()
+        for index, request in enumerate(named):
+            task = {"request": asdict(request)}
+            futures[pool.submit("rocm_sd.verify.compiler:compile_task", task, timeout=timeout)] = index
+        for future in as_completed(futures):
+            index = futures[future]
+            _collect(index, named[index], future.result, done, failed)
+            progress()
+    if failed and failures is None:
+        raise failed[min(failed)]
+    if failures is not None:
+        failures.update(failed)
+    return [done[index] for index in sorted(done)]
+
+
+def _collect(
+    index: int,
+    request: _Request,
+    result: Callable[[], str],
+    done: dict[int, CodeObject],
+    failed: dict[int, CompilationFailed],
+) -> None:
+    try:
+        done[index] = _loaded(Path(result()))
+    except workers.WorkerFailed as error:
+        reason = f"Compiling {request.function} of {Path(request.file).name} for {request.arch}: {error.message}."
+        failed[index] = CompilationFailed(reason, hint="Try a smaller tile, fewer stages or more warps.")
+
+
+def _named(arch: Arch | str, kernel: Any, config: KernelConfig) -> _Request:
+    known = archs.get(arch) if isinstance(arch, str) else arch
+    if known not in targets():
+        names = ", ".join(a.name for a in targets())
+        raise Unsupported("The cross-compiler", f"{known.name}", hint=f"Triton accepts: {names}.")
+    function: FunctionType = getattr(kernel, "fn", kernel)
+    return _Request(known.name, function.__module__, function.__code__.co_filename, function.__qualname__, config)
+
+
+def compile_task(request: dict[str, Any]) -> str:
+    """What a worker runs: the request as JSON in, the path of the cache entry out."""
+    config: dict[str, Any] = {
+        name: tuple(tuple(pair) for pair in value) if isinstance(value, list) else value
+        for name, value in request.pop("config").items()
+    }
+    return compile_request(_Request(config=KernelConfig(**config), **request))
+
+
+def compile_request(request: _Request) -> str:
+    """Compile in this process, or find the entry that an earlier compilation left."""
+    try:
+        import triton  # noqa: PLC0415 -- optional, and slow to import
+    except ImportError:
+        raise MissingDependency("triton", "verify") from None
+    kernel = getattr(_module(request), request.function)
+    if not hasattr(kernel, "cache_key"):
+        raise Unsupported("The cross-compiler", f"{request.function}, which is not a triton.jit function here")
+    from triton._C.libtriton import get_cache_invalidating_env_vars  # noqa: PLC0415
+
+    # Triton's own switches, e.g. AMDGCN_USE_BUFFER_OPS, change the code too.
+    switches = repr(sorted(get_cache_invalidating_env_vars().items()))
+    key = _key(triton.__version__, switches, kernel.cache_key, request.arch, repr(request.config))
+    entry = Path(request.cache) / key[:2] / f"{key}.json.z"
+    if not _whole(entry):
+        compiled = _triton(request, kernel)
+        _store(entry, compiled.asm["hsaco"], compiled.asm["amdgcn"], compiled.metadata.shared)
+    return str(entry)
+
+
+def _module(request: _Request) -> ModuleType:
+    try:
+        module = importlib.import_module(request.module)
+        if getattr(module, "__file__", None) and Path(module.__file__ or "").samefile(request.file):
+            return module
+    except ImportError:
+        pass  # a script or a test file: taken by its path below
+    name = "_rocm_sd_kernels_" + hashlib.sha256(request.file.encode()).hexdigest()[:16]
+    if name not in sys.modules:
+        specification = importlib.util.spec_from_file_location(name, request.file)
+        assert specification is not None
+        assert specification.loader is not None
+        module = importlib.util.module_from_spec(specification)
+        specification.loader.exec_module(module)
+        sys.modules[name] = module
+    return sys.modules[name]
+
+
+def _triton(request: _Request, kernel: Any) -> Any:
+    import triton  # noqa: PLC0415 -- optional, and slow to import
+    from triton.backends.amd.compiler import HIPBackend  # noqa: PLC0415
+    from triton.backends.compiler import GPUTarget  # noqa: PLC0415
+    from triton.compiler import ASTSource  # noqa: PLC0415
+
+    config, names = request.config, list(kernel.arg_names)
+    signature, constants = dict(config.signature), dict(config.constants)
+    missing = [name for name in names if name not in signature and name not in constants]
+    if missing:
+        raise Unsupported(request.function, f"a call without {', '.join(missing)}")
+    source = ASTSource(
+        kernel,
+        signature={name: "constexpr" if name in constants else signature[name] for name in names},
+        constexprs={(names.index(name),): value for name, value in constants.items()},
+        attrs={(names.index(name),): HIPBackend.parse_attr(letters) for name, letters in config.attributes},
+    )
+    target = GPUTarget("hip", request.arch, archs.get(request.arch).wave_size)
+    options = {"num_warps": config.num_warps, "num_stages": config.num_stages, **dict(config.options)}
+    return triton.compile(source, target=target, options=options)
+
+
+def _key(*parts: str) -> str:
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+
+def _store(entry: Path, elf: bytes, assembly: str, shared: int) -> None:
+    """Written beside and renamed, so that a reader sees all of it or nothing."""
+    body = {"elf": base64.b64encode(elf).decode(), "assembly": assembly, "shared": shared}
+    packed = zlib.compress(json.dumps(body).encode())
+    entry.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=entry.parent, delete=False) as file:
+        file.write(hashlib.sha256(packed).digest() + packed)
+    Path(file.name).replace(entry)
+
+
+def _read(entry: Path) -> dict[str, Any] | None:
+    """The entry's content, or None where there is none or it is damaged; a damaged one is removed."""
+    try:
+        content = entry.read_bytes()
+    except FileNotFoundError:
+        return None
+    digest, packed = content[:32], content[32:]
+    if hashlib.sha256(packed).digest() != digest:
+        entry.unlink(missing_ok=True)
+        return None
+    body: dict[str, Any] = json.loads(zlib.decompress(packed))
+    return body
+
+
+def _whole(entry: Path) -> bool:
+    return _read(entry) is not None
+
+
+def _loaded(entry: Path) -> CodeObject:
+    body = _read(entry)
+    if body is None:
+        raise CompilationFailed(f"{entry} was removed or damaged while it was used.", hint="Run the command again.")
+    code = CodeObject.from_elf(base64.b64decode(body["elf"]), body["assembly"])
+    # Triton asks for its LDS at launch, so the code object's own figure is 0.
+    return replace(code, lds=max(code.lds, body["shared"]))
+
+
+def assemble(arch: Arch | str, assembly: str, *, lds: int = 0) -> CodeObject:
+    """A code object of assembly text, e.g. of a kernel that was changed by hand."""
+    try:
+        from triton._C.libtriton import amd  # noqa: PLC0415 -- optional, and slow to import
+        from triton.backends.amd.compiler import assemble_amdgcn  # noqa: PLC0415
+    except ImportError:
+        raise MissingDependency("triton", "verify") from None
+    name = arch if isinstance(arch, str) else arch.name
+    try:
+        relocatable = assemble_amdgcn(assembly, name, "")
+    except RuntimeError as error:
+        raise CompilationFailed(f"The assembler refused the text for {name}: {error}.") from None
+    with tempfile.TemporaryDirectory() as folder:
+        source, linked = Path(folder) / "code.o", Path(folder) / "code.hsaco"
+        source.write_bytes(relocatable)
+        amd.link_hsaco(str(source), str(linked))
+        code = CodeObject.from_elf(linked.read_bytes(), assembly)
+    return replace(code, lds=max(code.lds, lds))
+
+
+def find_clang() -> str | None:
+    """A clang that knows AMD targets: Debian's by version, any other, then ROCm's own."""
+    rocm = (settings.current().rocm_path or Path("/opt/rocm")) / "llvm" / "bin" / "clang"
+    found = [path for name in CLANGS if (path := shutil.which(name))]
+    return found[0] if found else str(rocm) if rocm.is_file() else None
+
+
+def compile_hip(source: Path | str, arch: Arch | str, options: Sequence[str] = ()) -> CodeObject:
+    """Machine code of a HIP file, or of source text, that includes no header (`__builtin_amdgcn_*` does)."""
+    clang = find_clang()
+    if clang is None:
+        raise CompilationFailed(
+            f"There is no clang to compile HIP with: looked for {', '.join(CLANGS)} and $ROCM_PATH/llvm/bin/clang.",
+            hint="Type: apt-get install clang-19 lld-19",
+        )
+    name = archs.get(arch).name if isinstance(arch, str) else arch.name
+    text = source.read_text(encoding="utf-8") if isinstance(source, Path) else source
+    version = subprocess.run([clang, "--version"], capture_output=True, text=True, check=True).stdout
+    entry_key = _key("hip", version, text, name, *options)
+    entry = cache_folder() / entry_key[:2] / f"{entry_key}.json.z"
+    if not _whole(entry):
+        elf, assembly = _clang(clang, text, name, options)
+        _store(entry, elf, assembly, 0)
+    return _loaded(entry)
+
+
+def _clang(clang: str, text: str, name: str, options: Sequence[str]) -> tuple[bytes, str]:
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "kernel.hip"
+        source.write_text(text, encoding="utf-8")
+        flags = (
+            "-x", "hip", f"--offload-arch={name}", "--offload-device-only", "--no-gpu-bundle-output", "-nogpulib",
+            "-nogpuinc", "-O3",
+        )  # fmt: skip
+        for output, more in (("kernel.s", ["-S"]), ("kernel.co", [])):
+            command = [clang, *flags, *options, *more, str(source), "-o", str(Path(folder) / output)]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+            if done.returncode:
+                first = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip())
+                raise CompilationFailed(f"{Path(clang).name} refused the HIP source for {name}: {first}")
+        return (Path(folder) / "kernel.co").read_bytes(), (Path(folder) / "kernel.s").read_text(encoding="utf-8")

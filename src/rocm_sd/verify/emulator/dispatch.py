@@ -1,0 +1,222 @@
+"""Runs a kernel: workgroups in batches, waves in groups that stand at one instruction, barriers between them.
+
+Of several groups the one furthest behind runs, until it meets or overtakes the next; groups that meet become one again.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from rocm_sd.errors import InvalidOption
+from rocm_sd.verify.emulator.counters import Counters
+from rocm_sd.verify.emulator.errors import BudgetExceeded, Deadlock, DivergentBarrier
+from rocm_sd.verify.emulator.loader import load_arguments, start_group
+from rocm_sd.verify.emulator.machine import Machine
+from rocm_sd.verify.emulator.wave import Group
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rocm_sd.verify.code_object import CodeObject
+    from rocm_sd.verify.emulator.lds import Access
+    from rocm_sd.verify.emulator.machine import Operation
+
+__all__ = ["launch"]
+
+# Registers of a batch should stay in the processor's second-level cache; measured on softmax for gfx1100.
+_BATCH_BYTES = 1 << 20
+_LARGEST_BATCH = 256
+_BUDGET = 50_000_000
+
+
+def launch(
+    code: CodeObject,
+    grid: int | Sequence[int],
+    arguments: Sequence[Any],
+    *,
+    waves: int | None = None,
+    batch: int | None = None,
+    budget: int = _BUDGET,
+) -> Counters:
+    """Execute `code` on `grid` workgroups and write the results into the buffers of `arguments`.
+
+    grid: workgroups in x, y and z. arguments: a `Buffer`, a number or None for each kernel argument; the two scratch
+    pointers that Triton appends may be left out. waves: waves in a workgroup, by default what the kernel declares.
+    batch: waves executed at once. budget: wave instructions after which the launch is given up.
+    """
+    sizes = _grid(grid)
+    per_workgroup = waves or max(code.workgroup_size // code.wave_size, 1)
+    memory = load_arguments(code, arguments, sizes, per_workgroup)
+    counters = Counters(code.arch, code.wave_size)
+    machine = Machine(code, memory, counters)
+    total = sizes[0] * sizes[1] * sizes[2]
+    at_once = _workgroups_at_once(code, per_workgroup, batch)
+    began = time.perf_counter()
+    with np.errstate(all="ignore"):
+        for start in range(0, total, at_once):
+            numbers = np.arange(start, min(start + at_once, total))
+            machine.begin(len(numbers), len(numbers) * per_workgroup)
+            group = start_group(code, machine.family, memory, sizes, numbers, per_workgroup)
+            _Scheduler(machine, group, per_workgroup, budget).run()
+    counters.seconds = time.perf_counter() - began
+    counters.workgroups, counters.waves = total, total * per_workgroup
+    _collect(counters, machine)
+    memory.finish()
+    return counters
+
+
+def _grid(grid: int | Sequence[int]) -> tuple[int, int, int]:
+    sizes = (grid,) if isinstance(grid, int) else tuple(int(size) for size in grid)
+    if not 1 <= len(sizes) <= 3 or min(sizes) < 1:
+        raise InvalidOption("grid", grid, ["one to three positive numbers"])
+    x, y, z = (*sizes, 1, 1)[:3]
+    return x, y, z
+
+
+def _workgroups_at_once(code: CodeObject, per_workgroup: int, batch: int | None) -> int:
+    if batch is None:
+        registers = (code.vgprs + code.agprs) * code.wave_size * 4
+        batch = min(max(_BATCH_BYTES // max(registers, 1), 16), _LARGEST_BATCH)
+    return max(batch // per_workgroup, 1)
+
+
+def _collect(counters: Counters, machine: Machine) -> None:
+    for operation in machine.operations.values():
+        counters.by_class[operation.kind] += operation.executed
+        counters.by_name[operation.name] = counters.by_name.get(operation.name, 0) + operation.executed
+        counters.wave_instructions += operation.executed
+        counters.matrix_flops += operation.flops * operation.executed
+
+
+class _Scheduler:
+    """One batch of workgroups, from the first instruction to the last."""
+
+    def __init__(self, machine: Machine, group: Group, per_workgroup: int, budget: int) -> None:
+        self.machine = machine
+        self.running: list[Group] = [group]
+        self.waiting: list[Group] = []
+        self.per_workgroup = per_workgroup
+        self.ended = np.zeros(group.width, np.bool_)
+        self.budget = budget - sum(operation.executed for operation in machine.operations.values())
+
+    def run(self) -> None:
+        while self.running or self.waiting:
+            if not self.running:
+                self._release()
+                continue
+            self.running.sort(key=lambda group: group.pc)
+            group = self.running.pop(0)
+            while self.running and self.running[0].pc == group.pc:
+                group = Group.merge(group, self.running.pop(0))
+            limit = self.running[0].pc if self.running else None
+            self._advance(group, limit)
+
+    def _advance(self, group: Group, limit: int | None) -> None:
+        """Until the group parts, waits, ends, or comes to where another one stands."""
+        operations, bind = self.machine.operations, self.machine.operation
+        width = group.width
+        pc = group.pc
+        while limit is None or pc < limit:
+            operation = operations.get(pc) or bind(pc)
+            if group.pending & operation.touched:
+                group.check(operation.touched, operation.name, operation.address)
+            operation.executed += width
+            self.budget -= width
+            if self.budget < 0:
+                raise BudgetExceeded(
+                    "The launch executed more wave instructions than its budget allows.",
+                    address=operation.address,
+                    hint="Look for a loop that does not end, make the grid smaller, or pass a larger budget.",
+                )
+            if operation.flow is None:
+                operation.run(group)
+                pc = operation.following
+                continue
+            following = self._follow(group, operation)
+            if following is None:
+                return
+            pc = following
+        group.pc = pc
+        self.running.append(group)
+
+    def _follow(self, group: Group, operation: Operation) -> int | None:
+        """The next place for the whole group, or None where it was taken care of."""
+        flow = operation.flow
+        assert flow is not None
+        group.pc = operation.offset
+        if flow.action == "branch":
+            return self._branch(group, operation)
+        if flow.action == "jump":
+            target: int = flow.jump(group)
+            return target
+        if flow.action == "end":
+            self.ended[group.waves] = True
+            return None
+        if flow.action == "signal":
+            if group.signalled.any():
+                raise Deadlock("A wave signals a barrier twice without waiting for it.", address=operation.address)
+            group.signalled[:] = True
+            return operation.following
+        if flow.action == "barrier_wait" and not group.signalled.all():
+            raise Deadlock("A wave waits for a barrier that it did not signal.", address=operation.address)
+        self.waiting.append(group)
+        return None
+
+    def _branch(self, group: Group, operation: Operation) -> int | None:
+        flow = operation.flow
+        assert flow is not None
+        if flow.condition is None:
+            return flow.target
+        taken = flow.condition(group)
+        count = int(np.count_nonzero(taken))
+        if count == len(taken):
+            return flow.target
+        if count == 0:
+            return operation.following
+        there, here = group.split(taken)
+        there.pc, here.pc = flow.target, operation.following
+        self.running += [there, here]
+        return None
+
+    def _release(self) -> None:
+        """Every group waits: all waves of a workgroup must have come to the same barrier."""
+        place = np.full(self.ended.shape, -1)
+        for group in self.waiting:
+            place[group.waves] = group.pc
+        table, ended = place.reshape(-1, self.per_workgroup), self.ended.reshape(-1, self.per_workgroup)
+        for workgroup in np.flatnonzero((table >= 0).any(axis=1)):
+            there = np.unique(table[workgroup][~ended[workgroup]])
+            first = int(there[there >= 0][0])
+            address = self.machine.operation(first).address
+            if ended[workgroup].any():
+                raise DivergentBarrier(
+                    f"Some waves of workgroup {int(workgroup)} wait at a barrier and others have ended.",
+                    address=address,
+                )
+            if len(there) > 1:
+                places = ", ".join(f"{self.machine.operation(int(p)).address:#x}" for p in there if p >= 0)
+                raise DivergentBarrier(
+                    f"The waves of workgroup {int(workgroup)} wait at different barriers: {places}.", address=address
+                )
+        groups, self.waiting = self.waiting, []
+        unfinished = [access for group in groups for access in _unfinished(group)]
+        self.machine.lds.barrier(np.concatenate([group.workgroups for group in groups]), unfinished)
+        for group in groups:
+            group.signalled[:] = False
+            group.pc = self.machine.operation(group.pc).following
+        self.running += groups
+
+
+def _unfinished(group: Group) -> list[Access]:
+    """LDS accesses that the group has not waited for, as far as they are its own."""
+    found: list[Access] = []
+    for queue in group.queues.values():
+        for entry in queue:
+            mine = group.waves if entry.waves is None else group.waves[entry.waves]
+            for access in entry.lds_bytes or ():
+                keep = np.isin(access.workgroups * group.waves_per_workgroup + access.waves, mine)
+                found.append(access if keep.all() else access.only(keep))
+    return found

@@ -1,0 +1,270 @@
+"""Moving data between lanes: DPP, permutes, swizzles, broadcasts. Pure functions on uint32 [W, L] arrays.
+
+Those that can leave a lane without a value return two arrays: the values and the lanes that may be written.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from rocm_sd.verify.emulator.vector_types import Array
+
+__all__ = [
+    "dpp",
+    "dpp8",
+    "ds_bpermute",
+    "ds_permute",
+    "ds_swizzle",
+    "permlane16",
+    "permlane16_swap",
+    "permlane16_var",
+    "permlane32_swap",
+    "permlane64",
+    "read_first_lane",
+    "read_lane",
+    "write_lane",
+]
+
+_INVALID = -1
+
+
+def _dpp_source_lane(control: int, lane: int, lanes: int) -> int:  # noqa: C901, PLR0911, PLR0912 - one case per control
+    """Lane that `lane` reads under the 9-bit DPP_CTRL, or -1 where the control points outside its row or wave."""
+    row, place = lane & ~15, lane & 15
+    amount = control & 15
+    if control <= 0xFF:
+        return (lane & ~3) | (control >> (2 * (lane & 3))) & 3
+    if 0x101 <= control <= 0x10F:
+        return lane + amount if place + amount < 16 else _INVALID
+    if 0x111 <= control <= 0x11F:
+        return lane - amount if place >= amount else _INVALID
+    if 0x121 <= control <= 0x12F:
+        return row | (place - amount) & 15
+    if control == 0x130:
+        return lane + 1 if lane + 1 < lanes else _INVALID
+    if control == 0x134:
+        return (lane + 1) % lanes
+    if control == 0x138:
+        return lane - 1
+    if control == 0x13C:
+        return (lane - 1) % lanes
+    if control == 0x140:
+        return row | 15 - place
+    if control == 0x141:
+        return (lane & ~7) | 7 - (lane & 7)
+    if control == 0x142:
+        return row - 1
+    if control == 0x143:
+        return (lane & ~31) - 1
+    if 0x150 <= control <= 0x15F:
+        return row | amount
+    if 0x160 <= control <= 0x16F:
+        return lane ^ amount
+    raise ValueError(f"DPP control {control:#x} names no lane pattern.")
+
+
+@lru_cache(maxsize=1024)
+def _dpp_pattern(control: int, lanes: int) -> tuple[Array, Array, bool]:
+    source = np.array([_dpp_source_lane(control, lane, lanes) for lane in range(lanes)])
+    inside = source >= 0
+    return np.maximum(source, 0), inside, bool(inside.all())
+
+
+@lru_cache(maxsize=256)
+def _dpp_write_mask(row_mask: int, bank_mask: int, lanes: int) -> Array:
+    lane = np.arange(lanes)
+    rows = (row_mask >> (lane >> 4)) & 1
+    banks = (bank_mask >> ((lane >> 2) & 3)) & 1
+    return (rows & banks).astype(bool)
+
+
+def _fetch(
+    source: Array, active: Array, lane: Array, inside: Array | None, bound_control: bool, fetch_inactive: bool
+) -> tuple[Array, Array]:
+    """Values read from `lane`, and where one came: an inactive or outside lane gives 0 if bound_control, else none."""
+    values = source[..., lane]
+    if fetch_inactive:
+        found = np.ones(values.shape, dtype=bool) if inside is None else np.broadcast_to(inside, values.shape)
+    else:
+        found = active[..., lane] if inside is None else active[..., lane] & inside
+    if bound_control:
+        return np.where(found, values, np.uint32(0)), np.ones(values.shape, dtype=bool)
+    return values, found
+
+
+def dpp(
+    source: Array,
+    control: int,
+    active: Array,
+    *,
+    row_mask: int = 0xF,
+    bank_mask: int = 0xF,
+    bound_control: bool = False,
+    fetch_inactive: bool = False,
+) -> tuple[Array, Array]:
+    """Source 0 after data-parallel permutation, and the lanes whose result may be written (to be and-ed with exec).
+
+    `control` is the encoded 9-bit field, `active` the exec mask as bool [W, L], `bound_control` and `fetch_inactive`
+    the encoded BC and FI bits. gfx9 has no FI and reads as if it were 0.
+    """
+    lanes = source.shape[-1]
+    lane, inside, whole = _dpp_pattern(control, lanes)
+    values, found = _fetch(source, active, lane, None if whole else inside, bound_control, fetch_inactive)
+    if row_mask != 0xF or bank_mask != 0xF:
+        found = found & _dpp_write_mask(row_mask, bank_mask, lanes)
+    return values, found
+
+
+def dpp8(source: Array, selects: int, active: Array, *, fetch_inactive: bool = False) -> tuple[Array, Array]:
+    """Any permutation within groups of eight lanes: 3 bits a lane, lane 0 lowest. An inactive source reads as 0."""
+    lane = np.arange(source.shape[-1])
+    chosen = (lane & ~7) | (selects >> (3 * (lane & 7))) & 7
+    return _fetch(source, active, chosen, None, bound_control=True, fetch_inactive=fetch_inactive)
+
+
+def permlane16(
+    source: Array,
+    select_low: Array,
+    select_high: Array,
+    active: Array,
+    *,
+    cross: bool = False,
+    bound_control: bool = False,
+    fetch_inactive: bool = False,
+) -> tuple[Array, Array]:
+    """v_permlane16_b32, and v_permlanex16_b32 with `cross`: 4 bits a lane from two scalars [W, 1] pick within a row.
+
+    op_sel[0] is fetch_inactive and op_sel[1] bound_control.
+    """
+    lane = np.arange(source.shape[-1], dtype=np.uint32)
+    select = np.where((lane & 8) == 0, select_low, select_high)
+    place = (select >> (4 * (lane & 7)).astype(np.uint32)) & np.uint32(15)
+    return _permute_in_rows(source, place, active, cross, bound_control, fetch_inactive)
+
+
+def permlane16_var(
+    source: Array,
+    select: Array,
+    active: Array,
+    *,
+    cross: bool = False,
+    bound_control: bool = False,
+    fetch_inactive: bool = False,
+) -> tuple[Array, Array]:
+    """v_permlane16_var_b32 and v_permlanex16_var_b32 (gfx12): each lane's own low 4 bits pick within a row."""
+    return _permute_in_rows(source, select & np.uint32(15), active, cross, bound_control, fetch_inactive)
+
+
+def _permute_in_rows(
+    source: Array, place: Array, active: Array, cross: bool, bound_control: bool, fetch_inactive: bool
+) -> tuple[Array, Array]:
+    lane = np.arange(source.shape[-1])
+    row = (lane & ~15) ^ (16 if cross else 0)
+    chosen = np.broadcast_to(row | place.astype(np.int64), source.shape)
+    values = np.take_along_axis(source, chosen, axis=-1)
+    if fetch_inactive:
+        return values, np.ones(values.shape, dtype=bool)
+    found = np.take_along_axis(np.broadcast_to(active, source.shape), chosen, axis=-1)
+    if bound_control:
+        return np.where(found, values, np.uint32(0)), np.ones(values.shape, dtype=bool)
+    return values, found
+
+
+def permlane64(source: Array) -> Array:
+    """Lanes 0..31 and 32..63 exchanged; a wave of 32 lanes keeps its values, as the instruction is a no-op there."""
+    half = source.shape[-1] // 2
+    return source.copy() if half == 16 else np.roll(source, half, axis=-1)
+
+
+def permlane32_swap(destination: Array, source: Array) -> tuple[Array, Array]:
+    """gfx950: the upper half of `destination` and the lower half of `source` change places."""
+    new_destination, new_source = destination.copy(), source.copy()
+    new_destination[..., 32:] = source[..., :32]
+    new_source[..., :32] = destination[..., 32:]
+    return new_destination, new_source
+
+
+def permlane16_swap(destination: Array, source: Array) -> tuple[Array, Array]:
+    """gfx950: the odd rows of 16 lanes of `destination` and the even rows of `source` change places."""
+    new_destination, new_source = destination.copy(), source.copy()
+    for even in range(0, source.shape[-1], 32):
+        new_destination[..., even + 16 : even + 32] = source[..., even : even + 16]
+        new_source[..., even : even + 16] = destination[..., even + 16 : even + 32]
+    return new_destination, new_source
+
+
+def read_lane(source: Array, lane: Array) -> Array:
+    """v_readlane_b32: [W] values of one lane a wave; exec does not matter, the lane number wraps at the wave size."""
+    chosen = np.asarray(lane).astype(np.int64) % source.shape[-1]
+    chosen = np.broadcast_to(chosen.reshape(-1), source.shape[:1])
+    return source[np.arange(source.shape[0]), chosen]
+
+
+def read_first_lane(source: Array, active: Array) -> Array:
+    """v_readfirstlane_b32: [W] values of the lowest active lane, lane 0 where none is active."""
+    first = active.argmax(axis=-1)
+    return source[np.arange(source.shape[0]), first]
+
+
+def write_lane(destination: Array, value: Array, lane: Array) -> Array:
+    """v_writelane_b32: `destination` with one lane a wave replaced; exec does not matter."""
+    chosen = np.broadcast_to(
+        np.asarray(lane).astype(np.int64).reshape(-1) % destination.shape[-1], destination.shape[:1]
+    )
+    written = destination.copy()
+    written[np.arange(destination.shape[0]), chosen] = np.asarray(value).reshape(-1)
+    return written
+
+
+def ds_bpermute(address: Array, data: Array, active: Array, *, offset: int = 0, group: int | None = None) -> Array:
+    """Pull: each lane reads lane (address + offset) / 4, modulo `group`; an inactive source gives 0.
+
+    `group` is the wave on gfx9 and 32 lanes on gfx11 and gfx12.
+    """
+    lanes = data.shape[-1]
+    chosen = (((address + np.uint32(offset)) >> np.uint32(2)) % np.uint32(group or lanes)).astype(np.int64)
+    values = np.take_along_axis(data, chosen, axis=-1)
+    return np.where(np.take_along_axis(active, chosen, axis=-1), values, np.uint32(0))
+
+
+def ds_permute(address: Array, data: Array, active: Array, *, offset: int = 0, group: int | None = None) -> Array:
+    """Push: each active lane writes lane (address + offset) / 4; the highest writer wins, an unwritten lane gets 0."""
+    lanes = data.shape[-1]
+    chosen = (((address + np.uint32(offset)) >> np.uint32(2)) % np.uint32(group or lanes)).astype(np.int64)
+    result = np.zeros_like(data)
+    waves = np.arange(data.shape[0])
+    for lane in range(lanes):
+        writes = active[:, lane]
+        result[waves[writes], chosen[writes, lane]] = data[writes, lane]
+    return result
+
+
+def ds_swizzle(source: Array, offset: int, active: Array) -> Array:
+    """Fixed patterns within 32 lanes; an inactive source gives 0."""
+    lane, inside = _swizzle_pattern(offset, source.shape[-1])
+    return np.where(active[..., lane] & inside, source[..., lane], np.uint32(0))
+
+
+@lru_cache(maxsize=256)
+def _swizzle_pattern(offset: int, lanes: int) -> tuple[Array, Array]:
+    chosen = np.array([_swizzle_lane(offset, lane) for lane in range(lanes)])
+    return chosen, (chosen >= 0) & (chosen < lanes)
+
+
+def _swizzle_lane(offset: int, lane: int) -> int:
+    place, group = lane & 31, lane & 32
+    if offset >= 0xE000:
+        mask = offset & 31
+        return group | int(f"{place:05b}"[::-1], 2) >> mask.bit_count() | (place & mask)
+    if offset >= 0xC000:
+        mask, amount = offset & 31, (offset >> 5) & 31
+        step = -amount if offset & 0x400 else amount
+        return group | (place & mask) | ((place + step) & ~mask & 31)
+    if offset & 0x8000:
+        return (lane & ~3) | (offset >> (2 * (lane & 3))) & 3
+    keep, force, flip = offset & 31, (offset >> 5) & 31, (offset >> 10) & 31
+    return group | ((place & keep) | force) ^ flip

@@ -1,0 +1,464 @@
+"""Vector instructions: operands of every encoding (literals, op_sel, DPP, SDWA, dual issue) around the pure functions.
+
+`vector.VALU` says what an instruction computes; this module reads its sources with their modifiers, and writes its
+result under EXEC. Everything that depends on the encoding is resolved here once, when the instruction is first met.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from rocm_sd.verify.emulator import convert, lanes
+from rocm_sd.verify.emulator.errors import UnknownInstruction
+from rocm_sd.verify.emulator.operands import VGPR, constant, null_code, scalar_bits, scalar_reader, scalar_writer
+from rocm_sd.verify.emulator.vector import valu_for, zeroes_high_half
+from rocm_sd.verify.emulator.wave import EXEC, VCC, vgpr_bits
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from numpy.typing import NDArray
+
+    from rocm_sd.verify.emulator.decode import Decoded
+    from rocm_sd.verify.emulator.vector_types import Vop
+    from rocm_sd.verify.emulator.wave import Group
+
+    Array = NDArray[Any]
+    Read = Callable[[Group], Any]
+    Write = Callable[[Group, Any, Any], None]
+
+__all__ = ["VectorBinder"]
+
+_HALVES = frozenset({"f16", "bf16", "u16", "i16", "b16"})
+_FLOATS = frozenset({"f16", "bf16", "f32", "f64"})
+_SHORT = frozenset({"VOP1", "VOP2", "VOPC"})
+_WORDS = {"f32": "vf", "i32": "vi", "u32": "v", "b32": "v"}
+_BYTES = frozenset({"fp8", "bf8", "fp8_fnuz", "bf8_fnuz"})
+_BYTE_PAIRS = frozenset(f"{name}x2" for name in _BYTES)
+
+
+def _fixed(value: Any) -> Read:
+    return lambda _g: value
+
+
+@dataclass
+class _Modifiers:
+    """Bits of one source."""
+
+    absolute: bool = False
+    negate: bool = False
+    op_sel: bool = False
+    op_sel_hi: bool = True
+    negate_hi: bool = False
+
+
+@dataclass
+class Bound:
+    """compute(g) gives the value and the lanes it holds for (None: all active); write(g, value, lanes) stores it."""
+
+    compute: Callable[[Any], tuple[Any, Any]]
+    write: Any
+    touched: int
+
+
+class VectorBinder:
+    """Binds the vector instructions of one code object."""
+
+    def __init__(self, gfx: str, family: str, wave_size: int) -> None:
+        self.gfx, self.family, self.wave_size = gfx, family, wave_size
+        self._table = valu_for(gfx)
+        self.null = null_code(family)
+        self._everywhere = np.arange(wave_size, dtype=np.uint32)
+
+    def bind(self, inst: Decoded) -> tuple[Callable[[Group], None], int]:
+        if inst.form == "VOPD":
+            return self._bind_dual(inst)
+        bound = self._bind_one(inst)
+        compute, write = bound.compute, bound.write
+
+        def run(g: Group) -> None:
+            value, where = compute(g)
+            write(g, value, where)
+
+        return run, bound.touched
+
+    def _bind_dual(self, inst: Decoded) -> tuple[Callable[[Group], None], int]:
+        """Both halves read before either writes."""
+        names = inst.name.split(" :: ")
+        target = inst.get("vdstx")
+        other = inst.get("vdsty") << 1 | (target & 1 ^ 1)
+        halves = [
+            self._bind_vop(
+                inst, name, self._vop(inst, name), (inst.get(f"src{axis}0"), VGPR + inst.get(f"vsrc{axis}1")), dst
+            )
+            for name, axis, dst in zip(names, "xy", (target, other), strict=True)
+        ]
+        x, y = halves
+        # A plain move hands on the register itself, which the first half may be about to overwrite.
+        overwrites = bool(vgpr_bits(target) & y.touched)
+
+        def run(g: Group) -> None:
+            first, where = x.compute(g)
+            second, _ = y.compute(g)
+            if overwrites:
+                second = np.array(second)
+            x.write(g, first, where)
+            y.write(g, second, where)
+
+        return run, x.touched | y.touched
+
+    def _vop(self, inst: Decoded, name: str) -> Vop:
+        vop = self._table.get(name)
+        if vop is None:
+            raise UnknownInstruction(name, inst.address)
+        return vop
+
+    def _bind_one(self, inst: Decoded) -> Bound:
+        if inst.name.startswith("v_bitop3"):
+            # The truth table stands where others have their modifiers.
+            table = inst.get("neg") | inst.get("abs") << 3 | inst.get("omod") << 6
+            inst = replace(inst, fields=inst.fields | {"bitop3": table, "neg": 0, "abs": 0, "omod": 0})
+        codes: list[int] = []
+        if "src0" in inst.fields:
+            codes.append(inst.fields["src0"])
+        if inst.form in ("VOP2", "VOPC"):
+            codes.append(VGPR + inst.fields["vsrc1"])
+        elif inst.form.startswith("VOP3"):
+            codes += [inst.fields["src1"], inst.fields["src2"]]
+        return self._bind_vop(inst, inst.name, self._vop(inst, inst.name), tuple(codes), inst.get("vdst"))
+
+    def _bind_vop(self, inst: Decoded, name: str, vop: Vop, codes: tuple[int, ...], target: int) -> Bound:
+        readers: list[Read] = []
+        touched = 0
+        spread: Callable[[Group], Array] | None = None
+        for place, kind in enumerate(vop.sources):
+            last = place == len(vop.sources) - 1
+            if kind == "lane":
+                readers.append(lambda _g: self._everywhere)
+            elif kind == "mask":
+                code = codes[place] if inst.form.startswith("VOP3") and place < len(codes) else VCC
+                readers.append(self._mask_reader(code))
+                touched |= scalar_bits(code, self.wave_size, self.family)
+            elif kind == "bitop3":
+                readers.append(_fixed(inst.fields["bitop3"]))
+            elif vop.accumulates and last:
+                read, bits = self._source(inst, VGPR + target, kind, _Modifiers(op_sel=bool(inst.get("opsel") & 8)))
+                readers.append(read)
+                touched |= bits
+            else:
+                code = codes[place] if place < len(codes) else 255
+                if place == 0 and "vsrc0" in inst.fields:
+                    read, bits, spread = self._permuted(inst, kind)
+                elif place == 1 and "src1_sel" in inst.fields:
+                    code = inst.fields["vsrc1"] + (0 if inst.get("s1") else VGPR)
+                    read, bits = self._selected(inst, code, kind, "src1")
+                else:
+                    read, bits = self._source(inst, code, kind, self._modifiers(inst, place))
+                readers.append(read)
+                touched |= bits
+        function = vop.function
+        clamped = bool(inst.get("clmp"))
+        result = vop.result.removesuffix("+mask")
+        if clamped and result.removeprefix("pk_") not in _FLOATS and result != "f16_high":
+            if vop.saturating is None:
+                raise UnknownInstruction(inst.name, inst.address, "clamp")
+            function, clamped = vop.saturating, False
+        compute = self._compute(function, readers, inst.get("omod"), clamped, spread, vop.result)
+        write, bits = self._destination(inst, name, vop.result, target)
+        return Bound(compute, write, touched | bits)
+
+    @staticmethod
+    def _compute(
+        function: Any, readers: list[Read], omod: int, clamp: bool, spread: Read | None, result: str
+    ) -> Callable[[Any], tuple[Any, Any]]:
+        paired = "+" in result
+
+        def adjust(value: Any) -> Any:
+            number, extra = value if paired else (value, None)
+            number = convert.omod(number, omod)
+            if clamp:
+                number = convert.clamp(number)
+            return (number, extra) if paired else number
+
+        plain = not omod and not clamp and spread is None
+        if plain and len(readers) == 1:
+            first = readers[0]
+            return lambda g: (function(first(g)), None)
+        if plain and len(readers) == 2:
+            first, second = readers
+            return lambda g: (function(first(g), second(g)), None)
+        if plain and len(readers) == 3:
+            first, second, third = readers
+            return lambda g: (function(first(g), second(g), third(g)), None)
+
+        def compute(g: Group) -> tuple[Any, Any]:
+            value = function(*(read(g) for read in readers))
+            return (adjust(value) if omod or clamp else value), (None if spread is None else spread(g))
+
+        return compute
+
+    def _modifiers(self, inst: Decoded, place: int) -> _Modifiers:
+        def bit(name: str) -> bool:
+            return bool(inst.get(name) >> place & 1)
+
+        if inst.form == "VOP3P":
+            high = inst.get("opsel_hi") | inst.get("opsel_hi2") << 2
+            return _Modifiers(
+                negate=bit("neg"), negate_hi=bit("neg_hi"), op_sel=bit("opsel"), op_sel_hi=bool(high >> place & 1)
+            )
+        dual = inst.form in _SHORT and place < 2
+        return _Modifiers(
+            absolute=bit("abs") or (dual and bool(inst.get(f"src{place}_abs"))),
+            negate=bit("neg") or (dual and bool(inst.get(f"src{place}_neg"))),
+            op_sel=bit("opsel"),
+        )
+
+    def _mask_reader(self, code: int) -> Read:
+        if code == self.null:
+            none = np.zeros((1, self.wave_size), np.bool_)
+            return lambda _g: none
+        if 128 <= code < VGPR:
+            bits = constant(code, "b64", None)
+            if bits is not None:
+                fixed = np.array([[bits >> lane & 1 for lane in range(self.wave_size)]], np.bool_)
+                return lambda _g: fixed
+        return lambda g: g.mask(code)
+
+    def _source(self, inst: Decoded, code: int, kind: str, mods: _Modifiers) -> tuple[Read, int]:
+        """A reader of typed values of shape [W, L], [W, 1] or [1, 1]."""
+        half = None
+        if (kind in _HALVES or kind in _BYTE_PAIRS) and self.family != "gfx94x" and code >= VGPR:
+            if inst.form in _SHORT:
+                # Long encodings name the half by op_sel; short ones have no room and take the top bit of the number.
+                mods.op_sel = bool(code - VGPR >> 7 & 1)
+                code &= ~0x80
+            half = int(mods.op_sel)
+        # A mixed-precision source that is read as float16 takes its inline constants in that format too.
+        raw, bits = self._raw(inst, code, "f16" if kind == "mix" and mods.op_sel_hi else kind, half)
+        plain = not (mods.absolute or mods.negate)
+        if kind in _WORDS and plain:
+            return self._word(inst, code, kind, raw), bits
+        return self._typed(inst, raw, kind, mods, code), bits
+
+    def _word(self, inst: Decoded, code: int, kind: str, raw: Read) -> Read:
+        """The fast path: registers seen as 32-bit values, with no conversion at all."""
+        number = code - VGPR
+        if code >= VGPR:
+            return {
+                "f32": lambda g: g.vf[number],
+                "i32": lambda g: g.vi[number],
+            }.get(kind, lambda g: g.v[number])
+        value = constant(code, kind, inst.fields.get("literal"))
+        if value is not None:
+            fixed = convert.to_type(np.array([[value]], np.uint32), kind)
+            return lambda _g: fixed
+        if kind in ("u32", "b32"):
+            return raw
+        return lambda g: raw(g).view(np.float32 if kind == "f32" else np.int32)
+
+    def _raw(self, inst: Decoded, code: int, kind: str, half: int | None) -> tuple[Read, int]:
+        wide = kind in convert.WIDE
+        if code >= VGPR:
+            number = code - VGPR
+            if wide:
+                return lambda g: convert.join64(g.v[number], g.v[number + 1]), vgpr_bits(number, 2)
+            return lambda g: g.v[number], vgpr_bits(number, 1, half)
+        value = constant(code, kind, inst.fields.get("literal"))
+        if value is not None:
+            fixed = np.array([[value]], np.uint64 if wide else np.uint32)
+            return lambda _g: fixed, 0
+        read = scalar_reader(code, 64 if wide else 32, inst, self.family)
+        return lambda g: read(g)[:, None], scalar_bits(code, 64 if wide else 32, self.family)
+
+    def _typed(self, inst: Decoded, raw: Read, kind: str, mods: _Modifiers, code: int) -> Read:
+        if kind == "mix":
+            # The upper negation bits of this encoding are the absolute-value bits here.
+            return lambda g: convert.mix_source(
+                raw(g), op_sel=mods.op_sel, op_sel_hi=mods.op_sel_hi, absolute=mods.negate_hi, negate=mods.negate
+            )
+        if kind in convert.PACKED:
+            fixed = constant(code, kind, inst.fields.get("literal"))
+            if kind in convert.WIDE and fixed and (mods.op_sel or mods.op_sel_hi):
+                raise UnknownInstruction(inst.name, inst.address, "upper half of an inline constant")
+            return lambda g: convert.packed_source(
+                raw(g),
+                kind,
+                op_sel=mods.op_sel,
+                op_sel_hi=mods.op_sel_hi,
+                neg_lo=mods.negate,
+                neg_hi=mods.negate_hi,
+            )
+        if kind.startswith("iu"):
+            kind = convert.signed_or_unsigned(kind, mods.negate)
+            return lambda g: convert.to_type(raw(g), kind)
+        if kind not in _FLOATS and kind not in ("b32", "b16") and (mods.absolute or mods.negate):
+            raise UnknownInstruction(inst.name, inst.address, f"sign modifiers on a source of type {kind}")
+        if kind in _BYTES:
+            # Both bits of op_sel number the byte, the first being the higher one; SDWA has shifted it down already.
+            select = inst.get("opsel") & 3 if inst.form == "VOP3" else 0
+            byte = select >> 1 | (select & 1) << 1
+            return lambda g: convert.to_type(raw(g), kind, byte=byte)
+        high = mods.op_sel and (kind in _HALVES or kind in _BYTE_PAIRS)
+        if mods.op_sel and not high and kind not in _WORDS:
+            raise UnknownInstruction(inst.name, inst.address, f"op_sel on a source of type {kind}")
+        return lambda g: convert.apply_modifiers(convert.to_type(raw(g), kind, high), mods.absolute, mods.negate)
+
+    def _permuted(self, inst: Decoded, kind: str) -> tuple[Read, int, Read | None]:
+        """Source 0 of a DPP or SDWA instruction, and for DPP the lanes whose result may be written."""
+        if "src0_sel" in inst.fields:
+            code = inst.fields["vsrc0"] + (0 if inst.get("s0") else VGPR)
+            return (*self._selected(inst, code, kind, "src0"), None)
+        mods = self._modifiers(inst, 0)
+        number = inst.fields["vsrc0"]
+        if kind in _HALVES and self.family != "gfx94x" and inst.form in _SHORT:
+            mods.op_sel, number = bool(number >> 7), number & 0x7F
+        state: list[Any] = [None]
+
+        def moved(g: Group) -> Array:
+            if "dpp8" in inst.fields or "lane_sel_0" in inst.fields:
+                selects = inst.fields.get("dpp8")
+                if selects is None:
+                    selects = sum(inst.fields[f"lane_sel_{i}"] << 3 * i for i in range(8))
+                found = lanes.dpp8(g.v[number], selects, g.exec, fetch_inactive=bool(inst.get("fi")))
+            else:
+                found = lanes.dpp(
+                    g.v[number],
+                    inst.fields["dpp"],
+                    g.exec,
+                    row_mask=inst.fields["row_mask"],
+                    bank_mask=inst.fields["bank_mask"],
+                    bound_control=bool(inst.get("bc")),
+                    fetch_inactive=bool(inst.get("fi")),
+                )
+            moved_values: Array
+            moved_values, state[0] = found
+            return moved_values
+
+        read = self._typed(inst, moved, kind, mods, VGPR + number)
+        return read, vgpr_bits(number), lambda _g: state[0]
+
+    def _selected(self, inst: Decoded, code: int, kind: str, which: str) -> tuple[Read, int]:
+        raw, bits = self._raw(inst, code, kind, None)
+        selection, extend = inst.fields[f"{which}_sel"], bool(inst.get(f"{which}_sext"))
+        mods = _Modifiers(bool(inst.get(f"{which}_abs")), bool(inst.get(f"{which}_neg")))
+        return self._typed(inst, lambda g: convert.sdwa_select(raw(g), selection, extend), kind, mods, code), bits
+
+    def _destination(self, inst: Decoded, name: str, result: str, target: int) -> tuple[Write, int]:
+        if result == "mask":
+            return self._mask_destination(inst, name, target)
+        if result == "b32+b32":
+            return self._swap_destination(inst, target)
+        if name.startswith("v_s_"):
+            return self._scalar_destination(inst, result, target)
+        value_kind, _, mask = result.partition("+")
+        write, bits = self._value_destination(inst, name, value_kind, target)
+        if not mask:
+            return write, bits
+        code = inst.fields.get("sdst", VCC)
+        null = self.null
+
+        def write_both(g: Group, value: Any, where: Any) -> None:
+            number, carry = value
+            write(g, number, where)
+            if code != null:
+                g.set_mask(code, np.broadcast_to(carry, g.exec.shape) & g.exec)
+
+        return write_both, bits | scalar_bits(code, self.wave_size, self.family)
+
+    def _scalar_destination(self, inst: Decoded, result: str, target: int) -> tuple[Write, int]:
+        """gfx12's transcendental functions of scalar registers; EXEC does not matter."""
+        if result != "f32":
+            raise UnknownInstruction(inst.name, inst.address, f"scalar result of type {result}")
+        store = scalar_writer(target, 32, inst, self.family)
+
+        def write(g: Group, value: Any, _where: Any) -> None:
+            store(g, np.asarray(value, np.float32)[:, 0].view(np.uint32))
+
+        return write, scalar_bits(target, 32, self.family)
+
+    def _mask_destination(self, inst: Decoded, name: str, target: int) -> tuple[Write, int]:
+        code = VCC
+        if inst.form.startswith("VOP3"):
+            code = target
+        elif inst.get("sd"):
+            code = inst.fields["sdst"]
+        writes_exec = name.startswith("v_cmpx")
+        only_exec = writes_exec and self.family != "gfx94x"
+
+        def write(g: Group, value: Any, where: Any) -> None:
+            mask = np.broadcast_to(value, g.exec.shape) & g.exec
+            if where is not None:
+                mask = mask & where
+            if not only_exec and code != self.null:
+                g.set_mask(code, mask)
+            if writes_exec:
+                g.set_mask(EXEC, mask)
+
+        return write, 0 if only_exec else scalar_bits(code, self.wave_size, self.family)
+
+    def _swap_destination(self, inst: Decoded, target: int) -> tuple[Write, int]:
+        other = inst.fields["src0"] - VGPR
+
+        def write(g: Group, value: Any, _where: Any) -> None:
+            first, second = (part.copy() for part in value)
+            np.copyto(g.v[target], first, where=g.exec)
+            np.copyto(g.v[other], second, where=g.exec)
+
+        return write, vgpr_bits(target) | vgpr_bits(other)
+
+    def _value_destination(self, inst: Decoded, name: str, kind: str, target: int) -> tuple[Write, int]:
+        if "dst_sel" in inst.fields and inst.fields["dst_sel"] != 6:
+            return self._sdwa_destination(inst, kind, target)
+        if kind in _WORDS:
+            view = _WORDS[kind]
+
+            def write_word(g: Group, value: Any, where: Any) -> None:
+                if where is None and g.full:
+                    getattr(g, view)[target] = value
+                else:
+                    np.copyto(getattr(g, view)[target], value, where=g.exec if where is None else g.exec & where)
+
+            return write_word, vgpr_bits(target)
+        if kind in convert.WIDE:
+
+            def write_wide(g: Group, value: Any, where: Any) -> None:
+                low, high = convert.split64(convert.from_type(value, kind))
+                active = g.exec if where is None else g.exec & where
+                np.copyto(g.v[target], low, where=active)
+                np.copyto(g.v[target + 1], high, where=active)
+
+            return write_wide, vgpr_bits(target, 2)
+        return self._narrow_destination(inst, name, kind, target)
+
+    def _narrow_destination(self, inst: Decoded, name: str, kind: str, target: int) -> tuple[Write, int]:
+        high = bool(inst.get("opsel") >> 3 & 1) and inst.form == "VOP3"
+        byte = inst.get("opsel") >> 2 & 3 if kind in _BYTES else 0
+        half = None
+        keep = kind in _HALVES or kind in _BYTES or kind == "f16_high"
+        if kind in _HALVES:
+            keep = high or not zeroes_high_half(name, self.gfx)
+            if self.family != "gfx94x":
+                if inst.form in _SHORT:
+                    high, target = bool(target >> 7), target & 0x7F
+                half = int(high)
+        elif high and kind not in _BYTES:
+            raise UnknownInstruction(inst.name, inst.address, f"op_sel on a result of type {kind}")
+
+        def write(g: Group, value: Any, where: Any) -> None:
+            old = g.v[target]
+            bits = convert.from_type(value, kind, old if keep else None, high, byte=byte)
+            np.copyto(old, bits, where=g.exec if where is None else g.exec & where)
+
+        return write, vgpr_bits(target, 1, half)
+
+    def _sdwa_destination(self, inst: Decoded, kind: str, target: int) -> tuple[Write, int]:
+        selection, unused = inst.fields["dst_sel"], inst.fields["dst_unused"]
+
+        def write(g: Group, value: Any, _where: Any) -> None:
+            bits = convert.from_type(value, kind)
+            np.copyto(g.v[target], convert.sdwa_merge(bits, selection, unused, g.v[target]), where=g.exec)
+
+        return write, vgpr_bits(target)

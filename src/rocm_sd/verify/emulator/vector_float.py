@@ -1,0 +1,443 @@
+"""Floating-point vector instructions: arithmetic, fused multiply-add, extremes, roots, exponentials, division.
+
+AMD's pseudocode is the specification. v_exp, v_log, v_rcp, v_rsq, v_sqrt, v_sin and v_cos are approximations of about
+one unit in the last place on the hardware; here they are computed in float64 and rounded once, so a result may differ
+from silicon in its last bit. The float32 ones take and give no subnormals there, which LLVM's lowering works round
+by scaling; the same is done here so that code that forgot to scale is seen.
+"""
+
+from __future__ import annotations
+
+from fractions import Fraction
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from rocm_sd.verify.emulator.float_formats import quiet
+from rocm_sd.verify.emulator.vector_types import Array, Vop
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["FLOAT", "fma", "max_number", "min_number"]
+
+_F32_MIN_NORMAL = np.float64(2.0**-126)
+
+
+def _odd_sum(product: Array, addend: Array) -> Array:
+    """product + addend in float64, rounded to odd: rounding that once more to float32 or float16 is then exact."""
+    total = product + addend
+    virtual = total - product
+    error = (product - (total - virtual)) + (addend - virtual)
+    bits = total.view(np.int64)
+    inexact = (error != 0) & (bits & 1 == 0) & np.isfinite(total)
+    if not inexact.any():
+        return total
+    # Away from zero adds one to the pattern, towards zero subtracts one, whatever the sign.
+    step = np.where((error > 0) == (total > 0), np.int64(1), np.int64(-1))
+    return np.where(inexact, bits + step, bits).view(np.float64)
+
+
+def _fma32(a: Array, b: Array, c: Array) -> Array:
+    product = np.multiply(a, b, dtype=np.float64)  # 48 significant bits: exact
+    total = product + c
+    # The second rounding can only go wrong where float64 landed halfway between two float32, or below the normals.
+    # count_nonzero is three times as fast as any() on arrays of this size.
+    doubtful = (total.view(np.int64) & 0x1FFFFFFF) == 0x10000000
+    tiny = np.abs(total) < _F32_MIN_NORMAL
+    if np.count_nonzero(tiny):
+        doubtful |= tiny & (total != 0)
+    if np.count_nonzero(doubtful):
+        total = _odd_sum(product, c.astype(np.float64))
+    return total.astype(np.float32)
+
+
+def _fma16(a: Array, b: Array, c: Array) -> Array:
+    return _odd_sum(a.astype(np.float64) * b.astype(np.float64), c.astype(np.float64)).astype(np.float16)
+
+
+def _two_sum(a: Array, b: Array) -> tuple[Array, Array]:
+    total = a + b
+    virtual = total - a
+    return total, (a - (total - virtual)) + (b - virtual)
+
+
+def _split(a: Array) -> tuple[Array, Array]:
+    scaled = a * np.float64(134217729.0)
+    high = scaled - (scaled - a)
+    return high, a - high
+
+
+def _fma64(a: Array, b: Array, c: Array) -> Array:
+    """Boldo and Melquiond: exact product and sums, the tails joined with rounding to odd, one final rounding."""
+    a, b, c = np.broadcast_arrays(a, b, c)
+    product = a * b
+    a_high, a_low = _split(a)
+    b_high, b_low = _split(b)
+    tail = ((a_high * b_high - product) + a_high * b_low + a_low * b_high) + a_low * b_low
+    carry, carry_tail = _two_sum(c, tail)
+    head, head_tail = _two_sum(product, carry)
+    result = head + _odd_sum(carry_tail, head_tail)
+    # Splitting and tails need room in the exponent; the few values outside take exact rational arithmetic.
+    magnitudes = np.stack([np.abs(a), np.abs(b), np.abs(c), np.abs(product)])
+    roomy = ((magnitudes < 2.0**960) & ((magnitudes > 2.0**-900) | (magnitudes == 0))).all(axis=0)
+    exact_zero = (a == 0) | (b == 0)
+    finite = np.isfinite(a) & np.isfinite(b) & np.isfinite(c)
+    # A finite product may overflow here and must not meet an infinite addend as infinity.
+    special = np.where(np.isfinite(a) & np.isfinite(b) & ~np.isfinite(c), c, product + c)
+    result = np.where(finite & ~exact_zero, result, special)
+    for place in np.argwhere(finite & ~exact_zero & ~roomy):
+        index = tuple(place)
+        result[index] = _fma64_exact(float(a[index]), float(b[index]), float(c[index]))
+    return np.asarray(result)
+
+
+def _fma64_exact(a: float, b: float, c: float) -> float:
+    exact = Fraction(a) * Fraction(b) + Fraction(c)
+    if exact == 0:
+        return a * b + c
+    try:
+        return float(exact)
+    except OverflowError:
+        return float("inf") if exact > 0 else float("-inf")
+
+
+def fma(a: Array, b: Array, c: Array) -> Array:
+    """a * b + c with one rounding, in the type of the sources."""
+    if a.dtype == np.float32:
+        return _fma32(a, b, c)
+    return _fma16(a, b, c) if a.dtype == np.float16 else _fma64(a, b, c)
+
+
+def fma_legacy(a: Array, b: Array, c: Array) -> Array:
+    return np.where((a == 0) | (b == 0), c, fma(a, b, c))
+
+
+def mul_legacy(a: Array, b: Array) -> Array:
+    return np.where((a == 0) | (b == 0), np.float32(0), a * b)
+
+
+def _mad(a: Array, b: Array, c: Array) -> Array:
+    """gfx9's unfused multiply-add: the product rounds too, and the float32 form takes and gives no subnormals."""
+    if a.dtype == np.float32:
+        a, b, c = _flushed(a), _flushed(b), _flushed(c)
+        return _flushed(_flushed(a * b) + c)
+    return a * b + c
+
+
+def _signalling(value: Array) -> Array:
+    quiet_bits = quiet(value).view(f"u{value.itemsize}")
+    return np.asarray(quiet_bits != value.view(f"u{value.itemsize}"))
+
+
+def _extreme(a: Array, b: Array, *, largest: bool, ieee: bool) -> Array:
+    """The larger or smaller number: +0 is above -0, a NaN loses to a number.
+
+    ieee (gfx9 and gfx11, whose kernels set ieee_mode): a signalling NaN wins and becomes quiet.
+    """
+    result = np.fmax(a, b) if largest else np.fmin(a, b)
+    kind = f"u{result.itemsize}"
+    if np.count_nonzero(result == 0):
+        zeros = (a == 0) & (b == 0)
+        a_bits, b_bits = a.view(kind), b.view(kind)
+        signs = a_bits & b_bits if largest else a_bits | b_bits
+        result = np.where(zeros, signs, result.view(kind)).view(result.dtype)
+    # The sum is NaN where an operand is (and for opposite infinities, which the exact test below sorts out).
+    if np.count_nonzero(np.isnan(a + b)):
+        nan_a, nan_b = np.isnan(a), np.isnan(b)
+        chosen = np.where(nan_a & nan_b, a if not ieee else quiet(a), np.where(nan_a, b, np.where(nan_b, a, result)))
+        if ieee:
+            chosen = np.where(_signalling(b), quiet(b), chosen)
+            chosen = np.where(_signalling(a), quiet(a), chosen)
+        else:
+            chosen = quiet(chosen)
+        result = chosen
+    return np.asarray(result)
+
+
+def max_number(a: Array, b: Array) -> Array:
+    return _extreme(a, b, largest=True, ieee=True)
+
+
+def min_number(a: Array, b: Array) -> Array:
+    return _extreme(a, b, largest=False, ieee=True)
+
+
+def max_number_gfx12(a: Array, b: Array) -> Array:
+    return _extreme(a, b, largest=True, ieee=False)
+
+
+def min_number_gfx12(a: Array, b: Array) -> Array:
+    return _extreme(a, b, largest=False, ieee=False)
+
+
+def _propagating(pick: Callable[[Array, Array], Array]) -> Callable[[Array, Array], Array]:
+    """IEEE 754-2019 maximum and minimum: any NaN operand is the result, a signalling one first."""
+
+    def extreme(a: Array, b: Array) -> Array:
+        result = pick(a, b)
+        nan_a, nan_b = a != a, b != b  # noqa: PLR0124 - only a NaN differs from itself
+        if nan_a.any() or nan_b.any():
+            result = np.where(nan_a, quiet(a), np.where(nan_b, quiet(b), result))
+            result = np.where(_signalling(b) & ~_signalling(a), quiet(b), result)
+        return result
+
+    return extreme
+
+
+def median(largest: Callable[[Array, Array], Array], smallest: Callable[[Array, Array], Array]) -> Callable[..., Array]:
+    def middle(a: Array, b: Array, c: Array) -> Array:
+        top = largest(largest(a, b), c)
+        result = np.where(top == a, largest(b, c), np.where(top == b, largest(a, c), largest(a, b)))
+        if a.dtype.kind != "f":
+            return result
+        nan = (a != a) | (b != b) | (c != c)  # noqa: PLR0124 - only a NaN differs from itself
+        return np.where(nan, smallest(smallest(a, b), c), result) if nan.any() else result
+
+    return middle
+
+
+def _flushed(value: Array) -> Array:
+    tiny = np.abs(value) < np.float32(2.0**-126)
+    return np.where(tiny, np.copysign(np.float32(0), value), value) if np.count_nonzero(tiny) else value
+
+
+def _approximation(function: Callable[[Array], Array]) -> Callable[[Array], Array]:
+    def approximated(value: Array) -> Array:
+        if value.dtype == np.float64:
+            return function(value)
+        if value.dtype == np.float16:
+            return function(value.astype(np.float64)).astype(np.float16)
+        return _flushed(function(_flushed(value).astype(np.float64)).astype(np.float32))
+
+    return approximated
+
+
+def _log2(x: Array) -> Array:
+    return np.where(x < 0, np.nan, np.log2(np.abs(x)))
+
+
+def _turns(function: Callable[[Array], Array]) -> Callable[[Array], Array]:
+    """v_sin and v_cos take turns, not radians; whole turns are taken off first, where nothing is lost."""
+    return lambda x: function((x - np.floor(x)) * (2.0 * np.pi))
+
+
+def _fract(x: Array) -> Array:
+    """x - floor(x), kept below 1: for a tiny negative x the difference would round up to 1."""
+    below_one = np.nextafter(x.dtype.type(1), x.dtype.type(0))
+    return np.where(np.isinf(x), x.dtype.type(np.nan), np.minimum(x - np.floor(x), below_one))
+
+
+def ldexp(x: Array, exponent: Array) -> Array:
+    """x * 2**exponent with one rounding; any exponent beyond the format's reach acts like its limit."""
+    limited = np.clip(exponent.astype(np.int32), -2200, 2200)
+    if x.dtype == np.float64:
+        return np.ldexp(x, limited)
+    # float64 holds every float32 or float16 times 2**±300 exactly, and larger shifts end at 0 or infinity anyway.
+    return np.ldexp(x.astype(np.float64), np.clip(limited, -400, 400)).astype(x.dtype)
+
+
+def _frexp_exponent(kind: type[np.signedinteger]) -> Callable[[Array], Array]:
+    def exponent(x: Array) -> Array:
+        return np.where(np.isfinite(x), np.frexp(x)[1], 0).astype(kind)
+
+    return exponent
+
+
+def _frexp_mantissa(x: Array) -> Array:
+    return np.where(np.isfinite(x), np.frexp(x)[0], x)
+
+
+_EXPONENT = {2: (10, 0x1F), 4: (23, 0xFF), 8: (52, 0x7FF)}
+
+
+def _exponent(x: Array) -> Array:
+    shift, mask = _EXPONENT[x.itemsize]
+    return (x.view(f"u{x.itemsize}").astype(np.int64) >> shift) & mask
+
+
+def _subnormal(x: Array) -> Array:
+    return (np.abs(x) < np.finfo(x.dtype).tiny) & (x != 0)
+
+
+def div_scale(value: Array, denominator: Array, numerator: Array) -> tuple[Array, Array]:
+    """First step of a division: `value`, one of the other two, scaled out of danger, and whether to scale back.
+
+    AMD's text differs in two places that cannot be meant: it asks whether 1 / denominator is a float64 subnormal, which
+    no float32 reaches, and where the quotient is one too it scales a denominator near the top further up.
+    """
+    double = value.dtype == np.float64
+    near_top, scale, tiny_limit = (768, 128, 53) if double else (96, 64, 23)
+    value, denominator, numerator = np.broadcast_arrays(value, denominator, numerator)
+    top = 0x7FF if double else 0xFF
+    above, below = _exponent(numerator), _exponent(denominator)
+    apart = above - below
+    ordinary = (below > 0) & (below < top - 2) & (above > tiny_limit) & (above < top) & (apart < near_top)
+    if (ordinary & (apart > 3 - top // 2)).all():
+        return value, np.zeros(value.shape, dtype=bool)
+    reciprocal_tiny = _subnormal(value.dtype.type(1) / denominator)
+    quotient_tiny = _subnormal(numerator / denominator) | ((numerator != 0) & (numerator / denominator == 0))
+    is_denominator = value == denominator
+    is_numerator = value == numerator
+    up = ldexp(value, np.full(value.shape, scale))
+    down = ldexp(value, np.full(value.shape, -scale))
+    conditions = [
+        (numerator == 0) | (denominator == 0),
+        apart >= near_top,
+        _subnormal(denominator),
+        reciprocal_tiny & quotient_tiny,
+        reciprocal_tiny,
+        quotient_tiny,
+        above <= tiny_limit,
+    ]
+    choices = [
+        np.full(value.shape, np.nan, dtype=value.dtype),
+        np.where(is_denominator, up, value),
+        up,
+        np.where(is_denominator, down, value),
+        down,
+        np.where(is_numerator, up, value),
+        up,
+    ]
+    flags = [np.full(value.shape, flag) for flag in (False, True, False, True, False, True, False)]
+    return np.select(conditions, choices, value), np.select(conditions, flags, default=False)
+
+
+def div_fmas(a: Array, b: Array, c: Array, scale_back: Array) -> Array:
+    """Fused multiply-add that undoes v_div_scale: a large quotient was scaled down by 2**64 (2**128), a small one up.
+
+    AMD's text multiplies by 2**32 (2**64) always, which undoes neither; tinygrad's emulator, compared with an RDNA3
+    card, found the rule used here.
+    """
+    result = fma(a, b, c)
+    bias, power = (1023, 128) if result.dtype == np.float64 else (127, 64)
+    shift = np.where(_exponent(c) > bias, power, -power)
+    return np.where(scale_back, ldexp(result, np.broadcast_to(shift, result.shape)), result)
+
+
+def div_fixup(quotient: Array, denominator: Array, numerator: Array) -> Array:
+    """Last step of a division: the quotient's sign, and the answers for zeros, infinities and NaNs."""
+    quotient, denominator, numerator = np.broadcast_arrays(quotient, denominator, numerator)
+    kind = quotient.dtype.type
+    negative = np.signbit(denominator) ^ np.signbit(numerator)
+    sign = np.where(negative, kind(-1), kind(1))
+    infinite_d, infinite_n = np.isinf(denominator), np.isinf(numerator)
+    zero_d, zero_n = denominator == 0, numerator == 0
+    under = {2: -100000, 4: -150, 8: -1075}[quotient.itemsize]
+    conditions = [
+        np.isnan(numerator),
+        np.isnan(denominator),
+        (zero_d & zero_n) | (infinite_d & infinite_n),
+        zero_d | infinite_n,
+        infinite_d | zero_n,
+        _exponent(numerator) - _exponent(denominator) < under,
+    ]
+    choices = [
+        quiet(numerator),
+        quiet(denominator),
+        np.full(quotient.shape, -np.nan, dtype=quotient.dtype),
+        np.copysign(kind(np.inf), sign),
+        np.copysign(kind(0), sign),
+        # A quotient this far below the smallest subnormal rounds to zero.
+        np.copysign(kind(0), sign),
+    ]
+    return np.select(conditions, choices, np.copysign(np.abs(quotient), sign))
+
+
+def _build() -> dict[str, Vop]:
+    table: dict[str, Vop] = {}
+    maximum, minimum = _propagating(max_number), _propagating(min_number)
+    for kind in ("f16", "f32", "f64"):
+        one, two, three = (kind,), (kind, kind), (kind, kind, kind)
+        binary: dict[str, Callable[..., Array]] = {
+            "add": np.add,
+            "sub": np.subtract,
+            "subrev": lambda a, b: b - a,
+            "mul": np.multiply,
+            "max": max_number,
+            "min": min_number,
+            "max_num": max_number_gfx12,
+            "min_num": min_number_gfx12,
+            "maximum": maximum,
+            "minimum": minimum,
+        }
+        table |= {f"v_{name}_{kind}": Vop(function, two, kind) for name, function in binary.items()}
+        unary: dict[str, Callable[..., Array]] = {
+            "exp": _approximation(np.exp2),
+            "log": _approximation(_log2),
+            "rcp": _approximation(lambda x: 1.0 / x),
+            "rsq": _approximation(lambda x: 1.0 / np.sqrt(x)),
+            "sqrt": _approximation(np.sqrt),
+            "sin": _approximation(_turns(np.sin)),
+            "cos": _approximation(_turns(np.cos)),
+            "floor": np.floor,
+            "ceil": np.ceil,
+            "trunc": np.trunc,
+            "rndne": np.rint,
+            "fract": _fract,
+            "frexp_mant": _frexp_mantissa,
+        }
+        table |= {f"v_{name}_{kind}": Vop(function, one, kind) for name, function in unary.items()}
+        table |= {f"v_s_{name}_{kind}": table[f"v_{name}_{kind}"] for name in ("exp", "log", "rcp", "rsq", "sqrt")}
+        for suffix, high, low in (
+            ("", max_number, min_number),
+            ("_num", max_number_gfx12, min_number_gfx12),
+        ):
+            ternary = {
+                "max3": _then(high, high),
+                "min3": _then(low, low),
+                "maxmin": _then(high, low),
+                "minmax": _then(low, high),
+                "med3": median(high, low),
+            }
+            table |= {f"v_{name}{suffix}_{kind}": Vop(function, three, kind) for name, function in ternary.items()}
+        table |= {
+            f"v_maximum3_{kind}": Vop(_then(maximum, maximum), three, kind),
+            f"v_minimum3_{kind}": Vop(_then(minimum, minimum), three, kind),
+            f"v_maximumminimum_{kind}": Vop(_then(maximum, minimum), three, kind),
+            f"v_minimummaximum_{kind}": Vop(_then(minimum, maximum), three, kind),
+            f"v_fma_{kind}": Vop(fma, three, kind),
+            f"v_fmac_{kind}": Vop(fma, three, kind, accumulates=True),
+            f"v_fmaak_{kind}": Vop(fma, three, kind),
+            f"v_fmamk_{kind}": Vop(lambda a, b, literal: fma(a, literal, b), three, kind),
+            f"v_div_fixup_{kind}": Vop(div_fixup, three, kind),
+        }
+        if kind != "f16":
+            table[f"v_div_scale_{kind}"] = Vop(div_scale, three, f"{kind}+mask")
+            table[f"v_div_fmas_{kind}"] = Vop(div_fmas, (*three, "mask"), kind)
+    table |= {
+        "v_ldexp_f16": Vop(ldexp, ("f16", "i16"), "f16"),
+        "v_ldexp_f32": Vop(ldexp, ("f32", "i32"), "f32"),
+        "v_ldexp_f64": Vop(ldexp, ("f64", "i32"), "f64"),
+        "v_frexp_exp_i16_f16": Vop(_frexp_exponent(np.int16), ("f16",), "i16"),
+        "v_frexp_exp_i32_f32": Vop(_frexp_exponent(np.int32), ("f32",), "i32"),
+        "v_frexp_exp_i32_f64": Vop(_frexp_exponent(np.int32), ("f64",), "i32"),
+        "v_rcp_iflag_f32": table["v_rcp_f32"],
+        "v_mul_legacy_f32": Vop(mul_legacy, ("f32", "f32"), "f32"),
+        "v_mul_dx9_zero_f32": Vop(mul_legacy, ("f32", "f32"), "f32"),
+        "v_fma_dx9_zero_f32": Vop(fma_legacy, ("f32", "f32", "f32"), "f32"),
+        "v_fmac_dx9_zero_f32": Vop(fma_legacy, ("f32", "f32", "f32"), "f32", accumulates=True),
+        "v_mad_f16": Vop(_mad, ("f16", "f16", "f16"), "f16"),
+        "v_mac_f16": Vop(_mad, ("f16", "f16", "f16"), "f16", accumulates=True),
+        "v_mad_f32": Vop(_mad, ("f32", "f32", "f32"), "f32"),
+        "v_mac_f32": Vop(_mad, ("f32", "f32", "f32"), "f32", accumulates=True),
+        "v_madak_f32": Vop(_mad, ("f32", "f32", "f32"), "f32"),
+        "v_madmk_f32": Vop(lambda a, b, literal: _mad(a, literal, b), ("f32", "f32", "f32"), "f32"),
+        "v_fma_mix_f32": Vop(fma, ("mix", "mix", "mix"), "f32"),
+        "v_fma_mixlo_f16": Vop(lambda a, b, c: fma(a, b, c).astype(np.float16), ("mix", "mix", "mix"), "f16"),
+        "v_fma_mixhi_f16": Vop(lambda a, b, c: fma(a, b, c).astype(np.float16), ("mix", "mix", "mix"), "f16_high"),
+    }
+    # gfx9 spells the mix family v_mad_mix* in AMD's tables; from gfx906 on the hardware fuses it.
+    table |= {
+        name.replace("v_fma_mix", "v_mad_mix"): vop for name, vop in table.items() if name.startswith("v_fma_mix")
+    }
+    for name in ("v_mad", "v_fma", "v_div_fixup"):
+        table[f"{name}_legacy_f16"] = table[f"{name}_f16"]
+    return table
+
+
+def _then(first: Callable[[Array, Array], Array], second: Callable[[Array, Array], Array]) -> Callable[..., Array]:
+    return lambda a, b, c: second(first(a, b), c)
+
+
+FLOAT = _build()

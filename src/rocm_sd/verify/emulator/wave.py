@@ -1,0 +1,235 @@
+"""The registers of a group of waves that stand at the same instruction, and the loads they still wait for.
+
+`v[number, wave, lane]` and `s[number, wave]` are uint32. The scalar file is indexed by operand code, so that VCC (106),
+the trap registers (108), M0 and EXEC (126) are rows of it. EXEC is kept a second time as a boolean array, because every
+vector instruction asks for it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from rocm_sd.verify.emulator.errors import MissingWait
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+__all__ = ["ACC_BASE", "EXEC", "SGPR_BIT", "VCC", "Group", "Outstanding", "sgpr_bits", "vgpr_bits"]
+
+VCC, EXEC = 106, 126
+# Accumulation registers of CDNA follow the 256 vector registers in one file.
+ACC_BASE = 256
+# A pending register is a bit of one Python integer: two for each vector register (its 16-bit halves are loaded apart),
+# and one for each scalar register after those.
+SGPR_BIT = 2 * 512
+
+
+def vgpr_bits(number: int, count: int = 1, half: int | None = None) -> int:
+    if half is not None:
+        return 1 << (2 * number + half)
+    return ((1 << 2 * count) - 1) << 2 * number
+
+
+def sgpr_bits(number: int, count: int = 1) -> int:
+    return ((1 << count) - 1) << (SGPR_BIT + number)
+
+
+@dataclass(eq=False)
+class Outstanding:
+    """A memory instruction that was issued and not waited for. `waves` is None where it holds for the whole group."""
+
+    name: str
+    address: int
+    registers: int
+    in_order: bool
+    waves: NDArray[np.bool_] | None = None
+    lds_bytes: Any = None
+
+
+class Group:
+    """Waves at one program counter. Splitting and merging copy registers; all else works on every wave at once."""
+
+    def __init__(
+        self,
+        v: NDArray[np.uint32],
+        s: NDArray[np.uint32],
+        scc: NDArray[np.bool_],
+        waves: NDArray[np.int64],
+        waves_per_workgroup: int,
+        pc: int,
+    ) -> None:
+        self.v, self.s, self.scc = v, s, scc
+        self.vf, self.vi = v.view(np.float32), v.view(np.int32)
+        self.waves = waves
+        self.waves_per_workgroup = waves_per_workgroup
+        self.workgroups = waves // waves_per_workgroup
+        self.wave_in_workgroup = waves % waves_per_workgroup
+        self.pc = pc
+        self.width, self.lanes = v.shape[1], v.shape[2]
+        self.queues: dict[str, list[Outstanding]] = {}
+        self.pending = 0
+        self.signalled = np.zeros(self.width, np.bool_)
+        self._everyone = np.ones((self.width, self.lanes), np.bool_)
+        self.exec = self._everyone
+        self.full = True
+        self.exec_changed()
+
+    def exec_changed(self) -> None:
+        rows = self.s[EXEC : EXEC + self.lanes // 32]
+        self.full = bool((rows == 0xFFFFFFFF).all())
+        self.exec = self._everyone if self.full else self.mask(EXEC)
+
+    def mask(self, row: int) -> NDArray[np.bool_]:
+        """The bits of one (wave32) or two (wave64) scalar registers, one for each lane."""
+        if self.lanes == 32:
+            raw = self.s[row].view(np.uint8).reshape(-1, 4)
+        else:
+            raw = np.ascontiguousarray(self.s[row : row + 2].T).view(np.uint8)
+        return np.unpackbits(raw, axis=1, bitorder="little").view(np.bool_)
+
+    def set_mask(self, row: int, mask: NDArray[np.bool_]) -> None:
+        packed = np.packbits(mask, axis=1, bitorder="little")
+        if self.lanes == 32:
+            self.s[row] = packed.view(np.uint32)[:, 0]
+        else:
+            self.s[row : row + 2] = packed.view(np.uint32).T
+        if row == EXEC:
+            self.exec_changed()
+
+    def issue(self, counter: str, entry: Outstanding) -> None:
+        self.queues.setdefault(counter, []).append(entry)
+        self.pending |= entry.registers
+
+    def wait(self, counter: str, allowed: int) -> None:
+        """Loads of one kind return in order: at most the `allowed` newest are left. Scalar loads come in any order."""
+        queue = self.queues.get(counter)
+        if not queue or (allowed and len(queue) <= allowed and all(e.waves is None for e in queue)):
+            return
+        if allowed == 0:
+            queue.clear()
+        else:
+            ordered = [e for e in queue if e.in_order]
+            free = [e for e in queue if not e.in_order]
+            uniform = all(e.waves is None for e in ordered)
+            ordered = ordered[-allowed:] if uniform else self._retire(ordered, allowed)
+            queue[:] = [e for e in queue if e in ordered or e in free]
+        self.pending = 0
+        for waiting in self.queues.values():
+            for entry in waiting:
+                self.pending |= entry.registers
+
+    def _retire(self, queue: list[Outstanding], allowed: int) -> list[Outstanding]:
+        newer = np.zeros(self.width, np.int64)
+        kept = []
+        for entry in reversed(queue):
+            mine = np.ones(self.width, np.bool_) if entry.waves is None else entry.waves
+            left = mine & (newer < allowed)
+            newer += mine
+            if left.any():
+                entry.waves = left
+                kept.append(entry)
+        return kept[::-1]
+
+    def check(self, touched: int, name: str, address: int) -> None:
+        """Raise for the first register that is used before its load was waited for."""
+        for counter, queue in self.queues.items():
+            for entry in queue:
+                both = entry.registers & touched
+                if both:
+                    raise MissingWait(
+                        f"{name} uses {_register(both)} while {entry.name} at {entry.address:#x} is still filling it: "
+                        f"no wait for {counter} stands between them.",
+                        address=address,
+                    )
+
+    def split(self, chosen: NDArray[np.bool_]) -> tuple[Group, Group]:
+        return self._take(chosen), self._take(~chosen)
+
+    def _take(self, chosen: NDArray[np.bool_]) -> Group:
+        place = np.flatnonzero(chosen)
+        part = Group(
+            np.ascontiguousarray(self.v[:, place]),
+            np.ascontiguousarray(self.s[:, place]),
+            self.scc[place],
+            self.waves[place],
+            self.waves_per_workgroup,
+            self.pc,
+        )
+        part.signalled = self.signalled[place]
+        for counter, queue in self.queues.items():
+            for entry in queue:
+                waves = None if entry.waves is None else entry.waves[place]
+                if waves is not None and not waves.any():
+                    continue
+                if waves is not None and waves.all():
+                    waves = None
+                part.issue(
+                    counter,
+                    Outstanding(entry.name, entry.address, entry.registers, entry.in_order, waves, entry.lds_bytes),
+                )
+        return part
+
+    @staticmethod
+    def merge(first: Group, second: Group) -> Group:
+        both = Group(
+            np.concatenate([first.v, second.v], axis=1),
+            np.concatenate([first.s, second.s], axis=1),
+            np.concatenate([first.scc, second.scc]),
+            np.concatenate([first.waves, second.waves]),
+            first.waves_per_workgroup,
+            first.pc,
+        )
+        both.signalled = np.concatenate([first.signalled, second.signalled])
+        for counter in first.queues.keys() | second.queues.keys():
+            for entry in _interleave(first, second, counter):
+                both.issue(counter, entry)
+        return both
+
+
+def _interleave(first: Group, second: Group, counter: str) -> list[Outstanding]:
+    """One queue out of two; an instruction that both issued becomes one entry, and each wave keeps its own order."""
+    left, right = list(first.queues.get(counter, [])), list(second.queues.get(counter, []))
+    merged: list[Outstanding] = []
+    while left or right:
+        if left and right and left[0].address == right[0].address:
+            merged.append(_joined(left.pop(0), right.pop(0), first.width, second.width))
+        elif left and not (right and any(entry.address == right[0].address for entry in left)):
+            merged.append(_joined(left.pop(0), None, first.width, second.width))
+        elif left and right and any(entry.address == left[0].address for entry in right):
+            merged.append(_joined(None, right.pop(0), first.width, second.width))
+        elif left:
+            merged.append(_joined(left.pop(0), None, first.width, second.width))
+        else:
+            merged.append(_joined(None, right.pop(0), first.width, second.width))
+    return merged
+
+
+def _joined(left: Outstanding | None, right: Outstanding | None, first: int, second: int) -> Outstanding:
+    def waves(entry: Outstanding | None, width: int) -> NDArray[np.bool_]:
+        if entry is None:
+            return np.zeros(width, np.bool_)
+        return np.ones(width, np.bool_) if entry.waves is None else entry.waves
+
+    kept = left or right
+    assert kept is not None
+    together = np.concatenate([waves(left, first), waves(right, second)])
+    lds = [entry.lds_bytes for entry in (left, right) if entry is not None and entry.lds_bytes is not None]
+    return Outstanding(
+        kept.name,
+        kept.address,
+        kept.registers,
+        kept.in_order,
+        None if together.all() else together,
+        [part for parts in lds for part in parts] if lds else None,
+    )
+
+
+def _register(bits: int) -> str:
+    low = (bits & -bits).bit_length() - 1
+    if low >= SGPR_BIT:
+        return f"s{low - SGPR_BIT}"
+    number = low // 2
+    return f"v{number}" if number < ACC_BASE else f"a{number - ACC_BASE}"

@@ -1,0 +1,244 @@
+"""Every op on every rung of the proof ladder, for every architecture: what passed, with the figures that show it.
+
+1 reference    the definition in the sample's dtype against itself in float64
+2 interpreted  the Triton kernels in Triton's interpreter
+3 compiled     machine code at real sizes, through the gates
+4 emulated     machine code executed at small sizes, compared with the reference
+5 tested       a recorded run on a card: proofs.json names it
+
+Each (op, architecture, rung) is a task of its own in a worker process.
+"""
+
+from __future__ import annotations
+
+import time
+from concurrent.futures import Future, as_completed
+from dataclasses import asdict, dataclass, field
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, Literal
+
+from rocm_sd import arch as archs
+from rocm_sd.errors import InvalidOption, MissingDependency, RocmSdError
+from rocm_sd.ops import OPS
+from rocm_sd.tuning import lookup
+from rocm_sd.verify import numerics, workers
+from rocm_sd.verify.compiler import targets
+from rocm_sd.verify.gates import check
+from rocm_sd.verify.isa import report
+from rocm_sd.verify.proofs import RUNGS, proofs
+from rocm_sd.verify.runner import emulated, total
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    import torch
+
+    from rocm_sd.ops.registry import Op, Verification
+    from rocm_sd.verify.emulator import Counters
+
+__all__ = ["EMULATED", "Outcome", "Task", "plan", "verify"]
+
+# One of each family with its own instruction encoding and matrix layout: gfx11 and gfx12 WMMA, gfx94x MFMA.
+EMULATED = ("gfx1100", "gfx1201", "gfx942")
+TIMEOUT_S = 900.0
+HOST = "cpu"
+State = Literal["passed", "failed", "skipped"]
+
+
+@dataclass(frozen=True)
+class Task:
+    op: str
+    arch: str
+    rung: int
+
+    @property
+    def rung_name(self) -> str:
+        return RUNGS[self.rung - 1]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One cell of the table. `wrong_numbers` parts a result that is wrong from code that breaks a gate."""
+
+    op: str
+    arch: str
+    rung: str
+    state: State
+    sentence: str
+    wrong_numbers: bool = False
+    figures: dict[str, Any] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def plan(ops: Iterable[str] = (), architectures: Iterable[str] = (), rungs: Iterable[int] = ()) -> list[Task]:
+    """The tasks asked for: nothing named means all. Rungs 1 and 2 need no architecture and stand under `cpu`."""
+    chosen = list(ops) or list(OPS)
+    named = list(architectures) or [a.name for a in targets()]
+    wanted = sorted(set(rungs)) or [1, 2, 3, 4, 5]
+    _known("op", chosen, list(OPS))
+    _known("architecture", named, [a.name for a in archs.ARCHS.values() if a.vendor is archs.Vendor.AMD])
+    _known("rung", [str(rung) for rung in wanted], ["1", "2", "3", "4", "5"])
+    tasks = []
+    for op in chosen:
+        tasks += [Task(op, HOST, rung) for rung in wanted if rung <= 2]
+        tasks += [Task(op, name, rung) for name in named for rung in wanted if rung > 2]
+    return tasks
+
+
+def _known(option: str, values: Iterable[str], choices: list[str]) -> None:
+    for value in values:
+        if value not in choices:
+            raise InvalidOption(option, value, choices)
+
+
+def verify(tasks: Sequence[Task], progress: Callable[[Outcome], object] = lambda _outcome: None) -> list[Outcome]:
+    """Run the tasks over as many processes as cores; the outcomes are in the order of the tasks."""
+    outcomes: dict[int, Outcome] = {}
+    futures: dict[Future[Any], int] = {}
+    for index, task in enumerate(tasks):
+        at_once = _without_running(task)
+        if at_once is not None:
+            outcomes[index] = at_once
+            progress(at_once)
+            continue
+        pool = workers.pool(interpret=task.rung == 2)
+        futures[pool.submit("rocm_sd.verify.ladder:climb", asdict(task), timeout=TIMEOUT_S)] = index
+    try:
+        for future in as_completed(futures):
+            task = tasks[futures[future]]
+            outcomes[futures[future]] = _outcome(task, future)
+            progress(outcomes[futures[future]])
+    except BaseException:
+        for future in futures:
+            future.cancel()
+        raise
+    return [outcomes[index] for index in range(len(tasks))]
+
+
+def _without_running(task: Task) -> Outcome | None:
+    def outcome(state: State, sentence: str) -> Outcome:
+        return Outcome(task.op, task.arch, task.rung_name, state, sentence)
+
+    verification = OPS[task.op].verification
+    if verification is None:
+        return outcome("failed", f"{task.op} declares no verification: see docs/adding-an-op.md")
+    if task.rung == 5:
+        found = [p for p in proofs() if (p.op, p.arch, p.rung) == (task.op, task.arch, "tested")]
+        return outcome("passed", f"recorded in {found[0].evidence}") if found else outcome("skipped", "never ran there")
+    if task.rung > 2:
+        if not archs.get(task.arch).triton_supported:
+            return outcome("skipped", f"Triton does not compile for {task.arch}")
+        choice = lookup(task.op, task.arch, {})
+        if choice.implementation != verification.implementation:
+            return outcome("skipped", f"stock torch there: {choice.why}")
+    if task.rung == 4 and task.arch not in EMULATED:
+        return outcome("skipped", f"emulated on {', '.join(EMULATED)}")
+    return None
+
+
+def _outcome(task: Task, future: Future[Any]) -> Outcome:
+    try:
+        return Outcome(**future.result())
+    except MissingDependency:
+        raise
+    except RocmSdError as error:
+        return Outcome(task.op, task.arch, task.rung_name, "failed", str(error))
+
+
+def climb(op: str, arch: str, rung: int) -> dict[str, Any]:
+    """What a worker runs: one task."""
+    started = time.perf_counter()
+    subject = OPS[op]
+    assert subject.verification is not None
+    step = {1: _reference, 2: _interpreted, 3: _compiled, 4: _emulated}[rung]
+    state, sentence, figures = step(subject, subject.verification, arch)
+    wrong = state == "failed" and rung != 3
+    seconds = time.perf_counter() - started
+    return Outcome(op, arch, RUNGS[rung - 1], state, sentence, wrong, figures, seconds).to_dict()
+
+
+Result = tuple[State, str, dict[str, Any]]
+
+
+def _reference(op: Op, verification: Verification, _arch: str) -> Result:
+    return _numbers(op, verification, lambda arguments: verification.reference(*arguments))
+
+
+def _interpreted(op: Op, verification: Verification, _arch: str) -> Result:
+    if find_spec("triton") is None:
+        raise MissingDependency("triton", "verify")
+    run = op.implementation(verification.implementation).run
+    return _numbers(op, verification, lambda arguments: run(*arguments, config=op.default_config))
+
+
+def _numbers(op: Op, verification: Verification, compute: Callable[[tuple[Any, ...]], torch.Tensor]) -> Result:
+    """Every small sample against float64, by the numerics gate; the sentence is the worst sample's."""
+    worst: tuple[float, str, numerics.Comparison] | None = None
+    for sample in verification.small:
+        arguments = sample.make()
+        exact = verification.reference(*_in_float64(arguments))
+        stock = op.implementation(op.implementations[0].name).run(*arguments, config={})
+        comparison = numerics.compare(compute(arguments), exact, stock)
+        # A NaN error compares as nothing does, so a failed sample counts as the worst by itself.
+        ratio = comparison.largest / comparison.allowed_largest if comparison.ok else float("inf")
+        if worst is None or ratio > worst[0]:
+            worst = (ratio, sample.name, comparison)
+    assert worst is not None
+    _, name, comparison = worst
+    figures = {
+        "largest_error": comparison.largest,
+        "allowed": comparison.allowed_largest,
+        "samples": len(verification.small),
+    }
+    return ("passed" if comparison.ok else "failed"), f"{name}: {comparison}", figures
+
+
+def _in_float64(arguments: tuple[Any, ...]) -> list[Any]:
+    return [a.double() if hasattr(a, "double") and a.is_floating_point() else a for a in arguments]
+
+
+def _compiled(op: Op, verification: Verification, arch: str) -> Result:
+    run = op.implementation(verification.implementation).run
+    kernels: dict[str, Any] = {}
+    failures = []
+    for sample in verification.real:
+        arguments = sample.make()
+        config = lookup(op.name, arch, verification.problem(*arguments)).config
+        with emulated(verification.kernels, arch, execute=False) as recorded:
+            run(*arguments, config=config)
+        for call in recorded.calls:
+            facts = report(call.code)
+            gates = check(facts, verification.promises[call.kernel])
+            failures += [f"{call.kernel} ({sample.name}): {g.name}: {g.sentence}" for g in gates if g.ok is False]
+            kernels[f"{call.kernel} ({sample.name})"] = {**facts.to_dict(), "gates": [g.to_dict() for g in gates]}
+    figures = {
+        "vgprs": max(k["vgprs"] for k in kernels.values()),
+        "lds": max(k["lds"] for k in kernels.values()),
+        "waves_per_simd": min(k["waves_per_simd"] for k in kernels.values()),
+        "kernels": kernels,
+    }
+    if failures:
+        return "failed", "; ".join(failures), figures
+    return "passed", f"{len(kernels)} kernels through every gate", figures
+
+
+def _emulated(op: Op, verification: Verification, arch: str) -> Result:
+    run = op.implementation(verification.implementation).run
+    counted: dict[str, list[Counters]] = {}
+
+    def compute(arguments: tuple[Any, ...]) -> torch.Tensor:
+        config = lookup(op.name, arch, verification.problem(*arguments)).config
+        with emulated(verification.kernels, arch) as executed:
+            result: torch.Tensor = run(*arguments, config=config)
+        executed.require_written(result)
+        for call in executed.calls:
+            assert call.counters is not None
+            counted.setdefault(call.kernel, []).append(call.counters)
+        return result
+
+    state, sentence, figures = _numbers(op, verification, compute)
+    figures["kernels"] = {name: total(counters).as_dict() for name, counters in counted.items()}
+    return state, sentence, figures

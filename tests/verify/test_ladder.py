@@ -1,0 +1,142 @@
+from __future__ import annotations
+
+from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import rocm_sd.tuning
+from rocm_sd.errors import InvalidOption, MissingDependency
+from rocm_sd.ops import OPS
+from rocm_sd.verify import ladder
+from rocm_sd.verify.compiler import targets
+from rocm_sd.verify.emulator import OutOfBounds
+from rocm_sd.verify.proofs import RUNGS, proofs
+
+pytest.importorskip("triton", reason="AMD code is compiled by Triton")
+
+DATA = Path(rocm_sd.tuning.__file__).parent / "data"
+TUNED = sorted(file.parent.name for file in DATA.glob("gfx*/group_norm_silu.json"))
+
+
+def test_nothing_named_means_everything():
+    tasks = ladder.plan()
+    names = [a.name for a in targets()]
+    assert len(tasks) == len(OPS) * (2 + 3 * len(names))
+    assert {task.op for task in tasks} == set(OPS)
+    assert {task.arch for task in tasks if task.rung <= 2} == {"cpu"}
+    assert [task.rung_name for task in ladder.plan(architectures=["gfx1100"])] == list(RUNGS)
+
+
+@pytest.mark.parametrize(
+    ("named", "choice"),
+    [
+        ({"ops": ["no_such_op"]}, "group_norm_silu"),
+        ({"architectures": ["gfx9999"]}, "gfx1100"),
+        ({"architectures": ["sm_90"]}, "gfx1100"),
+        ({"rungs": [6]}, "1, 2, 3, 4, 5"),
+    ],
+)
+def test_what_is_not_known_is_refused_with_the_choices(named, choice):
+    with pytest.raises(InvalidOption, match=choice):
+        ladder.plan(**named)
+
+
+def test_the_proofs_name_every_gfx_with_tuned_data():
+    proven = {p.arch: p.rung for p in proofs() if p.op == "group_norm_silu" and p.arch.startswith("gfx")}
+    assert sorted(proven) == TUNED
+    assert {arch for arch, rung in proven.items() if rung == "emulated"} == set(ladder.EMULATED)
+
+
+def test_every_op_declares_what_the_ladder_needs():
+    for op in OPS.values():
+        assert op.verification is not None
+        assert op.verification.implementation in {i.name for i in op.implementations}
+        assert op.verification.small
+        assert op.verification.real
+
+
+@pytest.mark.parametrize("gfx", TUNED)
+def test_group_norm_silu_passes_every_gate_on_every_gfx_with_tuned_data(gfx):
+    (outcome,) = ladder.verify(ladder.plan(["group_norm_silu"], [gfx], [3]))
+    assert outcome.state == "passed", outcome.sentence
+    kernels = outcome.figures["kernels"]
+    assert len(kernels) == 9
+    for name, facts in kernels.items():
+        assert facts["vgpr_spills"] + facts["sgpr_spills"] + facts["scratch"] == 0
+        applied = {gate["name"] for gate in facts["gates"] if gate["ok"] is not None}
+        assert {"spills", "scratch", "lds"} <= applied
+        if not name.startswith("_fold"):
+            assert {"wide_loads", "waves"} <= applied
+    # The gates look at loads; the pass that writes the picture must store 16 bytes at a time too.
+    assert all(set(k["global_stores"]) == {"16"} for name, k in kernels.items() if name.startswith("_apply"))
+
+
+def test_the_reference_and_the_interpreted_kernels_are_as_near_to_float64_as_stock():
+    seen = []
+    outcomes = ladder.verify(ladder.plan(["group_norm_silu"], ["gfx1100"], [1, 2]), seen.append)
+    assert [(o.rung, o.state) for o in outcomes] == [("reference", "passed"), ("interpreted", "passed")]
+    assert len(seen) == 2
+    for outcome in outcomes:
+        assert outcome.figures["largest_error"] <= outcome.figures["allowed"]
+        assert outcome.figures["samples"] == len(OPS["group_norm_silu"].verification.small)
+
+
+def test_where_nothing_runs_the_reason_is_told():
+    outcomes = ladder.verify(ladder.plan(["group_norm_silu"], ["gfx1030", "gfx906", "gfx1101"], [3, 4, 5])[:6])
+    told = {(o.arch, o.rung): o.sentence for o in outcomes}
+    assert {o.state for o in outcomes} == {"skipped"}
+    assert "Triton does not compile for gfx1030" in told["gfx1030", "compiled"]
+    assert "no data for group_norm_silu on gfx906" in told["gfx906", "compiled"]
+    assert told["gfx906", "tested"] == "never ran there"
+
+
+def test_a_recorded_run_on_a_card_is_read_from_the_proofs(monkeypatch):
+    recorded = replace(proofs()[0], op="group_norm_silu", arch="gfx1100", rung="tested", evidence="benchmarks/x.json")
+    monkeypatch.setattr(ladder, "proofs", lambda: (recorded,))
+    (outcome,) = ladder.verify(ladder.plan(["group_norm_silu"], ["gfx1100"], [5]))
+    assert (outcome.state, outcome.sentence) == ("passed", "recorded in benchmarks/x.json")
+
+
+def test_a_wrong_result_fails_and_a_nan_too():
+    op = OPS["group_norm_silu"]
+    right = op.verification.reference
+    for wrong in (lambda *a: right(*a) * 1.01, lambda *a: right(*a) * float("nan")):
+        state, sentence, _ = ladder._numbers(op, op.verification, lambda arguments, f=wrong: f(*arguments))
+        assert state == "failed"
+        assert "largest error" in sentence
+    state, _, _ = ladder._numbers(op, op.verification, lambda arguments: right(*arguments))
+    assert state == "passed"
+
+
+def test_an_op_that_breaks_a_gate_is_told_by_kernel_and_figure(monkeypatch):
+    """Promising what `_fold` does not keep: wide loads."""
+    op = OPS["group_norm_silu"]
+    strict = {
+        **op.verification.promises,
+        "_fold": replace(op.verification.promises["_fold"], narrow_loads_because=None),
+    }
+    state, sentence, _ = ladder._compiled(op, replace(op.verification, promises=strict), "gfx1100")
+    assert state == "failed"
+    assert "_fold (2x320x64x64 in 32 groups, float16): wide_loads: global loads in the main loop" in sentence
+
+
+def test_what_the_emulator_forbids_is_a_failure_and_a_missing_package_is_not():
+    task = ladder.Task("group_norm_silu", "gfx1100", 4)
+    forbidden: Future[None] = Future()
+    forbidden.set_exception(OutOfBounds("An access of 4 bytes lies in no buffer.", address=0x1500))
+    outcome = ladder._outcome(task, forbidden)
+    assert (outcome.state, outcome.rung) == ("failed", "emulated")
+    assert "0x1500" in outcome.sentence
+    missing: Future[None] = Future()
+    missing.set_exception(MissingDependency("tinygrad", "verify"))
+    with pytest.raises(MissingDependency, match="tinygrad"):
+        ladder._outcome(task, missing)
+
+
+def test_samples_are_the_same_each_time():
+    for sample in OPS["group_norm_silu"].verification.small:
+        first, second = sample.make(), sample.make()
+        assert torch.equal(first[0], second[0])
