@@ -30,7 +30,7 @@ kernel:
   .amdhsa_system_sgpr_workgroup_id_x 1
   .amdhsa_system_sgpr_workgroup_id_y 1
   .amdhsa_system_sgpr_workgroup_id_z 0
-  .amdhsa_next_free_vgpr {vgprs}
+  .amdhsa_next_free_vgpr {all_vgprs}
   .amdhsa_next_free_sgpr 64
 {special}
 .end_amdhsa_kernel
@@ -47,7 +47,8 @@ amdhsa.kernels:
     .private_segment_fixed_size: {scratch}
     .sgpr_count: 64
     .symbol: kernel.kd
-    .vgpr_count: {vgprs}
+    .vgpr_count: {all_vgprs}
+    .agpr_count: {agprs}
     .wavefront_size: {wave}
 amdhsa.target: amdgcn-amd-amdhsa--{gfx}
 amdhsa.version:
@@ -75,6 +76,7 @@ def kernel(
     lds: int = 0,
     scratch: int = 0,
     vgprs: int = 32,
+    agprs: int = 0,
 ) -> CodeObject:
     """A kernel with s[0:1] as its argument pointer, s2 and s3 as workgroup numbers (not on gfx12), v0 as work item."""
     wave = 64 if gfx.startswith("gfx9") else 32
@@ -90,6 +92,8 @@ def kernel(
         scratch=scratch,
         kernarg=8 * pointers,
         vgprs=vgprs,
+        agprs=agprs,
+        all_vgprs=vgprs + agprs,
         special=SPECIAL[gfx[:5]].format(vgprs=vgprs),
         arguments=arguments,
         threads=waves * wave,

@@ -53,6 +53,17 @@ def test_gfx12_signals_and_waits():
         )
 
 
+def test_gfx12_orders_what_was_finished_before_the_signal_and_no_more():
+    text = EXCHANGE.format(wait="", barrier="s_barrier_signal -1\n s_wait_dscnt 0x0\n s_barrier_wait -1", after="")
+    text = text.replace(WAIT, "s_wait_dscnt 0x0\n s_wait_kmcnt 0x0")
+    with pytest.raises(LdsRace, match="wrote with no barrier"):
+        launch(kernel(text, "gfx1201", waves=2, lds=256), 1, [Buffer(np.zeros(64, np.uint32))])
+    late = text.replace("ds_store_b32 v9, v0\n", "").replace("signal -1\n", "signal -1\n ds_store_b32 v9, v0\n")
+    assert late != text
+    with pytest.raises(LdsRace, match="wrote with no barrier"):
+        launch(kernel(late, "gfx1201", waves=2, lds=256), 1, [Buffer(np.zeros(64, np.uint32))])
+
+
 def test_no_barrier():
     with pytest.raises(LdsRace, match="reads LDS byte"):
         exchange(barrier="")

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from plain import decode, encode, is_nan, sign_of, signed, width
 
 from rocm_sd.verify.emulator import convert, float_formats
-from rocm_sd.verify.emulator.vector import VALU, VALU_GFX94X
+from rocm_sd.verify.emulator.vector import VALU, VALU_FNUZ, VALU_OCP
 
 EXAMPLES = settings(max_examples=40, deadline=None, derandomize=True)
 word = st.integers(0, (1 << 32) - 1)
@@ -365,7 +365,7 @@ EIGHT_BIT = {
 }
 
 
-@pytest.mark.parametrize(("table", "suffix"), [(VALU, ""), (VALU_GFX94X, "_fnuz")], ids=["ocp", "fnuz"])
+@pytest.mark.parametrize(("table", "suffix"), [(VALU_OCP, ""), (VALU_FNUZ, "_fnuz")], ids=["ocp", "fnuz"])
 @pytest.mark.parametrize("short", ["fp8", "bf8"])
 @EXAMPLES
 @given(bits=word, old=word, values=st.tuples(float_value, float_value))
@@ -400,7 +400,7 @@ def test_eight_bit_conversion_instructions(table, suffix, short, bits, old, valu
 def test_stochastic_rounding_adds_into_the_dropped_bits(bits, random):
     for kind, dropped in (("fp8", 20), ("bf8", 21)):
         value = np.array([[bits]], dtype=np.uint32)
-        got = VALU[f"v_cvt_sr_{kind}_f32"].function(value.view(np.float32), array(random))
+        got = VALU_OCP[f"v_cvt_sr_{kind}_f32"].function(value.view(np.float32), array(random))
         mantissa = ((bits & 0x7FFFFF) + (random >> (32 - dropped))) & 0x7FFFFF
         assert int(got[0, 0]) == plain_to_byte(decode(bits & 0xFF800000 | mantissa, "f32"), kind)
 

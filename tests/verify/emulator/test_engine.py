@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 
 from rocm_sd.errors import InvalidOption, Unsupported
 from rocm_sd.verify.code_object import CodeObject
-from rocm_sd.verify.emulator import BudgetExceeded, Buffer, UnknownInstruction, launch
+from rocm_sd.verify.emulator import BudgetExceeded, Buffer, EmulationError, UnknownInstruction, launch
 
 WORDS = st.one_of(
     st.integers(0, 2**32 - 1),
@@ -247,6 +247,65 @@ def test_three_input_logic_reads_its_table_from_the_modifier_fields(table):
     body = f"v_mov_b32 v2, {a}\n v_mov_b32 v3, {b}\n v_mov_b32 v4, {c}\n v_bitop3_b32 v1, v2, v3, v4 bitop3:{table}"
     bits = [table >> (4 * (a >> i & 1) + 2 * (b >> i & 1) + (c >> i & 1)) & 1 for i in range(32)]
     assert (run_lanes(body, "gfx950")[0] == sum(bit << i for i, bit in enumerate(bits))).all()
+
+
+E4M3 = [0x38, 0x3C, 0x40, 0x44]  # 1, 1.5, 2 and 3; the same codes stand for half of that where the bias is 8
+WORD = sum(code << 8 * place for place, code in enumerate(E4M3))
+
+
+def floats(lanes: np.ndarray) -> set[float]:
+    return set(lanes[0].view(np.float32).tolist())
+
+
+@pytest.mark.parametrize(("byte", "value"), list(enumerate([1.0, 1.5, 2.0, 3.0])))
+def test_eight_bit_floats_are_picked_by_byte_and_read_in_the_format_of_the_gpu(byte, value):
+    body = f"v_mov_b32 v2, {WORD}\n v_cvt_f32_fp8_e64 v1, v2 byte_sel:{byte}"
+    assert floats(run_lanes(body, "gfx1201")) == {value}
+    body = f"v_mov_b32 v2, {WORD}\n v_cvt_f32_fp8_sdwa v1, v2 src0_sel:BYTE_{byte}"
+    assert floats(run_lanes(body, "gfx942")) == {value / 2}
+
+
+def test_pairs_of_eight_bit_floats_are_written_to_the_half_that_is_named():
+    body = "v_mov_b32 v1, 0x1234\n v_mov_b32 v2, 1.0\n v_cvt_pk_fp8_f32 v1, v2, v2 op_sel:[0,0,1]"
+    assert (run_lanes(body, "gfx1201")[0] == 0x38381234).all()
+    assert (run_lanes(body, "gfx942")[0] == 0x40401234).all()
+
+
+def test_a_register_that_the_kernel_does_not_declare():
+    with pytest.raises(EmulationError, match="beyond the 32"):
+        run_lanes("v_mov_b32 v40, 1")
+
+
+DPP = "row_shr:1 row_mask:0xf bank_mask:0xf bound_ctrl:1"
+
+
+def test_dpp_in_the_long_encoding_and_on_compares():
+    lane = np.arange(32)
+    before = np.where(lane % 16, lane - 1, 0)
+    assert (run_lanes(f"v_add_nc_u32_e64_dpp v1, v0, v0 {DPP}")[0] == lane + before).all()
+    assert (run_lanes(f"v_cmp_lt_u32_e64_dpp s20, v0, v0 {DPP}\n v_mov_b32 v1, s20")[0] == 0xFFFFFFFE).all()
+    assert (run_lanes("v_mov_b32_dpp v1, v0 dpp8:[7,6,5,4,3,2,1,0]")[0] == lane ^ 7).all()
+
+
+def test_accumulation_registers_hold_values_loads_and_matrix_sums():
+    body = "v_accvgpr_write_b32 a3, v0\n s_nop 2\n v_mov_b32 v3, 0\n v_accvgpr_read_b32 v1, a3"
+    assert (run_lanes(body, "gfx942", agprs=16)[0] == np.arange(64)).all()
+    body = """
+      ds_write_b32 v9, v0
+      s_waitcnt lgkmcnt(0)
+      ds_read_b32 a5, v9
+      s_waitcnt lgkmcnt(0)
+      v_accvgpr_read_b32 v1, a5
+    """
+    assert (run_lanes(body, "gfx942", agprs=16, lds=256)[0] == np.arange(64)).all()
+    # Ones times ones, 16 deep, added to 0.5.
+    body = """
+      v_mov_b32 v2, 0x3c003c00
+      v_mov_b32 v3, 0x3c003c00
+      v_mov_b32 v4, 0.5
+    """ + "\n".join(f"v_accvgpr_write_b32 a{n}, v4" for n in range(4))
+    body += "\n v_mfma_f32_16x16x16_f16 a[0:3], v[2:3], v[2:3], a[0:3]\n s_nop 7\n v_accvgpr_read_b32 v1, a2"
+    assert floats(run_lanes(body, "gfx942", agprs=16)) == {16.5}
 
 
 def test_a_jump_through_a_register_and_back():

@@ -5,7 +5,8 @@
 
 It finds what a test on real hardware can miss: out-of-bounds and misaligned accesses, reads of memory nothing wrote,
 outputs left unwritten, loads that were not waited for, LDS races, divergent barriers and deadlocks. It does not model
-time. Nothing here was compared with real hardware by this project; results agree with independent statements in numpy.
+time: delays that some instructions need after others (s_nop, s_delay_alu), caches, and races on global memory between
+workgroups are not checked. Results agree with independent statements in numpy; none was compared with real hardware.
 """
 
 from __future__ import annotations

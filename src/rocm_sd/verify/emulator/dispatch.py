@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
 __all__ = ["launch"]
 
-# Registers of a batch should stay in the processor's second-level cache; measured on softmax for gfx1100.
+# Registers of a batch should stay in the processor's second-level cache: a matrix product of 139 registers for gfx1100
+# ran 0.38 million wave instructions a second with 16 waves, 0.95 with 64 (1.1 MB of registers) and 0.71 with 256.
 _BATCH_BYTES = 1 << 20
 _LARGEST_BATCH = 256
 _BUDGET = 50_000_000
@@ -158,6 +159,7 @@ class _Scheduler:
         if flow.action == "signal":
             if group.signalled.any():
                 raise Deadlock("A wave signals a barrier twice without waiting for it.", address=operation.address)
+            group.carried = _unfinished(group)
             group.signalled[:] = True
             return operation.following
         if flow.action == "barrier_wait" and not group.signalled.all():
@@ -206,17 +208,20 @@ class _Scheduler:
         self.machine.lds.barrier(np.concatenate([group.workgroups for group in groups]), unfinished)
         for group in groups:
             group.signalled[:] = False
+            group.carried = []
             group.pc = self.machine.operation(group.pc).following
         self.running += groups
 
 
 def _unfinished(group: Group) -> list[Access]:
     """LDS accesses that the group has not waited for, as far as they are its own."""
-    found: list[Access] = []
+    held = [(access, group.waves) for access in group.carried]
     for queue in group.queues.values():
         for entry in queue:
             mine = group.waves if entry.waves is None else group.waves[entry.waves]
-            for access in entry.lds_bytes or ():
-                keep = np.isin(access.workgroups * group.waves_per_workgroup + access.waves, mine)
-                found.append(access if keep.all() else access.only(keep))
+            held += [(access, mine) for access in entry.lds_bytes or ()]
+    found: list[Access] = []
+    for access, mine in held:
+        keep = np.isin(access.workgroups * group.waves_per_workgroup + access.waves, mine)
+        found.append(access if keep.all() else access.only(keep))
     return found

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Machine", "Operation"]
 
-_TRANSCENDENTAL = ("v_exp_", "v_log_", "v_rcp_", "v_rsq_", "v_sqrt_", "v_sin_", "v_cos_")
+_TRANSCENDENTAL = ("v_s_", "v_exp_", "v_log_", "v_rcp_", "v_rsq_", "v_sqrt_", "v_sin_", "v_cos_")
 _CACHE_CONTROL = {
     "buffer_gl0_inv": None,
     "buffer_gl1_inv": None,
@@ -123,7 +123,7 @@ class Machine:
         if form in ("GLOBAL", "FLAT", "SCRATCH", "MUBUF", "VGLOBAL", "VFLAT", "VSCRATCH", "VBUFFER"):
             return (*self._memory_binder.bind(inst), 0)
         if is_matrix(name):
-            run, touched, flops = bind_matrix(inst, self.family, self.code.arch.name)
+            run, touched, flops = bind_matrix(inst, self.family, self.code.arch.name, self.wave_size)
             return run, touched, "matrix", flops
         if form.startswith("VOP"):
             special = self._lane_operation(inst)

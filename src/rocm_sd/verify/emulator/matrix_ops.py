@@ -26,12 +26,14 @@ def is_matrix(name: str) -> bool:
     return name.startswith(("v_wmma_", "v_mfma_", "v_swmmac_", "v_smfmac_"))
 
 
-def bind_matrix(inst: Decoded, family: str, gfx: str) -> tuple[Callable[[Group], None], int, int]:
+def bind_matrix(inst: Decoded, family: str, gfx: str, wave_size: int) -> tuple[Callable[[Group], None], int, int]:
     """What it does, the registers it touches, and its floating-point operations for one wave."""
     # gfx950 shares encodings with gfx94x and has other 8-bit floats and more shapes.
     op = MATRIX[gfx if gfx in MATRIX else family].get(inst.name)
     if op is None:
         raise UnknownInstruction(inst.name, inst.address)
+    if op.wave_size != wave_size:
+        raise UnknownInstruction(inst.name, inst.address, f"in waves of {wave_size}")
     shift_a, shift_b, shift_c = _accumulators(inst, family)
     a, b = inst.fields["src0"] - VGPR, inst.fields["src1"] - VGPR
     if a < 0 or b < 0:

@@ -48,8 +48,8 @@ def constant(code: int, kind: str, literal: int | None) -> int | None:  # noqa: 
     if 193 <= code <= 208:
         return (192 - code) & whole
     if code in _FLOATS:
-        # Integer instructions see the pattern of the float of their own width.
-        form = "f64" if wide else "f16" if element in ("f16", "u16", "i16", "b16") else "f32"
+        # Integer instructions of 32 and 64 bits see the pattern of the float of their own width.
+        form = "f64" if wide else "f16" if element == "f16" else "f32"
         pattern = int.from_bytes(struct.pack(_FORMS[form], _FLOATS[code]), "little")
         return pattern >> 16 if element == "bf16" else pattern
     if code == LITERAL and literal is not None:

@@ -13,9 +13,10 @@ import numpy as np
 
 from rocm_sd.verify.emulator import convert, lanes
 from rocm_sd.verify.emulator.errors import UnknownInstruction
-from rocm_sd.verify.emulator.operands import VGPR, constant, null_code, scalar_bits, scalar_reader, scalar_writer
-from rocm_sd.verify.emulator.vector import valu_for, zeroes_high_half
-from rocm_sd.verify.emulator.wave import EXEC, VCC, vgpr_bits
+from rocm_sd.verify.emulator.operands import VGPR, constant, null_code, scalar_bits, scalar_reader
+from rocm_sd.verify.emulator.results import BYTES, HALVES, SHORT, WORDS, ResultBinder
+from rocm_sd.verify.emulator.vector import valu_for
+from rocm_sd.verify.emulator.wave import VCC, vgpr_bits
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -32,12 +33,9 @@ if TYPE_CHECKING:
 
 __all__ = ["VectorBinder"]
 
-_HALVES = frozenset({"f16", "bf16", "u16", "i16", "b16"})
 _FLOATS = frozenset({"f16", "bf16", "f32", "f64"})
-_SHORT = frozenset({"VOP1", "VOP2", "VOPC"})
-_WORDS = {"f32": "vf", "i32": "vi", "u32": "v", "b32": "v"}
-_BYTES = frozenset({"fp8", "bf8", "fp8_fnuz", "bf8_fnuz"})
-_BYTE_PAIRS = frozenset(f"{name}x2" for name in _BYTES)
+_INTEGER_HALVES = frozenset({"u16", "i16", "b16"})
+_BYTE_PAIRS = frozenset(f"{name}x2" for name in BYTES)
 
 
 def _fixed(value: Any) -> Read:
@@ -70,6 +68,7 @@ class VectorBinder:
     def __init__(self, gfx: str, family: str, wave_size: int) -> None:
         self.gfx, self.family, self.wave_size = gfx, family, wave_size
         self._table = valu_for(gfx)
+        self._results = ResultBinder(gfx, family, wave_size)
         self.null = null_code(family)
         self._everywhere = np.arange(wave_size, dtype=np.uint32)
 
@@ -167,7 +166,7 @@ class VectorBinder:
                 raise UnknownInstruction(inst.name, inst.address, "clamp")
             function, clamped = vop.saturating, False
         compute = self._compute(function, readers, inst.get("omod"), clamped, spread, vop.result)
-        write, bits = self._destination(inst, name, vop.result, target)
+        write, bits = self._results.bind(inst, name, vop.result, target)
         return Bound(compute, write, touched | bits)
 
     @staticmethod
@@ -209,7 +208,7 @@ class VectorBinder:
             return _Modifiers(
                 negate=bit("neg"), negate_hi=bit("neg_hi"), op_sel=bit("opsel"), op_sel_hi=bool(high >> place & 1)
             )
-        dual = inst.form in _SHORT and place < 2
+        dual = inst.form in SHORT and place < 2
         return _Modifiers(
             absolute=bit("abs") or (dual and bool(inst.get(f"src{place}_abs"))),
             negate=bit("neg") or (dual and bool(inst.get(f"src{place}_neg"))),
@@ -230,8 +229,8 @@ class VectorBinder:
     def _source(self, inst: Decoded, code: int, kind: str, mods: _Modifiers) -> tuple[Read, int]:
         """A reader of typed values of shape [W, L], [W, 1] or [1, 1]."""
         half = None
-        if (kind in _HALVES or kind in _BYTE_PAIRS) and self.family != "gfx94x" and code >= VGPR:
-            if inst.form in _SHORT:
+        if (kind in HALVES or kind in _BYTE_PAIRS) and self.family != "gfx94x" and code >= VGPR:
+            if inst.form in SHORT:
                 # Long encodings name the half by op_sel; short ones have no room and take the top bit of the number.
                 mods.op_sel = bool(code - VGPR >> 7 & 1)
                 code &= ~0x80
@@ -239,7 +238,7 @@ class VectorBinder:
         # A mixed-precision source that is read as float16 takes its inline constants in that format too.
         raw, bits = self._raw(inst, code, "f16" if kind == "mix" and mods.op_sel_hi else kind, half)
         plain = not (mods.absolute or mods.negate)
-        if kind in _WORDS and plain:
+        if kind in WORDS and plain:
             return self._word(inst, code, kind, raw), bits
         return self._typed(inst, raw, kind, mods, code), bits
 
@@ -268,6 +267,9 @@ class VectorBinder:
             return lambda g: g.v[number], vgpr_bits(number, 1, half)
         value = constant(code, kind, inst.fields.get("literal"))
         if value is not None:
+            if 240 <= code <= 248 and kind.removeprefix("pk_") in _INTEGER_HALVES:
+                # The manuals do not say which width of float an integer instruction of 16 bits sees.
+                raise UnknownInstruction(inst.name, inst.address, "a float constant as a 16-bit integer")
             fixed = np.array([[value]], np.uint64 if wide else np.uint32)
             return lambda _g: fixed, 0
         read = scalar_reader(code, 64 if wide else 32, inst, self.family)
@@ -296,13 +298,13 @@ class VectorBinder:
             return lambda g: convert.to_type(raw(g), kind)
         if kind not in _FLOATS and kind not in ("b32", "b16") and (mods.absolute or mods.negate):
             raise UnknownInstruction(inst.name, inst.address, f"sign modifiers on a source of type {kind}")
-        if kind in _BYTES:
+        if kind in BYTES:
             # Both bits of op_sel number the byte, the first being the higher one; SDWA has shifted it down already.
             select = inst.get("opsel") & 3 if inst.form == "VOP3" else 0
             byte = select >> 1 | (select & 1) << 1
             return lambda g: convert.to_type(raw(g), kind, byte=byte)
-        high = mods.op_sel and (kind in _HALVES or kind in _BYTE_PAIRS)
-        if mods.op_sel and not high and kind not in _WORDS:
+        high = mods.op_sel and (kind in HALVES or kind in _BYTE_PAIRS)
+        if mods.op_sel and not high and kind not in WORDS:
             raise UnknownInstruction(inst.name, inst.address, f"op_sel on a source of type {kind}")
         return lambda g: convert.apply_modifiers(convert.to_type(raw(g), kind, high), mods.absolute, mods.negate)
 
@@ -313,7 +315,7 @@ class VectorBinder:
             return (*self._selected(inst, code, kind, "src0"), None)
         mods = self._modifiers(inst, 0)
         number = inst.fields["vsrc0"]
-        if kind in _HALVES and self.family != "gfx94x" and inst.form in _SHORT:
+        if kind in HALVES and self.family != "gfx94x" and inst.form in SHORT:
             mods.op_sel, number = bool(number >> 7), number & 0x7F
         state: list[Any] = [None]
 
@@ -345,120 +347,3 @@ class VectorBinder:
         selection, extend = inst.fields[f"{which}_sel"], bool(inst.get(f"{which}_sext"))
         mods = _Modifiers(bool(inst.get(f"{which}_abs")), bool(inst.get(f"{which}_neg")))
         return self._typed(inst, lambda g: convert.sdwa_select(raw(g), selection, extend), kind, mods, code), bits
-
-    def _destination(self, inst: Decoded, name: str, result: str, target: int) -> tuple[Write, int]:
-        if result == "mask":
-            return self._mask_destination(inst, name, target)
-        if result == "b32+b32":
-            return self._swap_destination(inst, target)
-        if name.startswith("v_s_"):
-            return self._scalar_destination(inst, result, target)
-        value_kind, _, mask = result.partition("+")
-        write, bits = self._value_destination(inst, name, value_kind, target)
-        if not mask:
-            return write, bits
-        code = inst.fields.get("sdst", VCC)
-        null = self.null
-
-        def write_both(g: Group, value: Any, where: Any) -> None:
-            number, carry = value
-            write(g, number, where)
-            if code != null:
-                g.set_mask(code, np.broadcast_to(carry, g.exec.shape) & g.exec)
-
-        return write_both, bits | scalar_bits(code, self.wave_size, self.family)
-
-    def _scalar_destination(self, inst: Decoded, result: str, target: int) -> tuple[Write, int]:
-        """gfx12's transcendental functions of scalar registers; EXEC does not matter."""
-        if result != "f32":
-            raise UnknownInstruction(inst.name, inst.address, f"scalar result of type {result}")
-        store = scalar_writer(target, 32, inst, self.family)
-
-        def write(g: Group, value: Any, _where: Any) -> None:
-            store(g, np.asarray(value, np.float32)[:, 0].view(np.uint32))
-
-        return write, scalar_bits(target, 32, self.family)
-
-    def _mask_destination(self, inst: Decoded, name: str, target: int) -> tuple[Write, int]:
-        code = VCC
-        if inst.form.startswith("VOP3"):
-            code = target
-        elif inst.get("sd"):
-            code = inst.fields["sdst"]
-        writes_exec = name.startswith("v_cmpx")
-        only_exec = writes_exec and self.family != "gfx94x"
-
-        def write(g: Group, value: Any, where: Any) -> None:
-            mask = np.broadcast_to(value, g.exec.shape) & g.exec
-            if where is not None:
-                mask = mask & where
-            if not only_exec and code != self.null:
-                g.set_mask(code, mask)
-            if writes_exec:
-                g.set_mask(EXEC, mask)
-
-        return write, 0 if only_exec else scalar_bits(code, self.wave_size, self.family)
-
-    def _swap_destination(self, inst: Decoded, target: int) -> tuple[Write, int]:
-        other = inst.fields["src0"] - VGPR
-
-        def write(g: Group, value: Any, _where: Any) -> None:
-            first, second = (part.copy() for part in value)
-            np.copyto(g.v[target], first, where=g.exec)
-            np.copyto(g.v[other], second, where=g.exec)
-
-        return write, vgpr_bits(target) | vgpr_bits(other)
-
-    def _value_destination(self, inst: Decoded, name: str, kind: str, target: int) -> tuple[Write, int]:
-        if "dst_sel" in inst.fields and inst.fields["dst_sel"] != 6:
-            return self._sdwa_destination(inst, kind, target)
-        if kind in _WORDS:
-            view = _WORDS[kind]
-
-            def write_word(g: Group, value: Any, where: Any) -> None:
-                if where is None and g.full:
-                    getattr(g, view)[target] = value
-                else:
-                    np.copyto(getattr(g, view)[target], value, where=g.exec if where is None else g.exec & where)
-
-            return write_word, vgpr_bits(target)
-        if kind in convert.WIDE:
-
-            def write_wide(g: Group, value: Any, where: Any) -> None:
-                low, high = convert.split64(convert.from_type(value, kind))
-                active = g.exec if where is None else g.exec & where
-                np.copyto(g.v[target], low, where=active)
-                np.copyto(g.v[target + 1], high, where=active)
-
-            return write_wide, vgpr_bits(target, 2)
-        return self._narrow_destination(inst, name, kind, target)
-
-    def _narrow_destination(self, inst: Decoded, name: str, kind: str, target: int) -> tuple[Write, int]:
-        high = bool(inst.get("opsel") >> 3 & 1) and inst.form == "VOP3"
-        byte = inst.get("opsel") >> 2 & 3 if kind in _BYTES else 0
-        half = None
-        keep = kind in _HALVES or kind in _BYTES or kind == "f16_high"
-        if kind in _HALVES:
-            keep = high or not zeroes_high_half(name, self.gfx)
-            if self.family != "gfx94x":
-                if inst.form in _SHORT:
-                    high, target = bool(target >> 7), target & 0x7F
-                half = int(high)
-        elif high and kind not in _BYTES:
-            raise UnknownInstruction(inst.name, inst.address, f"op_sel on a result of type {kind}")
-
-        def write(g: Group, value: Any, where: Any) -> None:
-            old = g.v[target]
-            bits = convert.from_type(value, kind, old if keep else None, high, byte=byte)
-            np.copyto(old, bits, where=g.exec if where is None else g.exec & where)
-
-        return write, vgpr_bits(target, 1, half)
-
-    def _sdwa_destination(self, inst: Decoded, kind: str, target: int) -> tuple[Write, int]:
-        selection, unused = inst.fields["dst_sel"], inst.fields["dst_unused"]
-
-        def write(g: Group, value: Any, _where: Any) -> None:
-            bits = convert.from_type(value, kind)
-            np.copyto(g.v[target], convert.sdwa_merge(bits, selection, unused, g.v[target]), where=g.exec)
-
-        return write, vgpr_bits(target)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rocm_sd.verify.emulator.vector_compare import COMPARE, MOVE
-from rocm_sd.verify.emulator.vector_convert import CONVERT, CONVERT_FNUZ
+from rocm_sd.verify.emulator.vector_convert import CONVERT, EIGHT_BIT_FNUZ, EIGHT_BIT_OCP
 from rocm_sd.verify.emulator.vector_float import FLOAT
 from rocm_sd.verify.emulator.vector_int import INTEGER
 from rocm_sd.verify.emulator.vector_packed import PACKED_OPS
@@ -14,15 +14,21 @@ from rocm_sd.verify.emulator.vector_types import Vop
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["VALU", "VALU_GFX94X", "Vop", "valu_for", "zeroes_high_half"]
+__all__ = ["VALU", "VALU_FNUZ", "VALU_OCP", "Vop", "valu_for", "zeroes_high_half"]
 
 VALU: dict[str, Vop] = FLOAT | INTEGER | COMPARE | MOVE | CONVERT | PACKED_OPS
-VALU_GFX94X: dict[str, Vop] = VALU | CONVERT_FNUZ
+"""What means the same on every architecture. The 8-bit floats do not: an engine that reads this table alone refuses
+them by name instead of reading the wrong format."""
+
+VALU_OCP: dict[str, Vop] = VALU | EIGHT_BIT_OCP
+VALU_FNUZ: dict[str, Vop] = VALU | EIGHT_BIT_FNUZ
 
 
 def valu_for(gfx: str) -> Mapping[str, Vop]:
-    """The table of one architecture: gfx94x reads and writes other 8-bit floats than gfx950 and gfx12."""
-    return VALU_GFX94X if gfx.startswith("gfx94") else VALU
+    """The table of one architecture, by its gfx name."""
+    if gfx.startswith("gfx94"):
+        return VALU_FNUZ
+    return VALU_OCP if gfx.startswith(("gfx95", "gfx12")) else VALU
 
 
 _PRESERVING_ON_GFX9 = frozenset(

@@ -104,7 +104,6 @@ MOVE: dict[str, Vop] = {
     "v_accvgpr_read": Vop(_same, ("b32",), "b32"),
     "v_accvgpr_write": Vop(_same, ("b32",), "b32"),
     "v_swap_b32": Vop(lambda source, destination: (source, destination), ("b32", "b32"), "b32+b32", accumulates=True),
-    "v_swap_b16": Vop(lambda source, destination: (source, destination), ("b16", "b16"), "b16+b16", accumulates=True),
     "v_cndmask_b16": Vop(_select, ("b16", "b16", "mask"), "b16"),
     "v_cndmask_b32": Vop(_select, ("b32", "b32", "mask"), "b32"),
 }

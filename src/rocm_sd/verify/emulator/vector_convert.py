@@ -17,7 +17,7 @@ from rocm_sd.verify.emulator.vector_types import Array, Vop, integer_limits
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["CONVERT", "CONVERT_FNUZ"]
+__all__ = ["CONVERT", "EIGHT_BIT_FNUZ", "EIGHT_BIT_OCP"]
 
 
 def _to_integer(name: str, prepare: Callable[[Array], Array] = np.trunc) -> Callable[[Array], Array]:
@@ -143,8 +143,10 @@ def _build() -> dict[str, Vop]:
 
 _B16 = ("b16", "b16")
 
-CONVERT = _build() | _eight_bit(float_formats.FP8, float_formats.BF8, "")
-"""With the OCP 8-bit formats of gfx950 and gfx12."""
+CONVERT = _build()
 
-CONVERT_FNUZ = _eight_bit(float_formats.FP8_FNUZ, float_formats.BF8_FNUZ, "_fnuz")
+EIGHT_BIT_OCP = _eight_bit(float_formats.FP8, float_formats.BF8, "")
+"""With the 8-bit formats of gfx950 and gfx12."""
+
+EIGHT_BIT_FNUZ = _eight_bit(float_formats.FP8_FNUZ, float_formats.BF8_FNUZ, "_fnuz")
 """The same names on gfx94x, whose 8-bit formats have no infinity and no negative zero."""

@@ -306,8 +306,8 @@ def div_scale(value: Array, denominator: Array, numerator: Array) -> tuple[Array
 def div_fmas(a: Array, b: Array, c: Array, scale_back: Array) -> Array:
     """Fused multiply-add that undoes v_div_scale: a large quotient was scaled down by 2**64 (2**128), a small one up.
 
-    AMD's text multiplies by 2**32 (2**64) always, which undoes neither; tinygrad's emulator, compared with an RDNA3
-    card, found the rule used here.
+    AMD's text multiplies by 2**32 (2**64) always, which undoes neither. The rule used here is the one in tinygrad's
+    emulator; with it the whole division sequence is correctly rounded. It was not compared with silicon here.
     """
     result = fma(a, b, c)
     bias, power = (1023, 128) if result.dtype == np.float64 else (127, 64)

@@ -72,6 +72,8 @@ class Group:
         self.queues: dict[str, list[Outstanding]] = {}
         self.pending = 0
         self.signalled = np.zeros(self.width, np.bool_)
+        # LDS accesses that a split barrier does not order: those not finished when it was signalled, and later ones.
+        self.carried: list[Any] = []
         self._everyone = np.ones((self.width, self.lanes), np.bool_)
         self.exec = self._everyone
         self.full = True
@@ -102,6 +104,8 @@ class Group:
     def issue(self, counter: str, entry: Outstanding) -> None:
         self.queues.setdefault(counter, []).append(entry)
         self.pending |= entry.registers
+        if entry.lds_bytes and self.signalled.any():
+            self.carried += entry.lds_bytes
 
     def wait(self, counter: str, allowed: int) -> None:
         """Loads of one kind return in order: at most the `allowed` newest are left. Scalar loads come in any order."""
@@ -158,7 +162,7 @@ class Group:
             self.waves_per_workgroup,
             self.pc,
         )
-        part.signalled = self.signalled[place]
+        part.carried = list(self.carried)
         for counter, queue in self.queues.items():
             for entry in queue:
                 waves = None if entry.waves is None else entry.waves[place]
@@ -170,6 +174,7 @@ class Group:
                     counter,
                     Outstanding(entry.name, entry.address, entry.registers, entry.in_order, waves, entry.lds_bytes),
                 )
+        part.signalled = self.signalled[place]
         return part
 
     @staticmethod
@@ -182,10 +187,11 @@ class Group:
             first.waves_per_workgroup,
             first.pc,
         )
-        both.signalled = np.concatenate([first.signalled, second.signalled])
+        both.carried = first.carried + second.carried
         for counter in first.queues.keys() | second.queues.keys():
             for entry in _interleave(first, second, counter):
                 both.issue(counter, entry)
+        both.signalled = np.concatenate([first.signalled, second.signalled])
         return both
 
 
