@@ -84,6 +84,7 @@ def test_compare_draws_both_and_their_difference(model, tmp_path):
         (("--size", "100x100"), 3, "it takes a multiple of 8"),
         (("--size", "big"), 3, "it takes WIDTHxHEIGHT"),
         (("--steps", "0"), 3, "steps 0"),
+        (("--steps", "5000"), 3, "5000 steps: this model was trained with 1000"),
         (("--model", "/nowhere"), 4, "There is no model at /nowhere."),
         (("--device", "cuda"), 6, "torch sees no GPU."),
     ],
@@ -128,14 +129,16 @@ def test_a_usage_error_ends_with_two(capsys):
 
 @pytest.mark.slow
 def test_ctrl_c_ends_with_130_and_nothing_half_written(model, tmp_path):
-    command = [sys.executable, "-m", "rocm_sd.cli.main", "generate", "a frog", "--model", model, "--size", "64x64"]
-    running = subprocess.Popen([*command, "--steps", "100000", "--out", str(tmp_path)], stderr=subprocess.PIPE)
-    while not tmp_path.exists() or running.poll() is None:
-        time.sleep(8)
-        running.send_signal(signal.SIGINT)
-        break
+    command = [sys.executable, "-m", "rocm_sd.cli.main", "generate", "a frog", "--model", model, "--size", "128x128"]
+    out = tmp_path / "out"
+    running = subprocess.Popen([*command, "--steps", "1000", "--batch", "4", "--out", str(out)])
+    # The folder is made after the options are checked and before the model is loaded.
+    while running.poll() is None and not out.exists():
+        time.sleep(0.1)
+    time.sleep(2)
+    running.send_signal(signal.SIGINT)
     assert running.wait(timeout=60) == 130
-    assert not list(tmp_path.iterdir())
+    assert not list(out.iterdir())
 
 
 def test_exit_codes_differ_by_kind_of_error():

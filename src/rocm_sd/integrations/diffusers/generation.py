@@ -54,6 +54,9 @@ def generate(pipe: Any, request: Request, on_step: Callable[[int], None] | None 
     """Run the pipeline; `on_step(n)` is called after the n-th step. The noise is drawn on the CPU: a seed gives the
     same picture on every device.
     """
+    most = pipe.scheduler.config.num_train_timesteps
+    if request.steps > most:
+        raise Unsupported("generate", f"{request.steps} steps: this model was trained with {most}")
     generators = [torch.Generator("cpu").manual_seed(request.seed + i) for i in range(request.batch)]
 
     def after_step(_pipe: Any, step: int, _timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
