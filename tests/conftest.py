@@ -4,8 +4,19 @@ from __future__ import annotations
 
 import os
 
+import hypothesis
 import pytest
 import torch
+
+# The same examples on every run: a failure is a change in the code, never a change in luck or in the machine's load.
+hypothesis.settings.register_profile(
+    "project",
+    derandomize=True,
+    deadline=None,
+    database=None,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.data_too_large],
+)
+hypothesis.settings.load_profile("project")
 
 HAS_GPU = torch.cuda.is_available()
 if "PYTEST_XDIST_WORKER" in os.environ:

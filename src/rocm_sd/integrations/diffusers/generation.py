@@ -55,8 +55,9 @@ def generate(pipe: Any, request: Request, on_step: Callable[[int], None] | None 
     same picture on every device.
     """
     most = pipe.scheduler.config.num_train_timesteps
-    if request.steps > most:
-        raise Unsupported("generate", f"{request.steps} steps: this model was trained with {most}")
+    # At exactly as many steps as were trained, a schedule with an offset runs past the end of its table.
+    if request.steps >= most:
+        raise Unsupported("generate", f"{request.steps} steps: this model takes fewer than {most}")
     generators = [torch.Generator("cpu").manual_seed(request.seed + i) for i in range(request.batch)]
 
     def after_step(_pipe: Any, step: int, _timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:

@@ -316,7 +316,10 @@ def div_fmas(a: Array, b: Array, c: Array, scale_back: Array) -> Array:
 
 
 def div_fixup(quotient: Array, denominator: Array, numerator: Array) -> Array:
-    """Last step of a division: the quotient's sign, and the answers for zeros, infinities and NaNs."""
+    """Last step of a division: the quotient's sign, and the answers for zeros, infinities and NaNs.
+
+    As AMD's text has it: a NaN that an overflow left in `quotient` stays one.
+    """
     quotient, denominator, numerator = np.broadcast_arrays(quotient, denominator, numerator)
     kind = quotient.dtype.type
     negative = np.signbit(denominator) ^ np.signbit(numerator)
