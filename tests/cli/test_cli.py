@@ -129,9 +129,13 @@ def test_a_usage_error_ends_with_two(capsys):
 
 @pytest.mark.slow
 def test_ctrl_c_ends_with_130_and_nothing_half_written(model, tmp_path):
-    command = [sys.executable, "-m", "rocm_sd.cli.main", "generate", "a frog", "--model", model, "--size", "128x128"]
+    # A shell's background jobs ignore Ctrl-C, and their children inherit that; a person's terminal does not.
+    program = (
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); import rocm_sd.cli.main as m; m.run()"
+    )
     out = tmp_path / "out"
-    running = subprocess.Popen([*command, "--steps", "900", "--batch", "4", "--out", str(out)])
+    options = ["--model", model, "--size", "128x128", "--steps", "900", "--batch", "4", "--out", str(out)]
+    running = subprocess.Popen([sys.executable, "-c", program, "generate", "a frog", *options])
     # The folder is made after the options are checked and before the model is loaded.
     while running.poll() is None and not out.exists():
         time.sleep(0.1)
