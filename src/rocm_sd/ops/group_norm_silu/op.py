@@ -11,7 +11,15 @@ from rocm_sd import arch
 from rocm_sd.errors import Unsupported
 from rocm_sd.kernels import triton as triton_kernels
 from rocm_sd.ops.group_norm_silu import reference
-from rocm_sd.ops.registry import Implementation, KernelPromise, Op, Sample, Verification, register
+from rocm_sd.ops.registry import (
+    Implementation,
+    KernelPromise,
+    Op,
+    Sample,
+    Verification,
+    needs_no_dispatcher,
+    register,
+)
 from rocm_sd.tuning.choice import STOCK
 
 if TYPE_CHECKING:
@@ -38,6 +46,11 @@ def group_norm_silu(
     never falls back; without it the tuning data decides.
     """
     _validate(x, groups, weight, bias, add)
+    if needs_no_dispatcher(x, weight, bias, add):
+        out: torch.Tensor = OP.run(
+            _problem(x, groups), x.device, implementation, x, groups, weight, bias, add, eps, silu
+        )
+        return out
     y: torch.Tensor = torch.ops.rocm_sd.group_norm_silu(x, groups, weight, bias, add, eps, silu, implementation)
     return y
 
