@@ -2,11 +2,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rocm_sd.errors import InvalidOption, Unsupported
 from rocm_sd.ops import group_norm_silu
 from rocm_sd.ops.group_norm_silu import reference
 from rocm_sd.ops.group_norm_silu.op import OP
+from rocm_sd.ops.registry import needs_no_dispatcher
 from rocm_sd.verify import numerics
 
 # N, C, H, W, groups: edge, odd and real.
@@ -108,6 +110,25 @@ def test_the_same_input_gives_the_same_bits(implementation, device):
     arguments = inputs((2, 96, 13, 17, 32), torch.float16, device)
     first, second = (group_norm_silu(*arguments, implementation=implementation) for _ in range(2))
     assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_called_directly_and_through_torchs_dispatcher_the_bits_are_the_same(implementation, device):
+    x, groups, weight, bias, add = inputs((2, 96, 13, 17, 32), torch.float16, device)
+    assert needs_no_dispatcher(x, weight, bias, add, None)
+    direct = group_norm_silu(x, groups, weight, bias, add, implementation=implementation)
+    dispatched = torch.ops.rocm_sd.group_norm_silu(x, groups, weight, bias, add, 1e-5, True, implementation)
+    assert torch.equal(direct, dispatched)
+    assert direct.stride() == dispatched.stride()
+
+
+def test_gradients_and_traced_tensors_go_through_the_dispatcher():
+    plain, wanted = torch.ones(2), torch.ones(2, requires_grad=True)
+    assert not needs_no_dispatcher(plain, wanted)
+    with torch.no_grad():
+        assert needs_no_dispatcher(plain, wanted)
+    with FakeTensorMode():
+        assert not needs_no_dispatcher(torch.ones(2))
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
