@@ -13,11 +13,24 @@ from rocm_sd.tuning import Choice, Problem, lookup
 from rocm_sd.tuning.choice import STOCK
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
     import torch
 
-__all__ = ["OPS", "Implementation", "KernelPromise", "Op", "Sample", "Verification", "needs_no_dispatcher", "register"]
+    from rocm_sd.ops.samples import Sample
+
+__all__ = [
+    "OPS",
+    "Bucket",
+    "Implementation",
+    "KernelPromise",
+    "Op",
+    "Tuning",
+    "Verification",
+    "Work",
+    "needs_no_dispatcher",
+    "register",
+]
 
 log = logging.getLogger("rocm_sd")
 
@@ -35,14 +48,6 @@ class Implementation:
 
 
 @dataclass(frozen=True)
-class Sample:
-    """The arguments of one call, made anew each time: the op's own, in the order that its implementations take."""
-
-    name: str
-    make: Callable[[], tuple[Any, ...]]
-
-
-@dataclass(frozen=True)
 class KernelPromise:
     """What a kernel is meant to be, so that the gates know what to hold it to."""
 
@@ -55,17 +60,50 @@ class KernelPromise:
 class Verification:
     """What the proof ladder needs of an op: its kernels' module, its definition, and calls to try.
 
-    `small` samples are computed on every rung, odd sizes among them; `real` ones are compiled only, so their tensors
-    may be empty. `problem(*arguments)` is what tuning data is keyed by. `promises` has an entry for every kernel.
+    `small` samples are computed on every rung, odd sizes among them; `real` ones are compiled only. The reference
+    returns a tensor or a tuple of them. `problem(*arguments)` is what tuning data is keyed by. `promises` has an entry
+    for every kernel.
     """
 
     implementation: str
     kernels: str
-    reference: Callable[..., torch.Tensor]
+    reference: Callable[..., torch.Tensor | tuple[torch.Tensor, ...]]
     problem: Callable[..., Problem]
     small: tuple[Sample, ...]
     real: tuple[Sample, ...]
     promises: Mapping[str, KernelPromise]
+
+
+@dataclass(frozen=True)
+class Work:
+    """The least that a call must do: operations in its dtype, and bytes where each tensor is moved once."""
+
+    flops: float
+    bytes: float
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Problems that one config serves: limits as in the tuning data, and the call that stands for them."""
+
+    when: Mapping[str, Any]
+    sample: Sample
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """What a tuner needs of an op: `space(problem, arch)` gives the configs worth compiling there.
+
+    `untimed` is the implementation that runs where no card was timed: a kernel that saves whole passes over memory may
+    be trusted to, one that competes with a vendor's library may not. `timed` are further calls that a benchmark
+    measures, beside those of the buckets.
+    """
+
+    space: Callable[[Problem, arch.Arch], Iterable[Mapping[str, int]]]
+    buckets: tuple[Bucket, ...]
+    work: Callable[..., Work]
+    untimed: str
+    timed: tuple[Sample, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -76,6 +114,7 @@ class Op:
     # What an implementation is run with when it is asked for by name where nothing was tuned (the CPU interpreter).
     default_config: Mapping[str, int]
     verification: Verification | None = None
+    tuning: Tuning | None = None
 
     def implementation(self, name: str) -> Implementation:
         for candidate in self.implementations:
@@ -92,7 +131,8 @@ class Op:
             reason = self.implementation(name).why_not(problem, device)
             if reason:
                 raise Unsupported(f"{self.name} ({name})", reason)
-            config = choice.config if choice.implementation == name else self.default_config
+            # The data's config is for the kernel, whichever implementation it names.
+            config = choice.config or self.default_config
             return Choice(name, config, "forced", "asked for by name")
         reason = self.implementation(choice.implementation).why_not(problem, device)
         if reason:

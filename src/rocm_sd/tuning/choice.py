@@ -19,7 +19,11 @@ STOCK = "torch"  # the name of the stock implementation of every op
 
 @dataclass(frozen=True)
 class Choice:
-    """An implementation by name, its config, where the choice came from, and why in one sentence."""
+    """An implementation by name, where the choice came from, and why in one sentence.
+
+    `config` is that of the op's kernel, also where stock torch is chosen: it is what the kernel runs with when it is
+    asked for by name.
+    """
 
     implementation: str
     config: Mapping[str, int] = field(default_factory=dict)

@@ -15,7 +15,7 @@ import time
 from concurrent.futures import Future, as_completed
 from dataclasses import asdict, dataclass, field
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Union
 
 from rocm_sd import arch as archs
 from rocm_sd.errors import InvalidOption, MissingDependency, RocmSdError
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from rocm_sd.ops.registry import Op, Verification
     from rocm_sd.verify.emulator import Counters
 
-__all__ = ["EMULATED", "Outcome", "Task", "plan", "verify"]
+__all__ = ["EMULATED", "Outcome", "Task", "in_float64", "outputs", "plan", "verify"]
 
 # One of each family with its own instruction encoding and matrix layout: gfx11 and gfx12 WMMA, gfx94x MFMA.
 EMULATED = ("gfx1100", "gfx1201", "gfx942")
@@ -132,7 +132,7 @@ def _without_running(task: Task) -> Outcome | None:
         if not archs.get(task.arch).triton_supported:
             return outcome("skipped", f"Triton does not compile for {task.arch}")
         choice = lookup(task.op, task.arch, {})
-        if choice.implementation != verification.implementation:
+        if not choice.config:
             return outcome("skipped", f"stock torch there: {choice.why}")
     if task.rung == 4 and task.arch not in EMULATED:
         return outcome("skipped", f"emulated on {', '.join(EMULATED)}")
@@ -161,6 +161,7 @@ def climb(op: str, arch: str, rung: int) -> dict[str, Any]:
 
 
 Result = tuple[State, str, dict[str, Any]]
+Tensors = Union["torch.Tensor", tuple["torch.Tensor", ...]]
 
 
 def _reference(op: Op, verification: Verification, _arch: str) -> Result:
@@ -174,18 +175,20 @@ def _interpreted(op: Op, verification: Verification, _arch: str) -> Result:
     return _numbers(op, verification, lambda arguments: run(*arguments, config=op.default_config))
 
 
-def _numbers(op: Op, verification: Verification, compute: Callable[[tuple[Any, ...]], torch.Tensor]) -> Result:
+def _numbers(op: Op, verification: Verification, compute: Callable[[tuple[Any, ...]], Tensors]) -> Result:
     """Every small sample against float64, by the numerics gate; the sentence is the worst sample's."""
     worst: tuple[float, str, numerics.Comparison] | None = None
     for sample in verification.small:
         arguments = sample.make()
-        exact = verification.reference(*_in_float64(arguments))
-        stock = op.implementation(op.implementations[0].name).run(*arguments, config={})
-        comparison = numerics.compare(compute(arguments), exact, stock)
-        # A NaN error compares as nothing does, so a failed sample counts as the worst by itself.
-        ratio = comparison.largest / comparison.allowed_largest if comparison.ok else float("inf")
-        if worst is None or ratio > worst[0]:
-            worst = (ratio, sample.name, comparison)
+        exact = outputs(verification.reference(*in_float64(arguments)))
+        stock = outputs(op.implementations[0].run(*arguments, config={}))
+        for number, results in enumerate(zip(outputs(compute(arguments)), exact, stock, strict=True)):
+            comparison = numerics.compare(*results)
+            # A NaN error compares as nothing does, so a failed sample counts as the worst by itself.
+            ratio = comparison.largest / (comparison.allowed_largest or 1.0) if comparison.ok else float("inf")
+            if worst is None or ratio > worst[0]:
+                name = sample.name if len(exact) == 1 else f"{sample.name}, output {number}"
+                worst = (ratio, name, comparison)
     assert worst is not None
     _, name, comparison = worst
     figures = {
@@ -196,8 +199,12 @@ def _numbers(op: Op, verification: Verification, compute: Callable[[tuple[Any, .
     return ("passed" if comparison.ok else "failed"), f"{name}: {comparison}", figures
 
 
-def _in_float64(arguments: tuple[Any, ...]) -> list[Any]:
+def in_float64(arguments: tuple[Any, ...]) -> list[Any]:
     return [a.double() if hasattr(a, "double") and a.is_floating_point() else a for a in arguments]
+
+
+def outputs(result: Tensors) -> tuple[torch.Tensor, ...]:
+    return result if isinstance(result, tuple) else (result,)
 
 
 def _compiled(op: Op, verification: Verification, arch: str) -> Result:
@@ -205,7 +212,7 @@ def _compiled(op: Op, verification: Verification, arch: str) -> Result:
     kernels: dict[str, Any] = {}
     failures = []
     for sample in verification.real:
-        arguments = sample.make()
+        arguments = sample.make(filled=False)
         config = lookup(op.name, arch, verification.problem(*arguments)).config
         with emulated(verification.kernels, arch, execute=False) as recorded:
             run(*arguments, config=config)
@@ -229,11 +236,11 @@ def _emulated(op: Op, verification: Verification, arch: str) -> Result:
     run = op.implementation(verification.implementation).run
     counted: dict[str, list[Counters]] = {}
 
-    def compute(arguments: tuple[Any, ...]) -> torch.Tensor:
+    def compute(arguments: tuple[Any, ...]) -> Tensors:
         config = lookup(op.name, arch, verification.problem(*arguments)).config
         with emulated(verification.kernels, arch) as executed:
-            result: torch.Tensor = run(*arguments, config=config)
-        executed.require_written(result)
+            result: Tensors = run(*arguments, config=config)
+        executed.require_written(*outputs(result))
         for call in executed.calls:
             assert call.counters is not None
             counted.setdefault(call.kernel, []).append(call.counters)

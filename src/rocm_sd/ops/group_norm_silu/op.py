@@ -10,16 +10,8 @@ import torch.nn.functional as F
 from rocm_sd import arch
 from rocm_sd.errors import Unsupported
 from rocm_sd.kernels import triton as triton_kernels
-from rocm_sd.ops.group_norm_silu import reference
-from rocm_sd.ops.registry import (
-    Implementation,
-    KernelPromise,
-    Op,
-    Sample,
-    Verification,
-    needs_no_dispatcher,
-    register,
-)
+from rocm_sd.ops.group_norm_silu.workload import TUNING, VERIFICATION, problem
+from rocm_sd.ops.registry import Implementation, Op, needs_no_dispatcher, register
 from rocm_sd.tuning.choice import STOCK
 
 if TYPE_CHECKING:
@@ -48,7 +40,7 @@ def group_norm_silu(
     _validate(x, groups, weight, bias, add)
     if needs_no_dispatcher(x, weight, bias, add):
         out: torch.Tensor = OP.run(
-            _problem(x, groups), x.device, implementation, x, groups, weight, bias, add, eps, silu
+            problem(x, groups), x.device, implementation, x, groups, weight, bias, add, eps, silu
         )
         return out
     y: torch.Tensor = torch.ops.rocm_sd.group_norm_silu(x, groups, weight, bias, add, eps, silu, implementation)
@@ -127,55 +119,6 @@ def _triton(
     return out
 
 
-def _problem(x: torch.Tensor, groups: int, *_rest: Any) -> Problem:
-    N, C, H, W = x.shape
-    return {"n": N, "c": C, "hw": H * W, "groups": groups, "dtype": str(x.dtype).removeprefix("torch.")}
-
-
-def _sample(
-    shape: tuple[int, int, int, int], groups: int, dtype: torch.dtype, *, parts: bool = True, filled: bool = True
-) -> Sample:
-    def make() -> tuple[Any, ...]:
-        random = torch.Generator().manual_seed(shape[1])
-
-        def tensor(*size: int) -> torch.Tensor:
-            return torch.randn(size, generator=random).to(dtype) if filled else torch.empty(size, dtype=dtype)
-
-        x = tensor(*shape).contiguous(memory_format=torch.channels_last)
-        C = shape[1]
-        return x, groups, *((tensor(C), tensor(C), tensor(shape[0], C)) if parts else (None, None, None)), 1e-5, parts
-
-    size = "x".join(map(str, shape))
-    return Sample(f"{size} in {groups} groups, {str(dtype).removeprefix('torch.')}{'' if parts else ', bare'}", make)
-
-
-VERIFICATION = Verification(
-    implementation="triton",
-    kernels="rocm_sd.kernels.triton.group_norm_silu",
-    reference=reference.group_norm_silu,
-    problem=_problem,
-    small=(
-        _sample((2, 48, 5, 7), 4, torch.float16),
-        _sample((1, 30, 13, 9), 3, torch.bfloat16),
-        _sample((1, 96, 11, 4), 32, torch.float32, parts=False),
-        _sample((1, 32, 1, 1), 32, torch.float16),
-    ),
-    # The widest and the narrowest norm of Stable Diffusion 1.5, and the largest of its VAE at 512x512.
-    real=(
-        _sample((2, 320, 64, 64), 32, torch.float16, filled=False),
-        _sample((2, 2560, 8, 8), 32, torch.float16, filled=False),
-        _sample((1, 256, 512, 512), 32, torch.float16, filled=False),
-    ),
-    promises={
-        "_moments": KernelPromise(bound_by_memory=True),
-        "_fold": KernelPromise(
-            narrow_loads_because="a group may have one channel, and what it reads is one row for each slice"
-        ),
-        "_apply": KernelPromise(bound_by_memory=True),
-    },
-)
-
-
 def _triton_why_not(problem: Problem, device: torch.device) -> str | None:
     if problem["dtype"] == "float64":
         return "dtype float64"
@@ -199,6 +142,7 @@ OP = register(
             "slices_per_cu": 4,
         },
         verification=VERIFICATION,
+        tuning=TUNING,
     )
 )
 
@@ -221,7 +165,7 @@ def _op(
     silu: bool,
     implementation: str | None = None,
 ) -> torch.Tensor:
-    out: torch.Tensor = OP.run(_problem(x, groups), x.device, implementation, x, groups, weight, bias, add, eps, silu)
+    out: torch.Tensor = OP.run(problem(x, groups), x.device, implementation, x, groups, weight, bias, add, eps, silu)
     return out
 
 

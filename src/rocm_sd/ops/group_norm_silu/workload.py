@@ -1,0 +1,101 @@
+"""The calls that count: what group_norm_silu is proven on, tuned for and timed at."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rocm_sd.ops.group_norm_silu import reference
+from rocm_sd.ops.registry import Bucket, KernelPromise, Tuning, Verification, Work
+from rocm_sd.ops.samples import Draw, Sample, dtype_name
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from rocm_sd.arch import Arch
+    from rocm_sd.tuning import Problem
+
+__all__ = ["TUNING", "VERIFICATION", "problem"]
+
+
+def problem(x: torch.Tensor, groups: int, *_rest: Any) -> Problem:
+    N, C, H, W = x.shape
+    return {"n": N, "c": C, "hw": H * W, "groups": groups, "dtype": dtype_name(x.dtype)}
+
+
+def _sample(shape: tuple[int, int, int, int], groups: int, dtype: torch.dtype, *, parts: bool = True) -> Sample:
+    def build(draw: Draw) -> tuple[Any, ...]:
+        N, C, _, _ = shape
+        x = draw.image(*shape, mean=0.7, std=2.0)
+        return x, groups, *((draw(C), draw(C), draw(N, C)) if parts else (None, None, None)), 1e-5, parts
+
+    size = "x".join(map(str, shape))
+    return Sample(f"{size} in {groups} groups, {dtype_name(dtype)}{'' if parts else ', bare'}", dtype, build)
+
+
+def _real(*shape: int) -> Sample:
+    N, C, H, W = shape
+    return _sample((N, C, H, W), 32, torch.float16)
+
+
+def _space(problem: Problem, arch: Arch) -> Iterator[Mapping[str, int]]:  # noqa: ARG001 -- the same everywhere
+    for block_c, rows, warps, slices_per_cu in product((64, 128), (16, 32, 64), (4, 8), (2, 4, 8)):
+        # More than 32 values a thread in two accumulators do not fit beside their addresses.
+        if block_c * rows // (warps * 32) <= 32:
+            yield {
+                "block_c": block_c,
+                "moments_rows": rows,
+                "moments_warps": warps,
+                "apply_rows": rows,
+                "apply_warps": warps,
+                "slices_per_cu": slices_per_cu,
+            }
+
+
+def _work(x: torch.Tensor, *_rest: Any) -> Work:
+    # Ten operations an element; x is read twice, since no cache holds the largest maps.
+    return Work(10.0 * x.numel(), 3.0 * x.numel() * x.element_size())
+
+
+VERIFICATION = Verification(
+    implementation="triton",
+    kernels="rocm_sd.kernels.triton.group_norm_silu",
+    reference=reference.group_norm_silu,
+    problem=problem,
+    small=(
+        _sample((2, 48, 5, 7), 4, torch.float16),
+        _sample((1, 30, 13, 9), 3, torch.bfloat16),
+        _sample((1, 96, 11, 4), 32, torch.float32, parts=False),
+        _sample((1, 32, 1, 1), 32, torch.float16),
+    ),
+    # The widest and the narrowest norm of Stable Diffusion 1.5, and the largest of its VAE at 512x512.
+    real=(_real(2, 320, 64, 64), _real(2, 2560, 8, 8), _real(1, 256, 512, 512)),
+    promises={
+        "_moments": KernelPromise(bound_by_memory=True),
+        "_fold": KernelPromise(
+            narrow_loads_because="a group may have one channel, and what it reads is one row for each slice"
+        ),
+        "_apply": KernelPromise(bound_by_memory=True),
+    },
+)
+
+TUNING = Tuning(
+    space=_space,
+    buckets=(
+        Bucket({"hw": [1, 1024]}, _real(2, 1280, 16, 16)),
+        Bucket({"hw": [1025, 16384]}, _real(2, 320, 64, 64)),
+        Bucket({"hw": [16385, 2**31]}, _real(1, 256, 512, 512)),
+    ),
+    work=_work,
+    untimed="triton",
+    # UNet and VAE of SD 1.5 at 512x512, then of SDXL at 1024x1024; batch 2 is one picture with guidance.
+    timed=tuple(
+        _real(*shape)
+        for shape in (
+            (2, 640, 32, 32), (2, 2560, 8, 8), (2, 960, 64, 64), (1, 512, 64, 64), (1, 512, 256, 256),
+            (1, 128, 512, 512), (2, 320, 128, 128), (2, 1280, 32, 32), (1, 256, 1024, 1024), (1, 128, 1024, 1024),
+        )
+    ),
+)  # fmt: skip
