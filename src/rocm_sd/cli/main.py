@@ -17,6 +17,7 @@ from rocm_sd.cli.demo import demo
 from rocm_sd.cli.generate import generate
 from rocm_sd.cli.info import info
 from rocm_sd.cli.quality import quality
+from rocm_sd.cli.tune import tune
 from rocm_sd.cli.verify import verify
 from rocm_sd.errors import RocmSdError
 
@@ -36,6 +37,7 @@ app.command()(generate)
 app.command()(demo)
 app.command()(quality)
 app.command()(verify)
+app.command()(tune)
 
 
 def _version(wanted: bool) -> None:

@@ -1,6 +1,26 @@
 """Level 3: the operators. Importing them needs no GPU and no Triton."""
 
+from rocm_sd.ops.conv2d import conv2d
+from rocm_sd.ops.geglu import geglu
 from rocm_sd.ops.group_norm_silu import group_norm_silu
+from rocm_sd.ops.guided_step import guided_step
+from rocm_sd.ops.layer_norm_residual import layer_norm_residual
+from rocm_sd.ops.layout_copy import layout_copy
+from rocm_sd.ops.linear_residual import linear_residual
 from rocm_sd.ops.registry import OPS
+from rocm_sd.ops.upsample import upsample
+from rocm_sd.ops.upsample_conv2d import parity_weights, upsample_conv2d
 
-__all__ = ["OPS", "group_norm_silu"]
+__all__ = [
+    "OPS",
+    "conv2d",
+    "geglu",
+    "group_norm_silu",
+    "guided_step",
+    "layer_norm_residual",
+    "layout_copy",
+    "linear_residual",
+    "parity_weights",
+    "upsample",
+    "upsample_conv2d",
+]

@@ -32,6 +32,8 @@ _BITS = re.compile(
 _OLD_NAMES = {"dwordx4": 16, "dwordx3": 12, "dwordx2": 8, "dword": 4, "short": 2, "ushort": 2, "sshort": 2}
 _OLD_NAMES |= {"byte": 1, "ubyte": 1, "sbyte": 1}
 _MATRIX = ("v_wmma_", "v_swmmac_", "v_mfma_", "v_smfmac_")
+_MATRIX_SHAPE = re.compile(r"_(?P<m>\d+)x(?P<n>\d+)x(?P<k>\d+)(?:_(?P<blocks>\d+)b)?")
+_TRANSCENDENTAL = ("v_exp_", "v_log_", "v_rcp_", "v_rsq_", "v_sqrt_", "v_sin_", "v_cos_", "v_s_exp_", "v_s_rcp_")
 _SPACES = {"global": "global", "buffer": "global", "flat": "global", "scratch": "scratch", "ds": "lds"}
 
 
@@ -46,6 +48,24 @@ class Instruction:
     @property
     def is_matrix(self) -> bool:
         return self.mnemonic.startswith(_MATRIX)
+
+    @property
+    def matrix_flops(self) -> int:
+        """Operations of one wave: v_wmma_f32_16x16x16_f16 does 2 x 16 x 16 x 16. Names of gfx908 hide 4x4's blocks."""
+        shape = _MATRIX_SHAPE.search(self.mnemonic) if self.is_matrix else None
+        if shape is None:
+            return 0
+        m, n, k = (int(shape[side]) for side in "mnk")
+        return 2 * m * n * k * int(shape["blocks"] or (16 if m == 4 else 1))
+
+    @property
+    def is_transcendental(self) -> bool:
+        return self.mnemonic.startswith(_TRANSCENDENTAL)
+
+    @property
+    def is_vector(self) -> bool:
+        """Takes a turn of the SIMD's vector unit; two operations of one dual instruction take one."""
+        return self.mnemonic.startswith("v_") and not self.is_matrix
 
     @property
     def target(self) -> str | None:
@@ -73,7 +93,11 @@ class Loop:
 
 @dataclass(frozen=True)
 class Report:
-    """The figures of one kernel; `main` covers the main loop, or the whole kernel where there is no loop."""
+    """The figures of one kernel; `main` covers the main loop, or the whole kernel where there is no loop.
+
+    `workgroups` of `waves` waves fit on a unit (a CU, or a WGP) at once; operations and instructions are a wave's.
+    `vector` counts every vector instruction but the matrix ones, `transcendental` those among them.
+    """
 
     kernel: str
     arch: str
@@ -94,6 +118,15 @@ class Report:
     matrix: int
     accesses_in_main: tuple[Access, ...]
     accesses: tuple[Access, ...]
+    waves: int
+    wave_size: int
+    workgroups: int
+    matrix_flops_in_main: int
+    matrix_flops: int
+    vector_in_main: int
+    vector: int
+    transcendental_in_main: int
+    transcendental: int
 
     @property
     def spills(self) -> int:
@@ -117,6 +150,7 @@ class Report:
             for name in (
                 "kernel", "arch", "vgprs", "agprs", "sgprs", "vgpr_spills", "sgpr_spills", "scratch", "lds",
                 "waves_per_simd", "limited_by", "instructions", "has_main_loop", "matrix", "matrix_in_main",
+                "matrix_flops_in_main", "vector_in_main", "transcendental_in_main",
             )
         }  # fmt: skip
         figures["loops"] = len(self.loops)
@@ -248,4 +282,13 @@ def report(code: CodeObject) -> Report:
         matrix=sum(i.is_matrix for i in body),
         accesses_in_main=_accesses(main or body),
         accesses=_accesses(body),
+        waves=waves,
+        wave_size=code.wave_size,
+        workgroups=fits.workgroups,
+        matrix_flops_in_main=sum(i.matrix_flops for i in (main or body)),
+        matrix_flops=sum(i.matrix_flops for i in body),
+        vector_in_main=sum(i.is_vector for i in (main or body)),
+        vector=sum(i.is_vector for i in body),
+        transcendental_in_main=sum(i.is_transcendental for i in (main or body)),
+        transcendental=sum(i.is_transcendental for i in body),
     )

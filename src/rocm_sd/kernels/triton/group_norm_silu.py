@@ -1,5 +1,6 @@
-"""y = silu(group_norm(x + add)), x: [N, C, H, W] channels-last, in two passes over x.
+"""y = silu(group_norm(x + add)), x: [N, C, H, W] channels-last.
 
+Where a group fits the registers of one workgroup, `_whole` does it in one pass over x. Else there are two passes:
 1. `_moments` gives mean and sum of squared differences of each channel over a slice of rows (Welford: no cancellation).
 2. `_fold` merges the slices and the channels of a group into one mean and one scale per channel.
 3. `_apply` writes silu((x + add - mean) * scale + bias): the difference first, since a spread far below the mean
@@ -26,18 +27,57 @@ __all__ = ["GroupNormSiluConfig", "launch"]
 
 @dataclass(frozen=True)
 class GroupNormSiluConfig:
-    """Tile sizes; `slices_per_cu` is how many `_moments` programs are wanted for each compute unit."""
+    """Tile sizes; `slices_per_cu` is how many `_moments` programs are wanted for each compute unit.
 
-    block_c: int
+    A group of at most `whole_elements`, rows and channels rounded up to powers of two, is left to `_whole`.
+    """
+
+    whole_elements: int
+    whole_warps: int
+    moments_channels: int
     moments_rows: int
     moments_warps: int
+    slices_per_cu: int
+    apply_channels: int
     apply_rows: int
     apply_warps: int
-    slices_per_cu: int
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, int]) -> GroupNormSiluConfig:
         return cls(**values)
+
+
+@triton.jit
+def _whole(
+    x, y, weight, bias, add, HW, eps,
+    WIDTH: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_ADD: tl.constexpr, SILU: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_G: tl.constexpr,
+):  # fmt: skip
+    g, n = tl.program_id(0), tl.program_id(1)
+    C = tl.num_programs(0) * WIDTH
+    lane = tl.arange(0, BLOCK_G)
+    row = tl.arange(0, ROWS)
+    in_group = lane < WIDTH
+    c = g * WIDTH + lane
+    inside = (row < HW)[:, None] & in_group[None, :]
+    at = n.to(tl.int64) * HW * C
+    tile = row[:, None] * C + c[None, :]
+    value = tl.load(x + at + tile, mask=inside, other=0.0).to(tl.float32)
+    if HAS_ADD:
+        value += tl.load(add + n * C + c, mask=in_group, other=0.0).to(tl.float32)[None, :]
+    elements = 1.0 * (HW * WIDTH)
+    mean = tl.sum(tl.where(inside, value, 0.0)) / elements
+    value = tl.where(inside, value - mean, 0.0)
+    variance = tl.sum(value * value) / elements
+    scale = tl.zeros([BLOCK_G], tl.float32) + 1.0 / tl.sqrt(variance + eps)
+    if HAS_WEIGHT:
+        scale *= tl.load(weight + c, mask=in_group, other=0.0).to(tl.float32)
+    value *= scale[None, :]
+    if HAS_BIAS:
+        value += tl.load(bias + c, mask=in_group, other=0.0).to(tl.float32)[None, :]
+    if SILU:
+        value = value / (1.0 + tl.exp(-value))
+    tl.store(y + at + tile, value.to(y.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -126,7 +166,9 @@ def _apply(
     x, y, group_means, scales, bias, add, C, HW,
     HAS_BIAS: tl.constexpr, HAS_ADD: tl.constexpr, SILU: tl.constexpr, ROWS: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    row_block, c_block, n = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    # Backwards: what `_moments` read last is still in the cache.
+    row_block = tl.num_programs(0) - 1 - tl.program_id(0)
+    c_block, n = tl.program_id(1), tl.program_id(2)
     c = c_block * BLOCK_C + tl.arange(0, BLOCK_C)
     row = row_block * ROWS + tl.arange(0, ROWS)
     mean = tl.load(group_means + n * C + c, mask=c < C, other=0.0)
@@ -159,13 +201,24 @@ def launch(
 ) -> None:
     """Fill `out`; `x` and `out` are dense channels-last, `add` is dense [N, C]."""
     N, C, H, W = x.shape
-    HW = H * W
-    c_blocks = triton.cdiv(C, config.block_c)
+    HW, width = H * W, C // groups
+    parts = {"HAS_BIAS": bias is not None, "HAS_ADD": add is not None, "SILU": silu}
+    block_g = triton.next_power_of_2(width)
+    rows = triton.next_power_of_2(HW)
+    if rows * block_g <= config.whole_elements:
+        # A lane for every element: where waves hold copies, their sums can differ in the last bit, and either is kept.
+        warps = max(1, min(config.whole_warps, rows * block_g // 64))
+        _whole[(groups, N)](
+            x, out, weight, bias, add, HW, eps,
+            WIDTH=width, HAS_WEIGHT=weight is not None, **parts,
+            ROWS=rows, BLOCK_G=block_g, num_warps=warps,
+        )  # fmt: skip
+        return
+
+    c_blocks = triton.cdiv(C, config.moments_channels)
     wanted = max(1, compute_units * config.slices_per_cu // (N * c_blocks))
     rows_per_slice = max(config.moments_rows, triton.cdiv(HW, wanted))
     slices = triton.cdiv(HW, rows_per_slice)
-
-    block_g = triton.next_power_of_2(C // groups)
     # 64 x 128 partial sums in 4 warps spill 20 registers on gfx1100; 2048 need 16 a thread.
     block_s = min(triton.next_power_of_2(slices), max(1, 2048 // block_g))
 
@@ -173,7 +226,7 @@ def launch(
     group_means, scales = x.new_empty((2, N, C), dtype=torch.float32)
     _moments[(slices, c_blocks, N)](
         x, means, m2s, C, HW, rows_per_slice,
-        ROWS=config.moments_rows, BLOCK_C=config.block_c, num_warps=config.moments_warps,
+        ROWS=config.moments_rows, BLOCK_C=config.moments_channels, num_warps=config.moments_warps,
     )  # fmt: skip
     _fold[(groups, N)](
         means, m2s, weight, add, group_means, scales,
@@ -181,8 +234,7 @@ def launch(
         HAS_WEIGHT=weight is not None, HAS_ADD=add is not None,
         BLOCK_S=block_s, BLOCK_G=block_g, num_warps=4,
     )  # fmt: skip
-    _apply[(triton.cdiv(HW, config.apply_rows), c_blocks, N)](
+    _apply[(triton.cdiv(HW, config.apply_rows), triton.cdiv(C, config.apply_channels), N)](
         x, out, group_means, scales, bias, add, C, HW,
-        HAS_BIAS=bias is not None, HAS_ADD=add is not None, SILU=silu,
-        ROWS=config.apply_rows, BLOCK_C=config.block_c, num_warps=config.apply_warps,
+        **parts, ROWS=config.apply_rows, BLOCK_C=config.apply_channels, num_warps=config.apply_warps,
     )  # fmt: skip

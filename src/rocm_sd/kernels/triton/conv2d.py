@@ -1,0 +1,243 @@
+"""y = conv2d(x, weight) + bias + add + residual, channels-last, as an implicit GEMM: pixels by channels by taps.
+
+A row of the left matrix is one output pixel, a column of the right one is an output channel, and the depth runs over
+the taps of the filter and, within a tap, over blocks of input channels. Which taps of a pixel lie inside the picture
+is worked out once, as one bit for each tap, so that the loop has no division and no comparison of coordinates.
+
+With `split_k` the depth is cut into parts whose sums go to memory as float32, and `_finish` adds them up in their
+order: maps of 8x8 and 16x16 have too few tiles to fill a large GPU. No atomics: the same input gives the same bits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import triton
+import triton.language as tl
+from triton.runtime.interpreter import InterpretedFunction
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = ["Conv2dConfig", "finish", "interpreted", "launch", "multiply_taps", "place_tile"]
+
+
+@dataclass(frozen=True)
+class Conv2dConfig:
+    """Tile sizes; `group_m` tiles of pixels take turns at the same weights, which then stay in the L2 cache."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    group_m: int
+    split_k: int
+    warps: int
+    stages: int
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, int]) -> Conv2dConfig:
+        return cls(**values)
+
+
+@triton.jit
+def place_tile(number, tiles_m, tiles_n, GROUP_M: tl.constexpr):
+    """(row, column) of a tile, in an order in which neighbours share weights and then pixels."""
+    per_group = GROUP_M * tiles_n
+    group = number // per_group
+    within = number - group * per_group
+    rows = tl.minimum(tiles_m - group * GROUP_M, GROUP_M)
+    column = within // rows
+    return group * GROUP_M + within - column * rows, column
+
+
+@triton.jit
+def multiply_taps(
+    x, w, pixel, channel, taps, first, count, blocks, Cin, row_skip,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    KW: tl.constexpr, EVEN_K: tl.constexpr, ALL_INSIDE: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    """Sum over `count` blocks of the depth from number `first` on: [BLOCK_M, BLOCK_N] in float32.
+
+    `pixel`, `channel`: where the rows of x and of w begin; `taps`: a bit for each tap that lies inside the picture;
+    `blocks`: blocks of channels in a tap; `row_skip`: from the end of a filter row in x to the beginning of the next.
+    """
+    lane = tl.arange(0, BLOCK_K)
+    x_tile = pixel[:, None] + lane[None, :]
+    w_tile = channel[None, :] + lane[:, None]
+    sum_ = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    tap = first // blocks
+    c = (first - tap * blocks) * BLOCK_K
+    for _ in range(count):
+        at_w = tap * Cin + c
+        # The next pixel's channels follow this one's in memory, so a filter row is one run of KW * Cin values.
+        at_x = at_w + tap // KW * row_skip
+        if EVEN_K:
+            at_w = tl.multiple_of(at_w, 16)
+            at_x = tl.multiple_of(at_x, 16)
+            b = tl.load(w + at_w + w_tile)
+            if ALL_INSIDE:
+                a = tl.load(x + at_x + x_tile)
+            else:
+                a = tl.load(x + at_x + x_tile, mask=((taps >> tap) & 1 != 0)[:, None], other=0.0)
+        else:
+            in_depth = lane < Cin - c
+            b = tl.load(w + at_w + w_tile, mask=in_depth[:, None], other=0.0)
+            a = tl.load(x + at_x + x_tile, mask=((taps >> tap) & 1 != 0)[:, None] & in_depth[None, :], other=0.0)
+        if WIDEN:
+            a, b = a.to(tl.float32), b.to(tl.float32)
+        sum_ = tl.dot(a, b, sum_)
+        c += BLOCK_K
+        tap_done = c >= Cin
+        c = tl.where(tap_done, 0, c)
+        tap = tl.where(tap_done, tap + 1, tap)
+    return sum_
+
+
+@triton.jit
+def _conv2d(
+    x, w, y, bias, add, residual,
+    H, W, Cin, Ho, Wo, Cout, pixels, tiles_m, tiles_n, blocks, blocks_per_split,
+    HAS_BIAS: tl.constexpr, HAS_ADD: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    KERNEL: tl.constexpr, STRIDE: tl.constexpr, PADDING: tl.constexpr,
+    SPLIT: tl.constexpr, EVEN_K: tl.constexpr, ALL_INSIDE: tl.constexpr, ONE_IMAGE: tl.constexpr,
+    WIDEN: tl.constexpr, GROUP_M: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    tile_m, tile_n = place_tile(tl.program_id(0), tiles_m, tiles_n, GROUP_M)
+    first_m = tile_m * BLOCK_M
+    row = tl.arange(0, BLOCK_M)
+    # Rows and channels past the end repeat the last one: what they give is not stored, and loads need no mask.
+    m = tl.minimum(first_m + row, pixels - 1)
+    n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    image = m // (Ho * Wo)
+    within = m - image * (Ho * Wo)
+    oy = within // Wo
+    iy = oy * STRIDE - PADDING
+    ix = (within - oy * Wo) * STRIDE - PADDING
+    taps = tl.zeros([BLOCK_M], tl.int32)
+    for ky in tl.static_range(KERNEL):
+        for kx in tl.static_range(KERNEL):
+            inside = (iy + ky >= 0) & (iy + ky < H) & (ix + kx >= 0) & (ix + kx < W)
+            taps |= inside.to(tl.int32) << (ky * KERNEL + kx)
+    # 64-bit only in the scalar base: maps of 1024x1024 with a batch of 8 pass 2^31 elements.
+    first_image = first_m // (Ho * Wo)
+    first_pixel = (first_image * H + (first_m - first_image * Ho * Wo) // Wo * STRIDE) * W
+    pixel = ((image * H + iy) * W + ix - first_pixel) * Cin
+    depth = KERNEL * KERNEL * Cin
+    channel = tl.minimum(n, Cout - 1) * depth
+
+    split = 0
+    count = blocks * KERNEL * KERNEL
+    if SPLIT:
+        split = tl.program_id(1)
+        count = tl.minimum(blocks_per_split, count - split * blocks_per_split)
+    value = multiply_taps(
+        x + first_pixel.to(tl.int64) * Cin, w, pixel, channel, taps, split * blocks_per_split, count, blocks, Cin,
+        (W - KERNEL) * Cin, BLOCK_M, BLOCK_N, BLOCK_K, KERNEL, EVEN_K, ALL_INSIDE, WIDEN,
+    )  # fmt: skip
+
+    out = row[:, None] * Cout + n[None, :]
+    stored = (first_m + row < pixels)[:, None] & (n < Cout)[None, :]
+    base = first_m.to(tl.int64) * Cout
+    if SPLIT:
+        tl.store(y + split.to(tl.int64) * pixels * Cout + base + out, value, mask=stored)
+    else:
+        if HAS_BIAS:
+            value += tl.load(bias + n, mask=n < Cout, other=0.0).to(tl.float32)[None, :]
+        if HAS_ADD:
+            if ONE_IMAGE:
+                value += tl.load(add + first_image * Cout + n, mask=n < Cout, other=0.0).to(tl.float32)[None, :]
+            else:
+                value += tl.load(add + image[:, None] * Cout + n[None, :], mask=stored, other=0.0).to(tl.float32)
+        if HAS_RESIDUAL:
+            value += tl.load(residual + base + out, mask=stored, other=0.0).to(tl.float32)
+        tl.store(y + base + out, value.to(y.dtype.element_ty), mask=stored)
+
+
+@triton.jit
+def _finish(
+    source, y, bias, add, residual, HW, C,
+    HAS_BIAS: tl.constexpr, HAS_ADD: tl.constexpr, HAS_RESIDUAL: tl.constexpr, SPLITS: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """y = sum of the splits + bias + add + residual; source may be y itself."""
+    row_block, c_block, image = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    row = row_block * ROWS + tl.arange(0, ROWS)
+    c = c_block * BLOCK_C + tl.arange(0, BLOCK_C)
+    inside = (row < HW)[:, None] & (c < C)[None, :]
+    base = (image.to(tl.int64) * HW + row_block * ROWS) * C
+    tile = tl.arange(0, ROWS)[:, None] * C + c[None, :]
+    value = tl.load(source + base + tile, mask=inside, other=0.0).to(tl.float32)
+    for split in tl.static_range(1, SPLITS):
+        part = ((split * tl.num_programs(2) + image).to(tl.int64) * HW + row_block * ROWS) * C
+        value += tl.load(source + part + tile, mask=inside, other=0.0).to(tl.float32)
+    if HAS_BIAS:
+        value += tl.load(bias + c, mask=c < C, other=0.0).to(tl.float32)[None, :]
+    if HAS_ADD:
+        value += tl.load(add + image * C + c, mask=c < C, other=0.0).to(tl.float32)[None, :]
+    if HAS_RESIDUAL:
+        value += tl.load(residual + base + tile, mask=inside, other=0.0).to(tl.float32)
+    tl.store(y + base + tile, value.to(y.dtype.element_ty), mask=inside)
+
+
+def interpreted(kernel: object) -> bool:
+    """Triton's interpreter multiplies bfloat16 matrices as if their bits were integers: it is given float32."""
+    return isinstance(kernel, InterpretedFunction)
+
+
+def finish(
+    source: torch.Tensor,
+    out: torch.Tensor,
+    bias: torch.Tensor | None,
+    add: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    splits: int = 1,
+) -> None:
+    """out = sum of the splits of `source` + bias + add + residual; all dense channels-last, `source` may be `out`."""
+    N, C, H, W = out.shape
+    # 2048 values in 4 warps: one 16-byte load of half precision a thread of a wave of 64, two of a wave of 32.
+    rows, block_c = (16, 128) if C % 128 == 0 else (32, 64)
+    _finish[(triton.cdiv(H * W, rows), triton.cdiv(C, block_c), N)](
+        source, out, bias, add, residual, H * W, C,
+        HAS_BIAS=bias is not None, HAS_ADD=add is not None, HAS_RESIDUAL=residual is not None, SPLITS=splits,
+        ROWS=rows, BLOCK_C=block_c, num_warps=4,
+    )  # fmt: skip
+
+
+def launch(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    out: torch.Tensor,
+    bias: torch.Tensor | None,
+    add: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    stride: int,
+    padding: int,
+    config: Conv2dConfig,
+) -> None:
+    """Fill `out`; x, weight, residual and out are dense channels-last, `add` is dense [N, Cout]."""
+    N, Cin, H, W = x.shape
+    _, Cout, Ho, Wo = out.shape
+    kernel = weight.shape[2]
+    pixels = N * Ho * Wo
+    tiles_m, tiles_n = triton.cdiv(pixels, config.block_m), triton.cdiv(Cout, config.block_n)
+    blocks = triton.cdiv(Cin, config.block_k)
+    # Every part must have work: of 9 blocks in 4 parts of 3, the fourth would have none.
+    blocks_per_split = triton.cdiv(blocks * kernel * kernel, config.split_k)
+    splits = triton.cdiv(blocks * kernel * kernel, blocks_per_split)
+    target = x.new_empty((splits, pixels, Cout), dtype=torch.float32) if splits > 1 else out
+    fused = splits == 1
+    _conv2d[(tiles_m * tiles_n, splits)](
+        x, weight, target, bias, add, residual,
+        H, W, Cin, Ho, Wo, Cout, pixels, tiles_m, tiles_n, blocks, blocks_per_split,
+        HAS_BIAS=fused and bias is not None, HAS_ADD=fused and add is not None,
+        HAS_RESIDUAL=fused and residual is not None,
+        KERNEL=kernel, STRIDE=stride, PADDING=padding,
+        SPLIT=splits > 1, EVEN_K=Cin % config.block_k == 0, ALL_INSIDE=padding == 0,
+        ONE_IMAGE=Ho * Wo % config.block_m == 0, WIDEN=interpreted(_conv2d),
+        GROUP_M=config.group_m, BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
+        num_warps=config.warps, num_stages=config.stages,
+    )  # fmt: skip
+    if splits > 1:
+        finish(target, out, bias, add, residual, splits)

@@ -1,0 +1,122 @@
+"""total = x + residual; y = layer_norm(total) * weight + bias, x: [M, C], in one pass over memory.
+
+A row is held in registers between its two passes, the mean and then the centred squares: no cancellation. Its width is
+split in equal powers of two, 320 = 5 * 64: a single block of 512 would leave 37% of the lanes idle, and unequal parts
+(256 + 64) get unequal layouts, for which Triton sends the larger part through LDS twice. No atomics: the same input
+gives the same bits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import triton
+import triton.language as tl
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import torch
+
+__all__ = ["LayerNormResidualConfig", "launch"]
+
+
+@dataclass(frozen=True)
+class LayerNormResidualConfig:
+    """`rows` and `warps` of one program, and the width in which a row is taken, a power of two."""
+
+    rows: int
+    warps: int
+    chunk: int
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, int]) -> LayerNormResidualConfig:
+        return cls(**values)
+
+
+@triton.jit
+def _layer_norm_residual(
+    x, residual, weight, bias, y, total, M, C, x_stride, residual_stride, eps,
+    HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
+    ROWS: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, EVEN_C: tl.constexpr,
+):  # fmt: skip
+    first = tl.program_id(0) * ROWS
+    row = tl.arange(0, ROWS)[:, None]
+    c = tl.arange(0, CHUNK)[None, :]
+    here = first + row < M
+    # 64-bit only in the scalar bases.
+    x += first.to(tl.int64) * x_stride
+    residual += first.to(tl.int64) * residual_stride
+    total += first.to(tl.int64) * C
+    y += first.to(tl.int64) * C
+    x_at, residual_at, at = row * x_stride + c, row * residual_stride + c, row * C + c
+
+    # Every load before the first store, which the compiler may not move them across: they wait for memory together.
+    # Tuples grow by +, since Triton has no star in them.
+    xs, residuals, weights, biases = (), (), (), ()
+    for i in tl.static_range(CHUNKS):
+        inside = here if EVEN_C else here & (i * CHUNK + c < C)
+        xs = xs + (tl.load(x + i * CHUNK + x_at, mask=inside, other=0.0),)  # noqa: RUF005
+        residuals = residuals + (tl.load(residual + i * CHUNK + residual_at, mask=inside, other=0.0),)  # noqa: RUF005
+    for i in tl.static_range(CHUNKS):
+        # As wide as the tile, though every row reads the same: in a layout of its own it would go through LDS.
+        columns = tl.broadcast_to(i * CHUNK + c, [ROWS, CHUNK])
+        if HAS_WEIGHT:
+            weights = weights + (tl.load(weight + columns, mask=columns < C, other=0.0),)  # noqa: RUF005
+        if HAS_BIAS:
+            biases = biases + (tl.load(bias + columns, mask=columns < C, other=0.0),)  # noqa: RUF005
+
+    values = ()
+    # Chunks are added lane by lane, so that lanes meet once.
+    added = tl.zeros([ROWS, CHUNK], tl.float32)
+    for i in tl.static_range(CHUNKS):
+        # Rounded and widened again: the norm is that of the total as stock torch has it.
+        rounded = (xs[i].to(tl.float32) + residuals[i].to(tl.float32)).to(total.dtype.element_ty)
+        inside = here if EVEN_C else here & (i * CHUNK + c < C)
+        tl.store(total + i * CHUNK + at, rounded, mask=inside)
+        value = rounded.to(tl.float32)
+        added += value
+        values = values + (value,)  # noqa: RUF005
+    share = 1.0 / C
+    mean = tl.sum(added, axis=1, keep_dims=True) * share
+
+    squares = tl.zeros([ROWS, CHUNK], tl.float32)
+    for i in tl.static_range(CHUNKS):
+        centred = values[i] - mean
+        if not EVEN_C:
+            centred = tl.where(i * CHUNK + c < C, centred, 0.0)
+        squares += centred * centred
+    rstd = 1.0 / tl.sqrt(tl.sum(squares, axis=1, keep_dims=True) * share + eps)
+
+    for i in tl.static_range(CHUNKS):
+        out = (values[i] - mean) * rstd
+        if HAS_WEIGHT:
+            out *= weights[i].to(tl.float32)
+        if HAS_BIAS:
+            out += biases[i].to(tl.float32)
+        inside = here if EVEN_C else here & (i * CHUNK + c < C)
+        tl.store(y + i * CHUNK + at, out.to(y.dtype.element_ty), mask=inside)
+
+
+def launch(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    y: torch.Tensor,
+    total: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+    config: LayerNormResidualConfig,
+) -> None:
+    """Fill `y` and `total`, dense [M, C]; rows of `x` and `residual`, [M, C], may be any distance apart."""
+    M, C = x.shape
+    whole = triton.next_power_of_2(C)
+    # Chunks are unrolled: more than 8 would be a long kernel for a width that nothing was tuned for.
+    chunk = min(max(config.chunk, whole // 8), whole)
+    chunks = triton.cdiv(C, chunk)
+    _layer_norm_residual[(triton.cdiv(M, config.rows),)](
+        x, residual, weight, bias, y, total, M, C, x.stride(0), residual.stride(0), eps,
+        HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None,
+        ROWS=config.rows, CHUNK=chunk, CHUNKS=chunks, EVEN_C=chunk * chunks == C, num_warps=config.warps,
+    )  # fmt: skip

@@ -1,0 +1,142 @@
+"""y = conv2d(nearest 2x of x, weight, padding=1) + bias, channels-last, with no enlarged picture in memory.
+
+An output pixel (2i + a, 2j + b) sees 2x2 pixels of x only: rows i - 1 + a and i + a, columns likewise. For each parity
+(a, b) the nine weights fall together into four sums, so the work is four convolutions of 2x2: 4/9 of the products.
+
+`_upsample_conv2d` does all four as one implicit GEMM that writes every pixel where it belongs; `_interleave` puts the
+result of a library's convolution there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import triton
+import triton.language as tl
+
+from rocm_sd.kernels.triton.conv2d import interpreted, multiply_taps, place_tile
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import torch
+
+__all__ = ["UpsampleConv2dConfig", "interleave", "launch"]
+
+
+@dataclass(frozen=True)
+class UpsampleConv2dConfig:
+    """Tile sizes; `group_m` tiles of pixels take turns at the same weights, which then stay in the L2 cache."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    group_m: int
+    warps: int
+    stages: int
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, int]) -> UpsampleConv2dConfig:
+        return cls(**values)
+
+
+@triton.jit
+def _upsample_conv2d(
+    x, w, y, bias,
+    H, W, Cin, Cout, pixels, tiles_m, tiles_n, blocks,
+    HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr, WIDEN: tl.constexpr,
+    GROUP_M: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    # The four parities of a tile read the same pixels of x, so they are neighbours, as columns of one wide matrix.
+    tile_m, column = place_tile(tl.program_id(0), tiles_m, tiles_n * 4, GROUP_M)
+    tile_n = column // 4
+    parity = column - tile_n * 4
+    a, b = parity // 2, parity % 2
+    first_m = tile_m * BLOCK_M
+    row = tl.arange(0, BLOCK_M)
+    # Rows and channels past the end repeat the last one: what they give is not stored, and loads need no mask.
+    m = tl.minimum(first_m + row, pixels - 1)
+    n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    line = m // W
+    i = line % H
+    j = m - line * W
+    taps = tl.zeros([BLOCK_M], tl.int32)
+    for ky in tl.static_range(2):
+        for kx in tl.static_range(2):
+            iy, ix = i + (a + ky - 1), j + (b + kx - 1)
+            taps |= ((iy >= 0) & (iy < H) & (ix >= 0) & (ix < W)).to(tl.int32) << (ky * 2 + kx)
+    # 64-bit only in the scalar base: maps of 1024x1024 with a batch of 8 pass 2^31 elements.
+    pixel = (m - first_m + (a - 1) * W + b - 1) * Cin
+    channel = tl.minimum(n, Cout - 1) * (4 * Cin)
+    value = multiply_taps(
+        x + first_m.to(tl.int64) * Cin, w + parity * Cout * 4 * Cin, pixel, channel, taps, 0, blocks * 4, blocks, Cin,
+        (W - 2) * Cin, BLOCK_M, BLOCK_N, BLOCK_K, 2, EVEN_K, False, WIDEN,
+    )  # fmt: skip
+    if HAS_BIAS:
+        value += tl.load(bias + n, mask=n < Cout, other=0.0).to(tl.float32)[None, :]
+    # Line `line` of x becomes lines 2 * line and 2 * line + 1 of y, also from one picture of the batch to the next.
+    first_line = first_m // W
+    target = ((line - first_line) * 4 * W + j * 2) * Cout
+    base = (first_line * 2 + a).to(tl.int64) * (W * 2 * Cout) + b * Cout
+    stored = (first_m + row < pixels)[:, None] & (n < Cout)[None, :]
+    tl.store(y + base + target[:, None] + n[None, :], value.to(y.dtype.element_ty), mask=stored)
+
+
+@triton.jit
+def _interleave(
+    parts, y, bias, H, W, C, column_blocks,
+    HAS_BIAS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """y[2i + a, 2j + b] = parts[i + a, j + b, of parity (a, b)] + bias; parts: [N, H + 1, W + 1, 4 * C]."""
+    number, c_block = tl.program_id(0), tl.program_id(1)
+    line = number // column_blocks
+    image = line // (2 * H)
+    oy = line - image * (2 * H)
+    ox = (number - line * column_blocks) * COLUMNS + tl.arange(0, COLUMNS)
+    c = c_block * BLOCK_C + tl.arange(0, BLOCK_C)
+    a = oy % 2
+    b = ox % 2
+    inside = (ox < 2 * W)[:, None] & (c < C)[None, :]
+    source = (image * (H + 1) + oy // 2 + a).to(tl.int64) * (W + 1) * 4 * C + a * 2 * C
+    column = (ox // 2 + b) * 4 * C + b * C
+    value = tl.load(parts + source + column[:, None] + c[None, :], mask=inside, other=0.0)
+    if HAS_BIAS:
+        shift = tl.load(bias + c, mask=c < C, other=0.0).to(tl.float32)[None, :]
+        value = (value.to(tl.float32) + shift).to(y.dtype.element_ty)
+    base = line.to(tl.int64) * 2 * W * C
+    tl.store(y + base + ox[:, None] * C + c[None, :], value, mask=inside)
+
+
+def interleave(parts: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None) -> None:
+    """Fill `out`, [N, C, 2H, 2W]; `parts`: [N, 4 * C, H + 1, W + 1]; both dense channels-last."""
+    N, C, H, W = out.shape
+    # 2048 values in 4 warps: two 16-byte loads a thread.
+    columns, block_c = (16, 128) if C % 128 == 0 else (32, 64)
+    column_blocks = triton.cdiv(W, columns)
+    # Lines on the first axis: the others hold 65535 at most.
+    _interleave[(N * H * column_blocks, triton.cdiv(C, block_c))](
+        parts, out, bias, H // 2, W // 2, C, column_blocks,
+        HAS_BIAS=bias is not None, COLUMNS=columns, BLOCK_C=block_c, num_warps=4,
+    )  # fmt: skip
+
+
+def launch(
+    x: torch.Tensor,
+    parity_weight: torch.Tensor,
+    out: torch.Tensor,
+    bias: torch.Tensor | None,
+    config: UpsampleConv2dConfig,
+) -> None:
+    """Fill `out`, [N, Cout, 2H, 2W]; x and out are dense channels-last, parity_weight is dense [4, Cout, 2, 2, Cin]."""
+    N, Cin, H, W = x.shape
+    Cout = out.shape[1]
+    pixels = N * H * W
+    tiles_m, tiles_n = triton.cdiv(pixels, config.block_m), triton.cdiv(Cout, config.block_n)
+    _upsample_conv2d[(tiles_m * tiles_n * 4,)](
+        x, parity_weight, out, bias,
+        H, W, Cin, Cout, pixels, tiles_m, tiles_n, triton.cdiv(Cin, config.block_k),
+        HAS_BIAS=bias is not None, EVEN_K=Cin % config.block_k == 0, WIDEN=interpreted(_upsample_conv2d),
+        GROUP_M=config.group_m, BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
+        num_warps=config.warps, num_stages=config.stages,
+    )  # fmt: skip

@@ -1,0 +1,3 @@
+from rocm_sd.ops.attention.op import attention
+
+__all__ = ["attention"]

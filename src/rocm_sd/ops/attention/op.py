@@ -1,0 +1,219 @@
+"""out = softmax(scale * q k^T) v over [B, S, H, D] as the projections leave it: no transposes, no padding copies."""
+
+from __future__ import annotations
+
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from rocm_sd import arch
+from rocm_sd.errors import Unsupported
+from rocm_sd.kernels import triton as triton_kernels
+from rocm_sd.ops.attention.workload import TUNING, VERIFICATION, problem
+from rocm_sd.ops.registry import Implementation, Op, needs_no_dispatcher, register
+from rocm_sd.tuning.choice import STOCK
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from rocm_sd.tuning import Problem
+
+__all__ = ["OP", "attention"]
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float | None = None,
+    implementation: str | None = None,
+) -> torch.Tensor:
+    """out = softmax(scale * q k^T) v for each head; q: [B, S, H, D]; k, v: [B, T, H, D]; fp16, bf16, fp32 or fp64.
+
+    Any strides: views into packed projections are read in place where the columns of a head lie side by side, and
+    copied otherwise. scale is D**-0.5 if None; out: dense [B, S, H, D], q's dtype. `implementation` names one and never
+    falls back; without it the tuning data decides.
+    """
+    _validate(q, k, v)
+    if needs_no_dispatcher(q, k, v):
+        out: torch.Tensor = OP.run(problem(q, k), q.device, implementation, q, k, v, scale)
+        return out
+    result: torch.Tensor = torch.ops.rocm_sd.attention(q, k, v, scale, implementation)
+    return result
+
+
+def _validate(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if tensor.dim() != 4:
+            raise Unsupported(OP.name, f"{name} of {tensor.dim()} dimensions: it takes [batch, sequence, heads, head]")
+        if tensor.dtype != q.dtype:
+            raise Unsupported(OP.name, f"q of {q.dtype} with {name} of {tensor.dtype}")
+        if tensor.device != q.device:
+            raise Unsupported(OP.name, f"q on {q.device} with {name} on {tensor.device}")
+    if q.dtype not in {torch.float16, torch.bfloat16, torch.float32, torch.float64}:
+        raise Unsupported(OP.name, f"dtype {q.dtype}", hint="Use float16, bfloat16, float32 or float64.")
+    B, _, H, D = q.shape
+    if k.shape != v.shape or (k.shape[0], *k.shape[2:]) != (B, H, D):
+        shapes = f"q of shape {tuple(q.shape)} with k of {tuple(k.shape)} and v of {tuple(v.shape)}"
+        raise Unsupported(OP.name, shapes)
+    if not k.shape[1] or not D:
+        raise Unsupported(OP.name, f"no keys or no columns: k of shape {tuple(k.shape)}")
+
+
+def _allocate(q: torch.Tensor) -> torch.Tensor:
+    return torch.empty(q.shape, dtype=q.dtype, device=q.device)
+
+
+def _dense(out: torch.Tensor) -> torch.Tensor:
+    """[B, H, S, D] of stock torch as dense [B, S, H, D]: flash kernels already lay it out so, and cost no copy."""
+    return out.transpose(1, 2).contiguous()
+
+
+def _stock(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float | None,
+    *,
+    config: Mapping[str, int],  # noqa: ARG001 -- stock torch has nothing to configure
+    backend: SDPBackend | None = None,
+) -> torch.Tensor:
+    if not q.numel():
+        return _allocate(q)
+    heads = (q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
+    if backend is None:
+        return _dense(F.scaled_dot_product_attention(*heads, scale=scale))
+    with sdpa_kernel([backend]):
+        return _dense(F.scaled_dot_product_attention(*heads, scale=scale))
+
+
+_CAN_USE = {
+    SDPBackend.FLASH_ATTENTION: "can_use_flash_attention",
+    SDPBackend.EFFICIENT_ATTENTION: "can_use_efficient_attention",
+    SDPBackend.CUDNN_ATTENTION: "can_use_cudnn_attention",
+}
+
+
+@lru_cache(maxsize=1024)
+def _backend_takes(
+    backend: SDPBackend, b: int, s: int, t: int, h: int, d: int, dtype: str, device: torch.device
+) -> bool:
+    """Torch's own answer, asked with tensors of these shapes that take the memory of one row."""
+    can_use = getattr(torch.backends.cuda, _CAN_USE[backend], None)
+    if can_use is None:
+        return False
+    row = torch.empty(d, dtype=getattr(torch, dtype), device=device)
+    q, kv = row.expand(b, h, s, d), row.expand(b, h, t, d)
+    # SDPAParams takes the fewer arguments in older versions of torch; the last is grouped-query attention.
+    parameters = torch.backends.cuda.SDPAParams(q, kv, kv, None, 0.0, False, False)
+    return bool(can_use(parameters, False))
+
+
+def _stock_why_not(problem: Problem, device: torch.device, *, backend: SDPBackend) -> str | None:
+    if device.type != "cuda":
+        return f"a tensor on {device.type}: this backend of torch is for GPUs"
+    sizes = {name: int(problem[name]) for name in ("b", "s", "t", "h", "d")}
+    if not _backend_takes(backend, **sizes, dtype=str(problem["dtype"]), device=device):
+        shown = ", ".join(f"{name}={value}" for name, value in problem.items())
+        return f"{shown}: torch {torch.__version__} has no {backend.name.lower()} kernel for it on this GPU"
+    return None
+
+
+def _backend(name: str, backend: SDPBackend) -> Implementation:
+    return Implementation(name, partial(_stock, backend=backend), partial(_stock_why_not, backend=backend))
+
+
+def _triton(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None, *, config: Mapping[str, int]
+) -> torch.Tensor:
+    from rocm_sd.kernels.triton.attention import AttentionConfig, launch  # noqa: PLC0415 -- needs Triton
+
+    out = _allocate(q)
+    if q.numel():
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        if scale < 0:
+            # The kernel multiplies the largest score by the scale, which is the largest product only where scale >= 0.
+            q, scale = -q, -scale
+        q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
+        units = arch.device_facts(q.device).compute_units or 1
+        launch(q, k, v, out, scale, AttentionConfig.from_mapping(config), units)
+    return out
+
+
+def _triton_why_not(problem: Problem, device: torch.device) -> str | None:
+    if problem["dtype"] not in {"float16", "bfloat16"}:
+        return f"dtype {problem['dtype']}"
+    return triton_kernels.why_not(device)
+
+
+OP = register(
+    Op(
+        name="attention",
+        summary="softmax(scale * q k^T) v over strided [B, S, H, D], heads of any size",
+        implementations=(
+            Implementation(STOCK, _stock, lambda _problem, _device: None),
+            Implementation("triton", _triton, _triton_why_not),
+            _backend("sdpa_flash", SDPBackend.FLASH_ATTENTION),
+            _backend("sdpa_efficient", SDPBackend.EFFICIENT_ATTENTION),
+            _backend("sdpa_cudnn", SDPBackend.CUDNN_ATTENTION),
+            Implementation(
+                "sdpa_math", partial(_stock, backend=SDPBackend.MATH), lambda _problem, _device: None
+            ),
+        ),
+        default_config={
+            "block_m": 32,
+            "block_n": 32,
+            "warps": 4,
+            "stages": 2,
+            "pieces": 3,
+            "ahead": 0,
+            "chunk": 0,
+            "columns": 0,
+            "programs_per_cu": 0,
+        },
+        verification=VERIFICATION,
+        tuning=TUNING,
+    )
+)
+
+
+@torch.library.custom_op(
+    "rocm_sd::attention",
+    mutates_args=(),
+    schema="(Tensor q, Tensor k, Tensor v, float? scale=None, str? implementation=None) -> Tensor",
+)
+def _op(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float | None = None,
+    implementation: str | None = None,
+) -> torch.Tensor:
+    out: torch.Tensor = OP.run(problem(q, k), q.device, implementation, q, k, v, scale)
+    return out
+
+
+@_op.register_fake
+def _(q: torch.Tensor, *_arguments: Any, **_named: Any) -> torch.Tensor:
+    return _allocate(q)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:  # noqa: ARG001 -- torch's signature
+    q, k, v, scale = inputs[:4]
+    ctx.save_for_backward(q, k, v)
+    ctx.scale = scale
+
+
+def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    """Recompute through stock torch, whose own backward then needs no more memory than it must."""
+    heads = [t.detach().transpose(1, 2).requires_grad_() for t in ctx.saved_tensors]
+    with torch.enable_grad():
+        out = F.scaled_dot_product_attention(*heads, scale=ctx.scale)
+    d_q, d_k, d_v = torch.autograd.grad(out, heads, grad.transpose(1, 2))
+    return d_q.transpose(1, 2), d_k.transpose(1, 2), d_v.transpose(1, 2), None, None
+
+
+_op.register_autograd(_backward, setup_context=_setup_context)

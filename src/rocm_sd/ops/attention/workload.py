@@ -1,0 +1,228 @@
+"""The calls that count: what attention is proven on, tuned for and timed at."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rocm_sd.arch import MatrixUnit
+from rocm_sd.ops.attention import reference
+from rocm_sd.ops.registry import Bucket, KernelPromise, Tuning, Verification, Work
+from rocm_sd.ops.samples import Draw, Sample, dtype_name
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from rocm_sd.arch import Arch
+    from rocm_sd.tuning import Problem
+
+__all__ = ["TUNING", "VERIFICATION", "problem"]
+
+# At most this many keys is attention to a text: 77 tokens, or a few such texts' worth padded.
+CROSS = 128
+
+
+def problem(q: torch.Tensor, k: torch.Tensor, *_rest: Any) -> Problem:
+    B, S, H, D = q.shape
+    return {"b": B, "s": S, "t": k.shape[1], "h": H, "d": D, "dtype": dtype_name(q.dtype)}
+
+
+def _sample(B: int, S: int, T: int, H: int, D: int, dtype: torch.dtype = torch.float16) -> Sample:
+    """Where S is T, q, k and v are views of one packed projection; otherwise k and v are, as for a text."""
+
+    def build(draw: Draw) -> tuple[Any, ...]:
+        if S == T:
+            q, k, v = draw(B, S, 3, H, D).unbind(2)
+        else:
+            q = draw(B, S, H, D)
+            k, v = draw(B, T, 2, H, D).unbind(2)
+        return q, k, v, None
+
+    return Sample(f"{B}x{S}x{H}x{D} to {T} keys, {dtype_name(dtype)}", dtype, build)
+
+
+@dataclass(frozen=True)
+class _Tile:
+    """Queries, keys, warps, and what else the kernel's config names; `stages` is the load stages worth a trial."""
+
+    block_m: int
+    block_n: int
+    warps: int
+    stages: tuple[int, ...] = (1, 2)
+    pieces: int = 3
+    ahead: int = 0
+    chunk: int = 0
+    columns: int = 0
+
+    def configs(self, programs_per_cu: int) -> Iterator[Mapping[str, int]]:
+        for stages in self.stages:
+            yield {
+                "block_m": self.block_m,
+                "block_n": self.block_n,
+                "warps": self.warps,
+                "stages": stages,
+                "pieces": self.pieces,
+                "ahead": self.ahead,
+                "chunk": self.chunk,
+                "columns": self.columns,
+                "programs_per_cu": programs_per_cu,
+            }
+
+
+# By the largest head that they serve. Registers on gfx1100 (Triton 3.9) are what parts them: 64x64 in 4 warps needs 188
+# at head size 40 and spills 23 at 80; 64x32 spills 71 at 160, where 64x16 needs 224 and 32x32 needs 247.
+_WMMA = {
+    48: (_Tile(64, 64, 4), _Tile(128, 64, 8), _Tile(64, 32, 4), _Tile(32, 64, 2)),
+    96: (_Tile(64, 32, 4), _Tile(128, 32, 8), _Tile(32, 32, 2), _Tile(64, 64, 4)),
+    128: (_Tile(64, 32, 4), _Tile(128, 32, 8), _Tile(64, 64, 8), _Tile(32, 32, 4)),
+    256: (
+        _Tile(64, 32, 4), _Tile(128, 32, 8), _Tile(64, 32, 8), _Tile(64, 16, 4), _Tile(32, 32, 4), _Tile(32, 16, 2),
+    ),
+}  # fmt: skip
+# Waves of 64 hold twice the values a warp: tiles are larger, and 2 warps are enough to load 16 columns by 16 bytes.
+_MFMA = {
+    48: (_Tile(64, 64, 2), _Tile(128, 64, 4, pieces=1), _Tile(64, 128, 4), _Tile(32, 64, 2)),
+    64: (_Tile(128, 64, 4), _Tile(64, 64, 4), _Tile(128, 32, 4), _Tile(64, 32, 2)),
+    128: (_Tile(128, 64, 4), _Tile(64, 64, 4), _Tile(64, 32, 4), _Tile(128, 32, 4), _Tile(64, 32, 2)),
+    256: (_Tile(64, 32, 4), _Tile(64, 64, 4), _Tile(128, 32, 4), _Tile(128, 32, 8), _Tile(32, 32, 2)),
+}
+# wgmma runs beside the softmax of the block before only where one dot makes the scores: `ahead` goes with one piece.
+_TENSOR_CORE = {
+    64: (
+        _Tile(128, 64, 8, (3,)), _Tile(128, 128, 8, (2, 3)), _Tile(128, 64, 4, (3,)), _Tile(64, 64, 4, (3,)),
+        _Tile(64, 128, 4, (2,)), _Tile(128, 128, 8, (2,), pieces=1), _Tile(128, 64, 8, (3,), pieces=1, ahead=1),
+        _Tile(64, 64, 4, (3,), pieces=1, ahead=1), _Tile(64, 128, 4, (2,), pieces=1, ahead=1),
+        _Tile(128, 128, 8, (2,), pieces=1, ahead=1),
+    ),
+    128: (
+        _Tile(128, 64, 8, (2, 3)), _Tile(128, 128, 8, (2,)), _Tile(64, 64, 4, (2, 3)), _Tile(128, 64, 4, (3,)),
+        _Tile(64, 32, 4, (3,)), _Tile(128, 64, 8, (2,), pieces=1, ahead=1), _Tile(64, 64, 4, (2,), pieces=1, ahead=1),
+    ),
+    256: (
+        _Tile(128, 64, 8, (2, 3)), _Tile(64, 64, 4, (2, 3)), _Tile(128, 32, 8, (3,)), _Tile(64, 32, 4, (2, 3)),
+        _Tile(32, 64, 4, (2,)), _Tile(64, 64, 8, (2,)),
+    ),
+}  # fmt: skip
+# Few keys: what counts is how few of the loads and products are padding, and that the grid is large.
+_TENSOR_CORE_CROSS = (
+    _Tile(128, 128, 8, (1,)), _Tile(128, 64, 4, (2,)), _Tile(128, 32, 4, (3,)), _Tile(64, 128, 4, (1,)),
+    _Tile(64, 64, 4, (2,)), _Tile(64, 32, 4, (3,)), _Tile(32, 32, 2, (3,)), _Tile(128, 128, 8, (1,), pieces=1),
+)  # fmt: skip
+# Queries of 512 columns fill the registers of a workgroup that also keeps its sums, so they are read again for each
+# block of keys; 16 warps of 32 hold all columns of 64 queries in 216 registers, fewer warps own a slice of them.
+_WIDE = {
+    MatrixUnit.WMMA_GFX11: (
+        _Tile(64, 32, 16, chunk=128, columns=512), _Tile(64, 32, 8, chunk=64, columns=256),
+        _Tile(32, 32, 8, chunk=64, columns=512), _Tile(64, 64, 8, chunk=32, columns=128),
+    ),
+    MatrixUnit.MFMA: (
+        _Tile(64, 64, 8, chunk=64, columns=512), _Tile(128, 64, 8, chunk=64, columns=256),
+        _Tile(64, 32, 4, chunk=64, columns=512), _Tile(64, 64, 4, chunk=64, columns=256),
+    ),
+    MatrixUnit.TENSOR_CORE: (
+        _Tile(64, 32, 8, (2,), pieces=1), _Tile(64, 64, 8, (1,), pieces=1), _Tile(128, 64, 8, (2,), chunk=128, columns=256),
+        _Tile(64, 64, 4, (2,), chunk=64, columns=128),
+    ),
+}  # fmt: skip
+
+
+def _space(problem: Problem, arch: Arch) -> Iterator[Mapping[str, int]]:
+    d, unit = int(problem["d"]), arch.matrix_unit
+    if unit is MatrixUnit.WMMA_GFX12:
+        unit = MatrixUnit.WMMA_GFX11
+    if unit not in _WIDE:
+        return
+    if d > 256:
+        tiles = _WIDE[unit]
+    elif unit is MatrixUnit.TENSOR_CORE and int(problem["t"]) <= CROSS:
+        tiles = _TENSOR_CORE_CROSS
+    else:
+        by_head = {MatrixUnit.WMMA_GFX11: _WMMA, MatrixUnit.MFMA: _MFMA, MatrixUnit.TENSOR_CORE: _TENSOR_CORE}[unit]
+        tiles = next(tiles for largest, tiles in by_head.items() if d <= largest)
+    for tile in tiles:
+        for config in tile.configs(programs_per_cu=int(d > 256)):
+            if unit is not MatrixUnit.TENSOR_CORE or _staged_bytes(d, config) <= (arch.lds_per_workgroup or 0):
+                yield config
+
+
+def _staged_bytes(d: int, config: Mapping[str, int]) -> int:
+    """Shared memory for the queries and every stage of keys and values, in half precision."""
+    q = 2 * (config["chunk"] or d) * config["block_m"]
+    k = 2 * (config["chunk"] or d) * config["block_n"]
+    v = 2 * (config["columns"] or d) * config["block_n"]
+    return (q + k + v) * config["stages"] if config["chunk"] else q + (k + v) * config["stages"]
+
+
+def _work(q: torch.Tensor, k: torch.Tensor, *_rest: Any) -> Work:
+    B, S, H, D = q.shape
+    T = k.shape[1]
+    return Work(4.0 * B * H * S * T * D, 2.0 * B * H * (S + T) * D * q.element_size())
+
+
+VERIFICATION = Verification(
+    implementation="triton",
+    kernels="rocm_sd.kernels.triton.attention",
+    reference=reference.attention,
+    problem=problem,
+    small=(
+        _sample(1, 20, 77, 2, 40),
+        _sample(1, 33, 33, 2, 80, torch.bfloat16),
+        _sample(1, 17, 70, 1, 160),
+        _sample(2, 35, 35, 1, 64, torch.bfloat16),
+        _sample(1, 16, 19, 1, 512),
+    ),
+    # The largest self-attention of SD 1.5, its text, its widest heads, and the VAE's.
+    real=(
+        _sample(2, 4096, 4096, 8, 40),
+        _sample(2, 4096, 77, 8, 40),
+        _sample(2, 1024, 1024, 8, 80, torch.bfloat16),
+        _sample(2, 256, 256, 8, 160),
+        _sample(2, 64, 77, 8, 160),
+        _sample(2, 4096, 4096, 10, 64),
+        _sample(1, 4096, 4096, 24, 128, torch.bfloat16),
+        _sample(1, 4096, 4096, 1, 512),
+    ),
+    promises={
+        "_attend": KernelPromise(uses_dot=True),
+        "_attend_wide": KernelPromise(uses_dot=True),
+        "_merge": KernelPromise(
+            bound_by_memory=True, narrow_loads_because="maxima and sums are one number for each row of a part"
+        ),
+    },
+)
+
+_ANY = 2**31
+
+TUNING = Tuning(
+    space=_space,
+    buckets=(
+        Bucket({"d": 40, "t": [1, CROSS]}, _sample(2, 4096, 77, 8, 40)),
+        Bucket({"d": 40, "t": [CROSS + 1, _ANY]}, _sample(2, 4096, 4096, 8, 40)),
+        Bucket({"d": 64, "t": [1, CROSS]}, _sample(2, 4096, 77, 10, 64)),
+        Bucket({"d": 64, "t": [CROSS + 1, 2048]}, _sample(2, 1024, 1024, 20, 64)),
+        Bucket({"d": 64, "t": [2049, _ANY]}, _sample(2, 4096, 4096, 10, 64)),
+        Bucket({"d": 80, "t": [1, CROSS]}, _sample(2, 1024, 77, 8, 80)),
+        Bucket({"d": 80, "t": [CROSS + 1, _ANY]}, _sample(2, 1024, 1024, 8, 80)),
+        Bucket({"d": 128, "t": [1, _ANY]}, _sample(1, 4096, 4096, 24, 128, torch.bfloat16)),
+        Bucket({"d": 160, "t": [1, CROSS]}, _sample(2, 256, 77, 8, 160)),
+        Bucket({"d": 160, "t": [CROSS + 1, _ANY]}, _sample(2, 256, 256, 8, 160)),
+        Bucket({"d": 512, "t": [1, _ANY]}, _sample(1, 4096, 4096, 1, 512)),
+    ),
+    work=_work,
+    # It competes with flash kernels of the vendor's libraries, so only a timed card may prefer it.
+    untimed="torch",
+    # SD 1.5 at 768x768, its smallest maps, SDXL's text, and the VAE at 1024x1024; batch 2 is one picture with guidance.
+    timed=(
+        _sample(2, 9216, 9216, 8, 40),
+        _sample(2, 9216, 77, 8, 40),
+        _sample(2, 4096, 4096, 8, 40, torch.bfloat16),
+        _sample(2, 2304, 2304, 8, 80),
+        _sample(2, 64, 64, 8, 160),
+        _sample(2, 64, 77, 8, 160),
+        _sample(2, 1024, 77, 20, 64),
+        _sample(1, 16384, 16384, 1, 512),
+        _sample(1, 16384, 16384, 1, 512, torch.bfloat16),
+    ),
+)

@@ -1,0 +1,218 @@
+"""The calls that count: what conv2d is proven on, tuned for and timed at."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rocm_sd.arch import MatrixUnit
+from rocm_sd.ops.conv2d import reference
+from rocm_sd.ops.registry import Bucket, KernelPromise, Tuning, Verification, Work
+from rocm_sd.ops.samples import Draw, Sample, dtype_name
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from rocm_sd.arch import Arch
+    from rocm_sd.tuning import Problem
+
+__all__ = ["TUNING", "VERIFICATION", "problem"]
+
+
+def output_size(size: int, kernel: int, stride: int, padding: int) -> int:
+    return (size + 2 * padding - kernel) // stride + 1
+
+
+def problem(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,  # noqa: ARG001 -- the op's own arguments
+    add: torch.Tensor | None = None,  # noqa: ARG001
+    residual: torch.Tensor | None = None,  # noqa: ARG001
+    stride: int = 1,
+    padding: int = 0,
+) -> Problem:
+    """`pixels` are those of the output, over the whole batch."""
+    N, Cin, H, W = x.shape
+    Cout, _, kernel, _ = weight.shape
+    height, width = (output_size(size, kernel, stride, padding) for size in (H, W))
+    return {
+        "pixels": N * height * width,
+        "cin": Cin,
+        "cout": Cout,
+        "kernel": kernel,
+        "stride": stride,
+        "padding": padding,
+        "dtype": dtype_name(x.dtype),
+    }
+
+
+def _sample(
+    shape: tuple[int, int, int, int],
+    cout: int,
+    kernel: int = 3,
+    *,
+    stride: int = 1,
+    parts: str = "bias add residual",
+    dtype: torch.dtype = torch.float16,
+) -> Sample:
+    padding = kernel // 2
+
+    def build(draw: Draw) -> tuple[Any, ...]:
+        N, Cin, H, W = shape
+        size = output_size(H, kernel, stride, padding), output_size(W, kernel, stride, padding)
+        x = draw.image(*shape)
+        weight = draw.image(cout, Cin, kernel, kernel, std=(Cin * kernel * kernel) ** -0.5)
+        bias = draw(cout) if "bias" in parts else None
+        add = draw(N, cout) if "add" in parts else None
+        residual = draw.image(N, cout, *size) if "residual" in parts else None
+        return x, weight, bias, add, residual, stride, padding
+
+    name = f"{'x'.join(map(str, shape))} to {cout}, {kernel}x{kernel}"
+    name += f", stride {stride}" if stride > 1 else ""
+    return Sample(f"{name}, {parts or 'bare'}, {dtype_name(dtype)}", dtype, build)
+
+
+def _unet(cin: int, cout: int, size: int, kernel: int = 3, stride: int = 1) -> Sample:
+    """Batch 2 is one picture with guidance; the first convolution of a block has the time embedding after it."""
+    parts = "bias add residual" if kernel == 3 and stride == 1 else "bias"
+    return _sample((2, cin, size, size), cout, kernel, stride=stride, parts=parts)
+
+
+def _vae(cin: int, cout: int, size: int) -> Sample:
+    return _sample((1, cin, size, size), cout, parts="bias residual" if cin == cout else "bias")
+
+
+# block_m, block_n, block_k, group_m, warps, stages
+_TENSOR_CORE = (
+    (128, 256, 64, 8, 8, 3),
+    (256, 128, 64, 8, 8, 3),
+    (128, 128, 64, 8, 8, 3),
+    (128, 128, 64, 8, 4, 4),
+    (256, 64, 64, 8, 8, 4),
+    (128, 64, 64, 8, 4, 4),
+    (64, 128, 64, 8, 4, 4),
+    (64, 64, 64, 8, 4, 5),
+)
+_MFMA = (
+    (256, 128, 32, 8, 8, 2),
+    (128, 128, 64, 8, 8, 2),
+    (128, 128, 32, 8, 4, 2),
+    (128, 64, 64, 8, 4, 2),
+    (64, 128, 64, 8, 4, 2),
+    (64, 64, 64, 8, 4, 2),
+)
+_WMMA = (
+    (128, 128, 32, 8, 8, 2),
+    (128, 64, 32, 8, 4, 2),
+    (64, 128, 32, 8, 4, 2),
+    (64, 64, 64, 8, 4, 2),
+    (64, 64, 32, 8, 4, 2),
+    (64, 32, 64, 8, 4, 2),
+)
+_TILES = {
+    MatrixUnit.TENSOR_CORE: _TENSOR_CORE,
+    MatrixUnit.MFMA: _MFMA,
+    MatrixUnit.WMMA_GFX11: _WMMA,
+    MatrixUnit.WMMA_GFX12: _WMMA,
+}
+
+
+def _space(problem: Problem, arch: Arch) -> Iterator[Mapping[str, int]]:
+    pixels, cin, cout = int(problem["pixels"]), int(problem["cin"]), int(problem["cout"])
+    seen = set()
+    for tile_m, tile_n, tile_k, group_m, warps, stages in _TILES.get(arch.matrix_unit or MatrixUnit.NONE, ()):
+        block_m = max(32, min(tile_m, _power_of_2(pixels)))
+        block_n = max(16, min(tile_n, _power_of_2(cout)))
+        block_k = max(16, min(tile_k, _power_of_2(cin)))
+        if cin % 16 and arch.matrix_unit is not MatrixUnit.TENSOR_CORE:
+            # Masked loads of 2 bytes that are fetched one block ahead spill 9 to 66 SGPRs on gfx1100.
+            stages = 1  # noqa: PLW2901 -- the table's figure is for whole blocks of channels
+        if stages * (block_m + block_n) * block_k * 2 > (arch.lds_per_workgroup or 0):
+            continue
+        for split_k in _splits(problem, block_m, block_n, block_k, arch.compute_units or 1):
+            config = (block_m, block_n, block_k, group_m, split_k, warps, stages)
+            if config not in seen:
+                seen.add(config)
+                names = ("block_m", "block_n", "block_k", "group_m", "split_k", "warps", "stages")
+                yield dict(zip(names, config, strict=True))
+
+
+def _splits(problem: Problem, block_m: int, block_n: int, block_k: int, units: int) -> tuple[int, ...]:
+    """1, and where the tiles leave at least half of the GPU idle the split that fills it once."""
+    tiles = -(-int(problem["pixels"]) // block_m) * -(-int(problem["cout"]) // block_n)
+    steps = -(-int(problem["cin"]) // block_k) * int(problem["kernel"]) ** 2
+    fill = min(units // tiles, 16)
+    # A part of fewer than 8 steps costs more to begin and to add up than it saves.
+    return (1,) if fill < 2 or steps // fill < 8 else (1, fill)
+
+
+def _power_of_2(value: int) -> int:
+    """The least power of two that is not less."""
+    return 1 << max(value - 1, 0).bit_length()
+
+
+def _work(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    add: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    stride: int = 1,
+    padding: int = 0,
+) -> Work:
+    pixels = int(problem(x, weight, bias, add, residual, stride, padding)["pixels"])
+    Cout = weight.shape[0]
+    moved = x.numel() + weight.numel() + pixels * Cout
+    moved += sum(t.numel() for t in (bias, add, residual) if t is not None)
+    return Work(2.0 * pixels * weight.numel(), float(moved * x.element_size()))
+
+
+VERIFICATION = Verification(
+    implementation="triton",
+    kernels="rocm_sd.kernels.triton.conv2d",
+    reference=reference.conv2d,
+    problem=problem,
+    small=(
+        _sample((1, 32, 5, 7), 24),
+        _sample((2, 20, 4, 5), 17, dtype=torch.bfloat16, parts="add residual"),
+        _sample((1, 16, 7, 6), 16, stride=2, parts="bias"),
+        _sample((2, 40, 3, 5), 20, 1),
+        _sample((1, 4, 5, 5), 3, parts=""),
+    ),
+    # Of Stable Diffusion 1.5: a block of the highest and of the lowest resolution, a shortcut; and one of the VAE.
+    real=(_unet(320, 320, 64), _unet(2560, 1280, 8), _unet(960, 320, 64, 1), _vae(256, 256, 512)),
+    promises={
+        "_conv2d": KernelPromise(uses_dot=True),
+        "_finish": KernelPromise(bound_by_memory=True),
+    },
+)
+
+_MOST = 2**31
+TUNING = Tuning(
+    space=_space,
+    buckets=(
+        Bucket({"cout": [1, 16]}, _unet(320, 4, 64)),
+        Bucket({"cin": [1, 16]}, _unet(4, 320, 64)),
+        Bucket({"kernel": 1, "pixels": [1, 1024]}, _unet(2560, 1280, 16, 1)),
+        Bucket({"kernel": 1, "pixels": [1025, _MOST]}, _unet(960, 320, 64, 1)),
+        Bucket({"pixels": [1, 256]}, _unet(1280, 1280, 8)),
+        Bucket({"pixels": [257, 1024]}, _unet(1280, 1280, 16)),
+        Bucket({"pixels": [1025, 4096]}, _unet(640, 640, 32)),
+        Bucket({"pixels": [4097, 32768], "cout": [17, 383]}, _unet(320, 320, 64)),
+        Bucket({"pixels": [4097, 32768]}, _unet(640, 640, 64)),
+        Bucket({"cout": [17, 191]}, _vae(128, 128, 512)),
+        Bucket({"pixels": [32769, _MOST]}, _vae(256, 256, 512)),
+    ),
+    work=_work,
+    untimed="torch",
+    # UNet and VAE of SD 1.5 at 512x512, then of SDXL at 1024x1024.
+    timed=(
+        _unet(960, 320, 64), _unet(1920, 640, 32), _unet(320, 640, 32), _unet(2560, 1280, 16), _unet(2560, 1280, 8),
+        _unet(320, 320, 64, stride=2),
+        _vae(512, 512, 64), _vae(512, 512, 128), _vae(512, 512, 256), _vae(512, 256, 256), _vae(256, 256, 256),
+        _vae(256, 128, 512), _vae(128, 3, 512),
+        _unet(320, 320, 128), _unet(1280, 1280, 32), _vae(128, 128, 1024),
+    ),
+)  # fmt: skip

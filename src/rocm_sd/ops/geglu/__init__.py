@@ -1,0 +1,3 @@
+from rocm_sd.ops.geglu.op import geglu
+
+__all__ = ["geglu"]

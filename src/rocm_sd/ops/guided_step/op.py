@@ -1,0 +1,304 @@
+"""Classifier-free guidance, a scheduler's update and the scale of the next model input, in one pass.
+
+A scheduler that is linear in its inputs is a table: `tables.py` builds those of the usual ones.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rocm_sd.errors import Unsupported
+from rocm_sd.kernels import triton as triton_kernels
+from rocm_sd.ops.guided_step.workload import TUNING, VERIFICATION, problem
+from rocm_sd.ops.registry import Implementation, Op, needs_no_dispatcher, register
+from rocm_sd.tuning.choice import STOCK
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from rocm_sd.tuning import Problem
+
+__all__ = ["OP", "guided_step"]
+
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+def guided_step(
+    prediction: torch.Tensor,
+    states: torch.Tensor,
+    table: torch.Tensor,
+    step: torch.Tensor,
+    guidance: torch.Tensor | float | None = None,
+    noise: torch.Tensor | None = None,
+    implementation: str | None = None,
+) -> Pair:
+    """[new_states, model_input] = table[step] @ [e, noise, states], with e = u + guidance * (c - u), in float32.
+
+    prediction: [2B, ...], first u for every picture, then c, or [B, ...], e itself, where guidance is None; fp16, bf16,
+    fp32 or fp64. states: [S, B, ...], the sample first, then what the scheduler remembers, in a float dtype of their
+    own. table: [steps, S + 1, S + 2], fp32 or fp64; row k < S gives new_states[k] and row S the next model input, as
+    coefficients of e, of the noise and of each state. step: one int32 or int64, read on the device, which never waits
+    for the host. guidance: a number, or a tensor with one or with B of them. noise: [B, ...], zeros where None.
+
+    new_states is in states' dtype, model_input, doubled where there is guidance, in prediction's; both are contiguous,
+    or channels-last image by image where prediction is. What comes in another layout is copied first.
+    `implementation` names one and never falls back; without it the tuning data decides.
+    """
+    if guidance is not None and not isinstance(guidance, torch.Tensor):
+        guidance = float(guidance)
+    _validate(prediction, states, table, step, guidance, noise)
+    scales = guidance if isinstance(guidance, torch.Tensor) else None
+    if needs_no_dispatcher(prediction, states, table, step, scales, noise):
+        return _run(prediction, states, table, step, guidance, noise, implementation)
+    scale = None if scales is not None else guidance
+    pair: Pair = torch.ops.rocm_sd.guided_step(prediction, states, table, step, scale, scales, noise, implementation)
+    return pair
+
+
+def _validate(
+    prediction: torch.Tensor,
+    states: torch.Tensor,
+    table: torch.Tensor,
+    step: torch.Tensor,
+    guidance: torch.Tensor | float | None,
+    noise: torch.Tensor | None,
+) -> None:
+    if states.dim() < 2 or not states.shape[0]:
+        raise Unsupported(OP.name, f"states of shape {tuple(states.shape)}: it takes [S, B, ...], the sample first")
+    S, B, *image = states.shape
+    expected: list[tuple[str, torch.Tensor | None, tuple[int, ...]]] = [
+        ("prediction", prediction, (B if guidance is None else 2 * B, *image)),
+        ("table", table, (table.shape[0] if table.dim() else 0, S + 1, S + 2)),
+        ("noise", noise, (B, *image)),
+    ]
+    for name, tensor, shape in expected:
+        if tensor is not None and tuple(tensor.shape) != shape:
+            told = f"{name} of shape {tuple(tensor.shape)} with states of shape {tuple(states.shape)}: it takes {shape}"
+            raise Unsupported(OP.name, told)
+    if step.numel() != 1 or step.dtype not in {torch.int32, torch.int64}:
+        raise Unsupported(OP.name, f"step of shape {tuple(step.shape)} and {step.dtype}: it takes one int32 or int64")
+    _validate_values(prediction, states, table, step, guidance if isinstance(guidance, torch.Tensor) else None, noise)
+
+
+def _validate_values(
+    prediction: torch.Tensor,
+    states: torch.Tensor,
+    table: torch.Tensor,
+    step: torch.Tensor,
+    scales: torch.Tensor | None,
+    noise: torch.Tensor | None,
+) -> None:
+    B = states.shape[1]
+    if scales is not None and (scales.dim() > 1 or scales.numel() not in {1, B}):
+        raise Unsupported(OP.name, f"guidance of shape {tuple(scales.shape)}: it takes one number, or {B}")
+    floats = (("prediction", prediction), ("states", states), ("table", table), ("guidance", scales), ("noise", noise))
+    for name, tensor in floats:
+        if tensor is not None and tensor.dtype not in _FLOATS:
+            raise Unsupported(OP.name, f"{name} of {tensor.dtype}", hint="Use a floating dtype of 16 to 64 bits.")
+    if table.dtype not in _FLOATS[2:]:
+        raise Unsupported(OP.name, f"table of {table.dtype}", hint="Use float32.")
+    for name, tensor in (*floats, ("step", step)):
+        if tensor is not None and tensor.device != prediction.device:
+            raise Unsupported(OP.name, f"prediction on {prediction.device} with {name} on {tensor.device}")
+
+
+def _run(
+    prediction: torch.Tensor,
+    states: torch.Tensor,
+    table: torch.Tensor,
+    step: torch.Tensor,
+    guidance: torch.Tensor | float | None,
+    noise: torch.Tensor | None,
+    implementation: str | None,
+) -> Pair:
+    arguments = prediction, states, table, step, guidance, noise
+    pair: Pair = OP.run(problem(*arguments), prediction.device, implementation, *arguments)
+    return pair
+
+
+def _channels_last(prediction: torch.Tensor) -> bool:
+    if prediction.dim() != 4 or prediction.is_contiguous():
+        return False
+    return prediction.is_contiguous(memory_format=torch.channels_last)
+
+
+def _allocate(prediction: torch.Tensor, states: torch.Tensor) -> Pair:
+    if not _channels_last(prediction):
+        return states.new_empty(states.shape), prediction.new_empty(prediction.shape)
+    S, B, C, H, W = states.shape
+    new_states = states.new_empty((S, B, H, W, C)).permute(0, 1, 4, 2, 3)
+    return new_states, torch.empty_like(prediction, memory_format=torch.channels_last)
+
+
+def _guided(prediction: torch.Tensor, guidance: torch.Tensor | float | None, wide: torch.dtype) -> torch.Tensor:
+    if guidance is None:
+        return prediction.to(wide)
+    unconditional, conditional = prediction.to(wide).chunk(2)
+    if isinstance(guidance, float):
+        return unconditional.add(conditional - unconditional, alpha=guidance)
+    return unconditional + _for_each(guidance.to(wide), prediction) * (conditional - unconditional)
+
+
+def _for_each(scales: torch.Tensor, images: torch.Tensor) -> torch.Tensor:
+    return scales.reshape(-1, *[1] * (images.dim() - 1))
+
+
+def _wide(*tensors: torch.Tensor) -> torch.dtype:
+    return torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
+
+
+def _stock(
+    prediction: torch.Tensor,
+    states: torch.Tensor,
+    table: torch.Tensor,
+    step: torch.Tensor,
+    guidance: torch.Tensor | float | None,
+    noise: torch.Tensor | None,
+    *,
+    config: Mapping[str, int],  # noqa: ARG001 -- stock torch has nothing to configure
+) -> Pair:
+    wide = _wide(prediction, states)
+    new_states, model_input = _allocate(prediction, states)
+    rows = table.to(wide).index_select(0, step.reshape(1))[0]
+    terms = [(0, _guided(prediction, guidance, wide))]
+    terms += [] if noise is None else [(1, noise.to(wide))]
+    terms += [(2 + number, state.to(wide)) for number, state in enumerate(states)]
+    targets = [*new_states, model_input]
+    for row, target in zip(rows, targets, strict=True):
+        value = row[0] * terms[0][1]
+        for column, term in terms[1:]:
+            value = torch.addcmul(value, row[column], term)
+        if target is model_input and guidance is not None:
+            value = torch.cat([value, value])
+        target.copy_(value)
+    return new_states, model_input
+
+
+def _triton(
+    prediction: torch.Tensor,
+    states: torch.Tensor,
+    table: torch.Tensor,
+    step: torch.Tensor,
+    guidance: torch.Tensor | float | None,
+    noise: torch.Tensor | None,
+    *,
+    config: Mapping[str, int],
+) -> Pair:
+    from rocm_sd.kernels.triton.guided_step import GuidedStepConfig, launch  # noqa: PLC0415 -- needs Triton
+
+    new_states, model_input = _allocate(prediction, states)
+    if prediction.numel():
+        channels_last = _channels_last(prediction)
+        launch(
+            _dense(prediction, channels_last),
+            _dense(states, channels_last),
+            table.contiguous(),
+            step,
+            guidance.contiguous() if isinstance(guidance, torch.Tensor) else guidance,
+            None if noise is None else _dense(noise, channels_last),
+            new_states,
+            model_input,
+            GuidedStepConfig.from_mapping(config),
+        )
+    return new_states, model_input
+
+
+def _dense(images: torch.Tensor, channels_last: bool) -> torch.Tensor:
+    """The same values in memory in the order of the layout; what is so already is not copied."""
+    return images.movedim(-3, -1).contiguous() if channels_last else images.contiguous()
+
+
+def _triton_why_not(problem: Problem, device: torch.device) -> str | None:
+    if "float64" in {problem["dtype"], problem["state_dtype"]}:
+        return "dtype float64"
+    if int(problem["states"]) > 8:
+        return f"{problem['states']} states: above 8 their coefficients outgrow the scalar registers"
+    return triton_kernels.why_not(device)
+
+
+OP = register(
+    Op(
+        name="guided_step",
+        summary="Guidance, a linear scheduler's update and the next model input, from a table on the device",
+        implementations=(
+            Implementation(STOCK, _stock, lambda _problem, _device: None),
+            Implementation("triton", _triton, _triton_why_not),
+        ),
+        default_config={"block": 512, "warps": 2},
+        verification=VERIFICATION,
+        tuning=TUNING,
+    )
+)
+
+
+@torch.library.custom_op(
+    "rocm_sd::guided_step",
+    mutates_args=(),
+    schema=(
+        "(Tensor prediction, Tensor states, Tensor table, Tensor step, float? scale, Tensor? scales, Tensor? noise, "
+        "str? implementation=None) -> (Tensor, Tensor)"
+    ),
+)
+def _op(
+    prediction: torch.Tensor,
+    states: torch.Tensor,
+    table: torch.Tensor,
+    step: torch.Tensor,
+    scale: float | None,
+    scales: torch.Tensor | None,
+    noise: torch.Tensor | None,
+    implementation: str | None = None,
+) -> Pair:
+    return _run(prediction, states, table, step, scale if scales is None else scales, noise, implementation)
+
+
+@_op.register_fake
+def _(prediction: torch.Tensor, states: torch.Tensor, *_arguments: Any, **_named: Any) -> Pair:
+    return _allocate(prediction, states)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Pair) -> None:  # noqa: ARG001 -- torch's signature
+    prediction, states, table, step, ctx.scale, scales, noise = inputs[:7]
+    ctx.save_for_backward(prediction, states, table, step, scales, noise)
+
+
+def _backward(ctx: Any, d_states: torch.Tensor, d_input: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    """The transpose of the step's rows, then of the guidance; in float32 or wider."""
+    prediction, states, table, step, scales, noise = ctx.saved_tensors
+    guidance = ctx.scale if scales is None else scales
+    wide = _wide(prediction, states)
+    d_last = d_input.to(wide)
+    if guidance is not None:
+        d_last = torch.add(*d_last.chunk(2))
+    d_new = torch.cat([d_states.to(wide), d_last[None]])
+    rows = table.to(wide).index_select(0, step.reshape(1))[0]
+    d_known = (rows.T.reshape(*rows.T.shape, *[1] * d_last.dim()) * d_new).sum(dim=1)
+    d_e = d_known[0]
+    d_prediction, d_scales = d_e, None
+    if guidance is not None:
+        unconditional, conditional = prediction.to(wide).chunk(2)
+        by = guidance if scales is None else _for_each(scales.to(wide), d_e)
+        d_prediction = torch.cat([d_e * (1 - by), d_e * by])
+        if scales is not None:
+            each = (d_e * (conditional - unconditional)).flatten(1).sum(dim=1)
+            d_scales = each.sum().reshape(scales.shape) if scales.numel() == 1 else each.reshape(scales.shape)
+    e = _guided(prediction, guidance, wide)
+    known = torch.cat([torch.stack([e, torch.zeros_like(e) if noise is None else noise.to(wide)]), states.to(wide)])
+    d_rows = (d_new[:, None] * known[None]).flatten(2).sum(dim=2)
+    d_table = torch.zeros_like(table).index_copy(0, step.reshape(1).long(), d_rows[None].to(table.dtype))
+    return (
+        d_prediction.to(prediction.dtype),
+        d_known[2:].to(states.dtype),
+        d_table,
+        None,
+        None,
+        None if d_scales is None else d_scales.to(scales.dtype),
+        None if noise is None else d_known[1].to(noise.dtype),
+        None,
+    )
+
+
+_op.register_autograd(_backward, setup_context=_setup_context)

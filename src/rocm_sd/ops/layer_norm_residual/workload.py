@@ -1,0 +1,97 @@
+"""The calls that count: what layer_norm_residual is proven on, tuned for and timed at."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rocm_sd.ops.layer_norm_residual import reference
+from rocm_sd.ops.registry import Bucket, KernelPromise, Tuning, Verification, Work
+from rocm_sd.ops.samples import Draw, Sample, dtype_name
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from rocm_sd.arch import Arch
+    from rocm_sd.tuning import Problem
+
+__all__ = ["TUNING", "VERIFICATION", "problem"]
+
+
+def problem(x: torch.Tensor, *_rest: Any) -> Problem:
+    C = x.shape[-1]
+    return {"m": x.numel() // C, "c": C, "dtype": dtype_name(x.dtype)}
+
+
+def _sample(rows: int, C: int, dtype: torch.dtype, *, affine: bool = True) -> Sample:
+    def build(draw: Draw) -> tuple[Any, ...]:
+        x = draw(rows, C, mean=0.7, std=2.0)
+        return x, draw(rows, C), *((draw(C, mean=1.0, std=0.3), draw(C)) if affine else (None, None)), 1e-5
+
+    return Sample(f"{rows}x{C}, {dtype_name(dtype)}{'' if affine else ', bare'}", dtype, build)
+
+
+def _real(rows: int, C: int) -> Sample:
+    return _sample(rows, C, torch.float16)
+
+
+def _space(problem: Problem, arch: Arch) -> Iterator[Mapping[str, int]]:
+    """One 16-byte load a lane for each chunk; chunks that divide the row, or half of it or all of it with idle lanes."""
+    wave = arch.wave_size or 32
+    m, c = int(problem["m"]), int(problem["c"])
+    whole = 1 << (c - 1).bit_length()
+    chunks = {whole, whole // 2}
+    divisor = c & -c
+    # Five chunks of 8 values in waves of 64 leave 3 waves of 8 on gfx942; in waves of 32 they leave all 16 on gfx1100.
+    if wave == 32 and c <= 7 * divisor:
+        chunks.add(divisor)
+    for chunk, warps in product(sorted(chunks), (1, 2, 4, 8)):
+        rows = 8 * warps * wave // chunk
+        # A few hundred rows in eights would leave most of the compute units idle.
+        if rows >= 1 and rows * 64 <= m:
+            yield {"rows": rows, "warps": warps, "chunk": chunk}
+
+
+def _work(x: torch.Tensor, *_rest: Any) -> Work:
+    # Ten operations an element; two tensors read, two written.
+    return Work(10.0 * x.numel(), 4.0 * x.numel() * x.element_size())
+
+
+VERIFICATION = Verification(
+    implementation="triton",
+    kernels="rocm_sd.kernels.triton.layer_norm_residual",
+    reference=reference.layer_norm_residual,
+    problem=problem,
+    small=(
+        _sample(9, 320, torch.float16),
+        _sample(5, 77, torch.bfloat16),
+        _sample(3, 640, torch.float32, affine=False),
+        _sample(1, 1, torch.float16),
+    ),
+    # The transformer blocks of Stable Diffusion 1.5 and SDXL, and the widths of text encoders.
+    real=(_real(8192, 320), _real(2048, 640), _real(512, 1280), _real(2048, 1280), _real(154, 768), _real(154, 2048)),
+    promises={"_layer_norm_residual": KernelPromise(bound_by_memory=True)},
+)
+
+TUNING = Tuning(
+    space=_space,
+    buckets=(
+        Bucket({"c": [1, 448]}, _real(8192, 320)),
+        Bucket({"c": [449, 896]}, _real(8192, 640)),
+        Bucket({"c": [897, 1536], "m": [1, 1024]}, _real(512, 1280)),
+        Bucket({"c": [897, 1536], "m": [1025, 2**31]}, _real(2048, 1280)),
+        Bucket({"c": [1537, 16384]}, _real(2048, 2048)),
+    ),
+    work=_work,
+    untimed="triton",
+    # Blocks of SD 1.5 at 512x512 and of SDXL at 1024x1024; 2 maps are one picture with guidance, 8 are four.
+    timed=(
+        _real(2 * 1024, 640),
+        _real(2 * 64, 1280),
+        _real(8 * 4096, 640),
+        _real(8 * 4096, 320),
+        _real(8 * 1024, 1280),
+    ),
+)

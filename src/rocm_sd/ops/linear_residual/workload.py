@@ -1,0 +1,184 @@
+"""The calls that count: what linear_residual is proven on, tuned for and timed at."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rocm_sd.arch import MatrixUnit
+from rocm_sd.ops.linear_residual import reference
+from rocm_sd.ops.registry import Bucket, KernelPromise, Tuning, Verification, Work
+from rocm_sd.ops.samples import Draw, Sample, dtype_name
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from rocm_sd.arch import Arch
+    from rocm_sd.tuning import Problem
+
+__all__ = ["TUNING", "VERIFICATION", "problem"]
+
+
+def problem(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, residual: torch.Tensor | None = None
+) -> Problem:
+    N, K = weight.shape
+    return {
+        "m": x.numel() // K,
+        "n": N,
+        "k": K,
+        "bias": int(bias is not None),
+        "residual": int(residual is not None),
+        "dtype": dtype_name(x.dtype),
+    }
+
+
+def _sample(
+    M: int, N: int, K: int, dtype: torch.dtype = torch.float16, *, bias: bool = True, residual: bool = True
+) -> Sample:
+    def build(draw: Draw) -> tuple[Any, ...]:
+        return (
+            draw(M, K),
+            draw(N, K, std=K**-0.5),
+            draw(N) if bias else None,
+            draw(M, N) if residual else None,
+        )
+
+    parts = "".join(f" + {name}" for name, has in (("bias", bias), ("residual", residual)) if has)
+    return Sample(f"{M}x{K} @ {K}x{N}{parts}, {dtype_name(dtype)}", dtype, build)
+
+
+def _out(M: int, C: int) -> Sample:
+    return _sample(M, C, C)
+
+
+def _qkv(M: int, C: int) -> Sample:
+    return _sample(M, 3 * C, C, bias=False, residual=False)
+
+
+def _feed_in(M: int, C: int) -> Sample:
+    return _sample(M, 8 * C, C, residual=False)
+
+
+def _feed_out(M: int, C: int) -> Sample:
+    return _sample(M, C, 4 * C)
+
+
+def _text(C: int, K: int) -> Sample:
+    return _sample(2 * 77, 2 * C, K, bias=False, residual=False)
+
+
+# block_m, block_n, block_k, warps, stages
+_TILES: Mapping[MatrixUnit, tuple[tuple[int, int, int, int, int], ...]] = {
+    MatrixUnit.TENSOR_CORE: (
+        (128, 256, 64, 8, 3),
+        (128, 128, 64, 8, 4),
+        (128, 128, 64, 4, 3),
+        (128, 64, 64, 4, 4),
+        (64, 128, 64, 4, 4),
+        (64, 64, 64, 4, 4),
+    ),
+    MatrixUnit.MFMA: (
+        (256, 128, 32, 8, 2),
+        (128, 128, 64, 4, 2),
+        (128, 128, 32, 4, 2),
+        (128, 64, 64, 4, 2),
+        (64, 64, 64, 4, 2),
+    ),
+    MatrixUnit.WMMA_GFX11: (
+        (128, 128, 32, 8, 2),
+        (128, 64, 32, 4, 2),
+        (64, 128, 32, 4, 2),
+        (64, 64, 32, 4, 2),
+    ),
+    MatrixUnit.WMMA_GFX12: (
+        (128, 128, 32, 8, 2),
+        (128, 64, 32, 4, 2),
+        (64, 128, 32, 4, 2),
+        (64, 64, 32, 4, 2),
+    ),
+}
+
+
+def _space(problem: Problem, arch: Arch) -> Iterator[Mapping[str, int]]:
+    """Each tile of the matrix unit as it is; and with K shared by several programs where the tiles are too few."""
+    m, n, k = int(problem["m"]), int(problem["n"]), int(problem["k"])
+    units = arch.compute_units or 1
+    for block_m, block_n, block_k, warps, stages in _TILES.get(arch.matrix_unit or MatrixUnit.NONE, ()):
+        tiles = -(-m // block_m) * -(-n // block_n)
+        # A large tile that fills less than half of the GPU loses to a smaller one, split or not.
+        if tiles * 8 < units:
+            continue
+        splits = {1}
+        for split in (2, 4, 8):
+            # Four steps are the least that loading ahead can hide.
+            if tiles * split <= units and k >= 4 * split * block_k:
+                splits.add(split)
+        for split_k in (1, max(splits)) if len(splits) > 1 else (1,):
+            yield {
+                "block_m": block_m,
+                "block_n": block_n,
+                "block_k": block_k,
+                "group_m": 8,
+                "split_k": split_k,
+                "warps": warps,
+                "stages": stages,
+            }
+
+
+def _work(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, residual: torch.Tensor | None = None
+) -> Work:
+    N, K = weight.shape
+    M = x.numel() // K
+    outputs = M * N * (1 if residual is None else 2) + (0 if bias is None else N)
+    return Work(2.0 * M * N * K, float((M * K + N * K + outputs) * x.element_size()))
+
+
+VERIFICATION = Verification(
+    implementation="triton",
+    kernels="rocm_sd.kernels.triton.linear_residual",
+    reference=reference.linear_residual,
+    problem=problem,
+    small=(
+        _sample(33, 48, 64),
+        _sample(5, 77, 45, torch.bfloat16),
+        _sample(17, 32, 96, residual=False),
+        _sample(20, 40, 320, torch.bfloat16, bias=False),
+        _sample(1, 1, 1),
+    ),
+    # Each linear of a transformer block of Stable Diffusion 1.5, and the narrowest maps, whose tiles are few.
+    real=(_out(8192, 320), _qkv(2048, 640), _feed_in(512, 1280), _feed_out(128, 1280), _text(320, 768)),
+    promises={
+        "_product": KernelPromise(uses_dot=True),
+        "_fold": KernelPromise(bound_by_memory=True),
+    },
+)
+
+TUNING = Tuning(
+    space=_space,
+    buckets=(
+        Bucket({"m": [1, 256], "k": [1, 2559]}, _out(128, 1280)),
+        Bucket({"m": [1, 256], "k": [2560, 2**31]}, _feed_out(128, 1280)),
+        Bucket({"m": [257, 1024], "n": [1, 2047]}, _out(512, 1280)),
+        Bucket({"m": [257, 1024], "n": [2048, 2**31]}, _qkv(512, 1280)),
+        Bucket({"m": [1025, 4096], "n": [1, 2047]}, _out(2048, 1280)),
+        Bucket({"m": [1025, 4096], "n": [2048, 2**31]}, _feed_in(2048, 1280)),
+        Bucket({"m": [4097, 2**31], "n": [1, 447]}, _out(8192, 320)),
+        Bucket({"m": [4097, 2**31], "n": [448, 2047]}, _out(8192, 640)),
+        Bucket({"m": [4097, 2**31], "n": [2048, 2**31]}, _feed_in(8192, 640)),
+    ),
+    work=_work,
+    untimed="torch",
+    # The linears of SD 1.5 at 512x512, then of SDXL at 1024x1024; 2 maps are one picture with guidance.
+    timed=(
+        _qkv(8192, 320), _feed_in(8192, 320), _feed_out(8192, 320),
+        _qkv(2048, 640), _out(2048, 640), _feed_in(2048, 640), _feed_out(2048, 640),
+        _feed_in(512, 1280), _feed_out(512, 1280),
+        _qkv(128, 1280), _feed_in(128, 1280),
+        _text(320, 768), _text(640, 768), _text(1280, 768),
+        _qkv(8192, 640), _feed_out(8192, 640), _qkv(2048, 1280), _feed_out(2048, 1280),
+        _text(640, 2048), _text(1280, 2048),
+    ),
+)  # fmt: skip

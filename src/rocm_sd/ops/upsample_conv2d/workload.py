@@ -1,0 +1,128 @@
+"""The calls that count: what upsample_conv2d is proven on, tuned for and timed at."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rocm_sd.arch import MatrixUnit
+from rocm_sd.ops.registry import Bucket, KernelPromise, Tuning, Verification, Work
+from rocm_sd.ops.samples import Draw, Sample, dtype_name
+from rocm_sd.ops.upsample_conv2d import reference
+from rocm_sd.ops.upsample_conv2d.parity import parity_weights
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from rocm_sd.arch import Arch
+    from rocm_sd.tuning import Problem
+
+__all__ = ["TUNING", "VERIFICATION", "problem"]
+
+
+def problem(x: torch.Tensor, weight: torch.Tensor, *_rest: Any) -> Problem:
+    """`pixels` are those of x, over the whole batch."""
+    N, Cin, H, W = x.shape
+    return {"pixels": N * H * W, "cin": Cin, "cout": weight.shape[0], "dtype": dtype_name(x.dtype)}
+
+
+def _sample(
+    shape: tuple[int, int, int, int], cout: int, *, bias: bool = True, dtype: torch.dtype = torch.float16
+) -> Sample:
+    def build(draw: Draw) -> tuple[Any, ...]:
+        Cin = shape[1]
+        x = draw.image(*shape)
+        weight = draw.image(cout, Cin, 3, 3, std=(Cin * 9) ** -0.5)
+        return x, weight, draw(cout) if bias else None, parity_weights(weight)
+
+    name = f"{'x'.join(map(str, shape))} to {cout}"
+    return Sample(f"{name}, {'bias' if bias else 'bare'}, {dtype_name(dtype)}", dtype, build)
+
+
+def _real(n: int, channels: int, size: int) -> Sample:
+    return _sample((n, channels, size, size), channels)
+
+
+# block_m, block_n, block_k, group_m, warps, stages
+_TENSOR_CORE = (
+    (128, 256, 64, 8, 8, 3),
+    (256, 128, 64, 8, 8, 3),
+    (128, 128, 64, 8, 8, 3),
+    (128, 128, 64, 8, 4, 4),
+    (128, 64, 64, 8, 4, 4),
+    (64, 128, 64, 8, 4, 4),
+    (64, 64, 64, 8, 4, 5),
+)
+_MFMA = (
+    (256, 128, 32, 8, 8, 2),
+    (128, 128, 64, 8, 8, 2),
+    (128, 128, 32, 8, 4, 2),
+    (64, 128, 64, 8, 4, 2),
+    (64, 64, 64, 8, 4, 2),
+)
+_WMMA = (
+    (128, 128, 32, 8, 8, 2),
+    (128, 64, 32, 8, 4, 2),
+    (64, 128, 32, 8, 4, 2),
+    (64, 64, 64, 8, 4, 2),
+    (64, 64, 32, 8, 4, 2),
+)
+_TILES = {
+    MatrixUnit.TENSOR_CORE: _TENSOR_CORE,
+    MatrixUnit.MFMA: _MFMA,
+    MatrixUnit.WMMA_GFX11: _WMMA,
+    MatrixUnit.WMMA_GFX12: _WMMA,
+}
+_NAMES = ("block_m", "block_n", "block_k", "group_m", "warps", "stages")
+
+
+def _space(problem: Problem, arch: Arch) -> Iterator[Mapping[str, int]]:  # noqa: ARG001 -- every upsampler is large
+    for config in _TILES.get(arch.matrix_unit or MatrixUnit.NONE, ()):
+        block_m, block_n, block_k, _, _, stages = config
+        if stages * (block_m + block_n) * block_k * 2 <= (arch.lds_per_workgroup or 0):
+            yield dict(zip(_NAMES, config, strict=True))
+
+
+def _work(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *_rest: Any) -> Work:
+    """Of the four 2x2 convolutions: what is needed, not what enlarging first would cost."""
+    N, Cin, H, W = x.shape
+    Cout = weight.shape[0]
+    moved = x.numel() + 16 * Cout * Cin + 4 * N * H * W * Cout + (0 if bias is None else Cout)
+    return Work(2.0 * 4 * N * H * W * 4 * Cin * Cout, float(moved * x.element_size()))
+
+
+VERIFICATION = Verification(
+    implementation="triton",
+    kernels="rocm_sd.kernels.triton.upsample_conv2d",
+    reference=reference.upsample_conv2d,
+    problem=problem,
+    small=(
+        _sample((1, 32, 3, 5), 24),
+        _sample((2, 20, 3, 2), 17, dtype=torch.bfloat16),
+        _sample((1, 16, 1, 1), 16, bias=False),
+    ),
+    # The smallest and the largest of the UNet of Stable Diffusion 1.5, and the largest of its VAE.
+    real=(_real(2, 1280, 8), _real(2, 640, 32), _real(1, 256, 256)),
+    promises={
+        "_upsample_conv2d": KernelPromise(uses_dot=True),
+        "_interleave": KernelPromise(bound_by_memory=True),
+    },
+)
+
+TUNING = Tuning(
+    space=_space,
+    buckets=(
+        Bucket({"pixels": [1, 256]}, _real(2, 1280, 8)),
+        Bucket({"pixels": [257, 1024]}, _real(2, 1280, 16)),
+        Bucket({"pixels": [1025, 4096]}, _real(2, 640, 32)),
+        Bucket({"pixels": [4097, 2**31]}, _real(1, 512, 128)),
+    ),
+    work=_work,
+    untimed="torch",
+    # UNet and VAE of SD 1.5 at 512x512, then of SDXL at 1024x1024; batch 2 is one picture with guidance.
+    timed=(
+        _real(1, 512, 64), _real(1, 256, 256),
+        _real(2, 1280, 32), _real(2, 640, 64), _real(1, 512, 256), _real(1, 256, 512),
+    ),
+)  # fmt: skip

@@ -1,0 +1,179 @@
+"""What one workgroup of a launch does: bytes it moves, matrices it multiplies. Counted in Triton's interpreter.
+
+    with counted("rocm_sd.kernels.triton.group_norm_silu", "gfx1100") as launches:
+        op.implementation("triton").run(*arguments, config=config)
+
+Only the first program of each grid runs, loads give zeros and products are not computed, so a launch of any size takes
+milliseconds. The rest of the grid is taken to be like it: edge tiles, which do as much work for less result, count as
+whole ones. The process must run with TRITON_INTERPRET=1.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections import Counter
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from rocm_sd import arch as archs
+from rocm_sd.errors import MissingDependency, Unsupported
+from rocm_sd.tuning.ranking import Program
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from types import ModuleType
+
+    from rocm_sd.arch import Arch
+
+__all__ = ["CountedLaunch", "Known", "counted"]
+
+
+class _FirstProgramDone(BaseException):
+    """Ends a launch. Not an Exception: the interpreter turns those into an error of its own."""
+
+
+@dataclass(frozen=True)
+class CountedLaunch:
+    kernel: str
+    grid: tuple[int, int, int]
+    program: Program
+
+
+Known = dict[tuple[str, ...], CountedLaunch]
+
+
+class _Meter:
+    """Stands before the methods of the interpreter's builder for the duration of one launch."""
+
+    def __init__(self) -> None:
+        self.grid = (1, 1, 1)
+        self.loaded = self.stored = 0
+        self.dots: Counter[tuple[int, int, int]] = Counter()
+        self._started = False
+
+    def set_grid_dim(self, original: Any, x: int, y: int, z: int) -> None:
+        self.grid = (int(x), int(y), int(z))
+        original(x, y, z)
+
+    def set_grid_idx(self, original: Any, x: int, y: int, z: int) -> None:
+        if self._started:
+            raise _FirstProgramDone
+        self._started = True
+        original(x, y, z)
+
+    def create_masked_load(self, original: Any, pointers: Any, mask: Any, other: Any, *rest: Any) -> Any:
+        self.loaded += _bytes(pointers, mask)
+        # Masked out altogether: no memory is touched, and the value still has the type that the kernel expects.
+        return original(pointers, type(mask)(np.zeros_like(mask.data), mask.dtype), other, *rest)
+
+    def create_masked_store(self, _original: Any, pointers: Any, _value: Any, mask: Any, *_rest: Any) -> None:
+        self.stored += _bytes(pointers, mask)
+
+    def create_dot(self, _original: Any, a: Any, b: Any, d: Any, *_rest: Any) -> Any:
+        batch = int(np.prod(a.data.shape[:-2], dtype=np.int64))
+        self.dots[a.data.shape[-2], b.data.shape[-1], a.data.shape[-1]] += batch
+        return d
+
+
+_METERED = ("set_grid_dim", "set_grid_idx", "create_masked_load", "create_masked_store", "create_dot")
+
+
+def _bytes(pointers: Any, mask: Any) -> int:
+    width: int = max(8, pointers.get_element_ty().primitive_bitwidth) // 8
+    return int(np.broadcast_to(mask.data, pointers.data.shape).sum()) * width
+
+
+class _CountedKernel:
+    """Stands where a triton.jit function stood: `kernel[grid](...)` counts instead of launching."""
+
+    def __init__(
+        self, kernel: Any, launches: list[CountedLaunch], module: ModuleType, kernels: Mapping[str, Any], known: Known
+    ) -> None:
+        self._kernel, self._launches, self._module, self._kernels = kernel, launches, module, kernels
+        self._known = known
+
+    def __getitem__(self, grid: Any) -> Any:
+        def launch(*positional: Any, **named: Any) -> None:
+            same = (self._kernel.fn.__name__, repr(grid), *map(_described, (*positional, *sorted(named.items()))))
+            if same in self._known:
+                self._launches.append(self._known[same])
+                return
+            replaced = {name: getattr(self._module, name) for name in self._kernels}
+            # Kernels call one another through the module, and must find the interpreter's functions there.
+            vars(self._module).update(self._kernels)
+            try:
+                self._known[same] = _count(self._kernel, grid, positional, named)
+                self._launches.append(self._known[same])
+            finally:
+                vars(self._module).update(replaced)
+
+        return launch
+
+
+def _count(kernel: Any, grid: Any, positional: tuple[Any, ...], named: Mapping[str, Any]) -> CountedLaunch:
+    from triton.runtime.interpreter import interpreter_builder  # noqa: PLC0415 -- optional
+
+    meter = _Meter()
+    for name in _METERED:
+        # In the instance, so that the class keeps its own and leaving is a deletion.
+        vars(interpreter_builder)[name] = partial(getattr(meter, name), getattr(interpreter_builder, name))
+    try:
+        with np.errstate(all="ignore"):
+            kernel[grid](*positional, **named)
+    except _FirstProgramDone:
+        pass
+    finally:
+        for name in _METERED:
+            del vars(interpreter_builder)[name]
+    tensors = {t.data_ptr(): t.numel() * t.element_size() for t in (*positional, *named.values()) if _is_tensor(t)}
+    dots = tuple((m, n, k, count) for (m, n, k), count in sorted(meter.dots.items()))
+    program = Program(meter.loaded, meter.stored, dots, sum(tensors.values()))
+    return CountedLaunch(kernel.fn.__name__, meter.grid, program)
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{value.dtype} {tuple(value.shape)} {value.stride()}"
+    return f"{value[0]}={_described(value[1])}" if isinstance(value, tuple) and len(value) == 2 else repr(value)
+
+
+@contextmanager
+def counted(module: str, arch: Arch | str, known: Known | None = None) -> Iterator[list[CountedLaunch]]:
+    """For the duration the module's launches are counted, and `arch.device_facts` tells of the named product.
+
+    `known` keeps what was counted from one block to the next: two architectures often get the same launch.
+    """
+    try:
+        from triton.runtime.interpreter import InterpretedFunction  # noqa: PLC0415 -- optional
+    except ImportError:
+        raise MissingDependency("triton", "verify") from None
+    found = importlib.import_module(module)
+    gpu = archs.get(arch) if isinstance(arch, str) else arch
+    kernels = {name: value for name, value in vars(found).items() if isinstance(value, InterpretedFunction)}
+    if not kernels:
+        raise Unsupported("Counting", f"{module} where its kernels are not interpreted", hint="Set TRITON_INTERPRET=1.")
+    launches: list[CountedLaunch] = []
+    facts = archs.DeviceFacts(gpu.product or gpu.name, gpu, gpu.compute_units, None, None)
+    remembered: Known = {} if known is None else known
+    original = archs.device_facts
+
+    def device_facts(device: object = None) -> archs.DeviceFacts:  # noqa: ARG001 -- the signature it stands for
+        return facts
+
+    counting = {name: _CountedKernel(kernel, launches, found, kernels, remembered) for name, kernel in kernels.items()}
+    vars(found).update(counting)
+    archs.device_facts = device_facts
+    try:
+        yield launches
+    finally:
+        archs.device_facts = original
+        vars(found).update(kernels)

@@ -1,0 +1,157 @@
+"""The files of tuning data that a static search writes: the same search gives the same bytes."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from rocm_sd.errors import NoDiskSpace
+from rocm_sd.tuning.choice import STOCK
+from rocm_sd.tuning.ranking import rank, static_choice
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from pathlib import Path
+
+    from rocm_sd.tuning.ranking import Candidate
+
+__all__ = ["Found", "write"]
+
+NEVER_TIMED = "never on this architecture: every time here is modelled, see docs/tuning.md"
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search found for one bucket; candidates are in the order of the op's space."""
+
+    op: str
+    arch: str
+    when: Mapping[str, Any]
+    sample: str
+    candidates: tuple[Candidate, ...]
+
+    @property
+    def ranked(self) -> list[Candidate]:
+        return rank(self.candidates)
+
+    @property
+    def dropped(self) -> dict[str, int]:
+        """How many for which reason, e.g. {"spills": 3}."""
+        return dict(sorted(Counter(c.dropped.partition(":")[0] for c in self.candidates if c.dropped).items()))
+
+    @property
+    def error(self) -> str | None:
+        """Why the bucket has no config, or None where it has one."""
+        if self.ranked:
+            return None
+        where = f"{self.op} on {self.arch}, {json.dumps(dict(self.when))}"
+        if not self.candidates:
+            return f"{where}: its space has no config"
+        reasons = dict.fromkeys(c.dropped or "" for c in self.candidates)
+        shown = "; ".join(list(reasons)[:3]) + (f"; and {len(reasons) - 3} more reasons" if len(reasons) > 3 else "")
+        return f"{where}: all {len(self.candidates)} configs were dropped: {shown}"
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "op": self.op,
+            "arch": self.arch,
+            "when": dict(self.when),
+            "call": self.sample,
+            "compiled": len(self.candidates),
+            "dropped": self.dropped,
+            "error": self.error,
+            "ranked": [
+                {
+                    "config": dict(c.config),
+                    "modelled_us": c.modelled_us,
+                    "fails": list(c.blemishes),
+                    "figures": dict(c.figures),
+                }
+                for c in self.ranked
+            ],
+            "unusable": [{"config": dict(c.config), "because": c.dropped} for c in self.candidates if c.dropped],
+        }
+
+
+def write(found: Sequence[Found], folder: Path, implementation: str, triton: str) -> Path | None:
+    """The file of one (op, architecture), from all of its buckets; entries that were measured stay.
+
+    Where no bucket has a usable config nothing is written: the op runs as stock torch there, or as the file says that
+    is there already.
+    """
+    first = found[0]
+    path = folder / first.arch / f"{first.op}.json"
+    static = static_choice([each.candidates for each in found])
+    if static is None:
+        return None
+    existing = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    measured = [entry for entry in existing.get("bucket", ()) if entry.get("source") == "measured"]
+    taken = [entry["when"] for entry in measured]
+    chosen, served = static
+    table: dict[str, Any] = {"op": first.op, "arch": first.arch}
+    if existing.get("static", {}).get("source") == "measured":
+        table["static"] = existing["static"]
+    else:
+        why = f"nearest to the best in {served} of {len(found)} buckets, by modelled times"
+        table["static"] = {
+            "implementation": implementation,
+            "config": dict(chosen.config),
+            "why": f"{why}; compiled by Triton {triton} without spills, never timed",
+        }
+    if "exact" in existing:
+        table["exact"] = existing["exact"]
+    table["bucket"] = measured + [_entry(each, implementation, triton) for each in found if each.when not in taken]
+    table["searched"] = {
+        "command": f"rocm-sd tune --static {first.op} --arch {first.arch}",
+        "triton": triton,
+        "timed": NEVER_TIMED,
+        "compiled": sum(len(each.candidates) for each in found),
+        "dropped": dict(sorted(sum((Counter(each.dropped) for each in found), Counter()).items())),
+    }
+    left_out = dict.fromkeys(text for each in found for c in each.ranked for text in c.figures.get("left_out", ()))
+    if left_out:
+        table["searched"]["left_out"] = list(left_out)
+    _replace(path, json.dumps(table, indent=2) + "\n")
+    return path
+
+
+def _entry(found: Found, implementation: str, triton: str) -> dict[str, Any]:
+    if found.error:
+        return {"when": dict(found.when), "implementation": STOCK, "why": found.error}
+    ranked = found.ranked
+    best, runner_up = ranked[0], ranked[1] if len(ranked) > 1 else None
+    figures = {name: value for name, value in best.figures.items() if name != "left_out"}
+    figures["modelled_us"] = best.modelled_us
+    figures["runner_up_modelled_us"] = None if runner_up is None else runner_up.modelled_us
+    figures["modelled_for"] = found.sample
+    if best.blemishes:
+        figures["fails"] = list(best.blemishes)
+    behind = "no other is usable" if runner_up is None else f"the next best {runner_up.modelled_us:.1f} us"
+    return {
+        "when": dict(found.when),
+        "implementation": implementation,
+        "config": dict(best.config),
+        "why": (
+            f"modelled {best.modelled_us:.1f} us, {behind}, of {len(found.candidates)} configs compiled by Triton "
+            f"{triton}; {figures['vgprs']} VGPRs, no spills, {figures['waves_per_simd']} waves a SIMD; never timed"
+        ),
+        "figures": figures,
+    }
+
+
+def _replace(path: Path, text: str) -> None:
+    """Written beside and renamed, so that a reader sees the old file or the new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        beside.write_text(text, encoding="utf-8", newline="\n")
+        beside.replace(path)
+    except OSError as error:
+        beside.unlink(missing_ok=True)
+        if error.errno == errno.ENOSPC:
+            raise NoDiskSpace(path) from None
+        raise

@@ -1,0 +1,171 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rocm_sd.errors import InvalidOption, Unsupported
+from rocm_sd.ops import layout_copy
+from rocm_sd.ops.layout_copy import reference
+from rocm_sd.ops.layout_copy.op import OP
+from rocm_sd.ops.registry import needs_no_dispatcher
+
+# Edge, odd and real.
+SHAPES = [
+    (1, 1, 1, 1),
+    (2, 1, 3, 5),
+    (3, 7, 1, 1),
+    (1, 3, 13, 7),
+    (2, 4, 64, 64),
+    (1, 70, 9, 11),
+    (2, 130, 5, 27),
+    (1, 320, 16, 16),
+    (1, 3, 64, 96),
+]
+DTYPES = [torch.float16, torch.bfloat16, torch.float32]
+IMPLEMENTATIONS = ["torch", "triton"]
+TARGETS = [True, False]
+
+
+def shape_id(shape: tuple[int, ...]) -> str:
+    return "x".join(map(str, shape))
+
+
+def dtype_id(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def target_id(channels_last: bool) -> str:
+    return "to_channels_last" if channels_last else "to_contiguous"
+
+
+def layout(channels_last: bool) -> torch.memory_format:
+    return torch.channels_last if channels_last else torch.contiguous_format
+
+
+def image(shape, dtype, device, channels_last=False):
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(device, dtype)
+    return x.contiguous(memory_format=layout(channels_last))
+
+
+def check(x, channels_last, implementation):
+    """A copy has no rounding: it is the reference, bit by bit."""
+    y = layout_copy(x, channels_last, implementation=implementation)
+    expected = reference.layout_copy(x, channels_last)
+    assert y.dtype == x.dtype
+    assert y.stride() == expected.stride()
+    assert y.is_contiguous(memory_format=layout(channels_last))
+    assert torch.equal(y, expected)
+    assert torch.equal(y, x)
+    if y.numel():
+        assert y.data_ptr() != x.data_ptr()
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
+@pytest.mark.parametrize("channels_last", TARGETS, ids=target_id)
+@pytest.mark.parametrize("shape", SHAPES, ids=shape_id)
+@pytest.mark.usefixtures("poison_memory")
+def test_every_value_is_in_its_place(shape, channels_last, dtype, implementation, device):
+    check(image(shape, dtype, device, not channels_last), channels_last, implementation)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("channels_last", TARGETS, ids=target_id)
+@pytest.mark.parametrize("kind", ["already", "sliced", "transposed", "expanded", "cropped"])
+@pytest.mark.usefixtures("poison_memory")
+def test_inputs_of_any_strides(kind, channels_last, implementation, device):
+    x = image((2, 32, 12, 12), torch.float16, device, channels_last)
+    strided = {
+        "already": x,
+        "sliced": torch.cat([x, x], dim=1)[:, ::2],
+        "transposed": x.transpose(2, 3),
+        "expanded": x[:1].expand(2, -1, -1, -1),
+        "cropped": x[:, :, 1:-1, 2:],
+    }[kind]
+    check(strided, channels_last, implementation)
+
+
+@pytest.mark.parametrize("channels_last", TARGETS, ids=target_id)
+def test_values_that_arithmetic_would_change_are_kept(channels_last, device):
+    x = image((1, 8, 4, 4), torch.float32, device, not channels_last)
+    x[0, 0, 0] = torch.tensor([float("inf"), -float("inf"), -0.0, 1e-45], device=device)
+    x[0, 1, 0, 0] = float("nan")
+    y = layout_copy(x, channels_last, implementation="triton")
+    assert torch.equal(x.contiguous().view(torch.int32), y.contiguous().view(torch.int32))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("channels_last", TARGETS, ids=target_id)
+def test_called_directly_and_through_torchs_dispatcher_the_bits_are_the_same(channels_last, implementation, device):
+    x = image((2, 30, 5, 7), torch.float16, device, not channels_last)
+    assert needs_no_dispatcher(x)
+    direct = layout_copy(x, channels_last, implementation=implementation)
+    dispatched = torch.ops.rocm_sd.layout_copy(x, channels_last, implementation)
+    assert torch.equal(direct, dispatched)
+    assert direct.stride() == dispatched.stride()
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("channels_last", TARGETS, ids=target_id)
+def test_an_empty_batch_is_an_empty_result(channels_last, implementation, device):
+    x = image((2, 32, 4, 4), torch.float16, device, not channels_last)
+    assert layout_copy(x[:0], channels_last, implementation=implementation).shape == (0, 32, 4, 4)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("channels_last", TARGETS, ids=target_id)
+def test_opcheck(channels_last, implementation, device):
+    x = image((2, 8, 3, 5), torch.float32, device, not channels_last).requires_grad_()
+    torch.library.opcheck(torch.ops.rocm_sd.layout_copy.default, (x, channels_last, implementation))
+
+
+@pytest.mark.parametrize("channels_last", TARGETS, ids=target_id)
+def test_gradcheck(channels_last):
+    x = image((2, 3, 2, 4), torch.float64, "cpu", not channels_last).requires_grad_()
+    assert torch.autograd.gradcheck(lambda x: layout_copy(x, channels_last), x)
+
+
+@pytest.mark.parametrize("channels_last", TARGETS, ids=target_id)
+def test_half_precision_gradients_are_the_incoming_ones(channels_last, device):
+    x = image((2, 8, 3, 5), torch.float16, device, not channels_last).requires_grad_()
+    gradient = torch.randn(x.shape, generator=torch.Generator().manual_seed(1)).to(x)
+    layout_copy(x, channels_last).backward(gradient)
+    assert torch.equal(x.grad, gradient)
+
+
+def test_compiles_as_one_graph(device):
+    x = image((2, 8, 6, 5), torch.float32, device)
+
+    def there_and_back(x):
+        return layout_copy(layout_copy(x * 2, True) + 1, False)
+
+    compiled = torch.compile(there_and_back, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x), there_and_back(x))
+
+
+@pytest.mark.parametrize(
+    ("x", "message"),
+    [
+        (torch.zeros(2, 32, 4), "x of 3 dimensions"),
+        (torch.zeros(2, 32, 4, 4, dtype=torch.int32), "dtype torch.int32"),
+    ],
+)
+def test_bad_input_is_refused_in_one_sentence(x, message):
+    with pytest.raises(Unsupported, match=message):
+        layout_copy(x, True)
+
+
+def test_an_implementation_asked_for_by_name_never_falls_back(monkeypatch):
+    x = torch.zeros(1, 32, 4, 4, dtype=torch.float64)
+    with pytest.raises(Unsupported, match="float64"):
+        layout_copy(x, True, implementation="triton")
+    with pytest.raises(InvalidOption, match="torch, triton"):
+        layout_copy(x, True, implementation="cuda")
+    monkeypatch.setenv("ROCM_SD_IMPLEMENTATION", "layout_copy=triton")
+    with pytest.raises(Unsupported, match="float64"):
+        layout_copy(x, True)
+
+
+def test_a_cpu_tensor_gets_stock_torch():
+    choice = OP.choose(OP.verification.problem(torch.zeros(1, 32, 4, 4), True), torch.device("cpu"))
+    assert (choice.implementation, choice.source) == ("torch", "stock")
