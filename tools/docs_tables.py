@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +19,7 @@ import typer
 from rocm_sd import arch, errors
 from rocm_sd.arch.types import UNCONFIRMED
 from rocm_sd.cli.main import app
+from rocm_sd.ops import OPS
 from rocm_sd.settings import VARIABLES, Settings
 from rocm_sd.verify.proofs import RUNGS, Proof, proofs
 
@@ -30,14 +31,15 @@ if TYPE_CHECKING:
 __all__ = ["DOCUMENTS", "EXIT_MEANINGS", "RUNG_MEANINGS", "TABLES", "fill", "main", "stale"]
 
 ROOT = Path(__file__).resolve().parents[1]
-DOCUMENTS = ("README.md", "docs/index.md", "docs/settings.md", "docs/cli.md", "docs/architectures.md")
+DOCUMENTS = (
+    "README.md", "docs/index.md", "docs/settings.md", "docs/cli.md", "docs/architectures.md", "docs/operators.md",
+)  # fmt: skip
 _BLOCK = re.compile(r"(<!-- table: (?P<name>[\w-]+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 
 RUNG_MEANINGS = {
     "reference": "ran on a CPU, compared with float64",
     "interpreted": "ran on a CPU in Triton's interpreter, compared with float64",
-    "compiled": "machine code made and inspected (no spills, no scratch, LDS within limits, 16-byte accesses); "
-    "**not executed**",
+    "compiled": "machine code made and inspected (no spills, no scratch, LDS within limits); **not executed**",
     "emulated": "that machine code executed on an emulator, compared with the reference",
     "tested": "ran on a card, compared with float64 and timed against stock torch",
 }
@@ -61,34 +63,74 @@ def _table(headings: Sequence[str], rows: Iterable[Sequence[object]], right: Seq
     return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
 
 
-def _measured(evidence: str) -> str:
-    """What a recorded run says of itself: the card, and its speed against stock torch in the same run."""
+def _record(evidence: str) -> dict[str, Any]:
     path = ROOT / evidence
     record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.suffix == ".json" else {}
-    if "geomean_speedup" not in record:
+    return record
+
+
+def _measured(evidence: str) -> str:
+    """What a recorded run says of itself: the card, and its speed against stock torch in the same run."""
+    record = _record(evidence)
+    if "geomean" not in record:
         return ""
-    speeds = [row["speedup"] for row in record["rows"]]
+    speeds = [row["against_stock"]["ratio"] for row in record["rows"]]
     return (
-        f": {record['machine']['gpu']}, {record['geomean_speedup']:.2f} times the speed of stock torch "
-        f"(geometric mean of {len(speeds)} shapes, {min(speeds):.2f} to {max(speeds):.2f})"
+        f"{record['machine']['gpu']}, {record['geomean']['against_stock']:.2f} times stock torch "
+        f"({len(speeds)} shapes, {min(speeds):.2f} to {max(speeds):.2f})"
     )
 
 
 def _proofs(*, linked: bool) -> str:
-    groups: dict[tuple[str, str, str, str], list[str]] = defaultdict(list)
-    for proof in sorted(proofs(), key=lambda p: (p.op, RUNGS.index(p.rung))):
-        groups[proof.op, proof.implementation, proof.rung, proof.evidence].append(proof.arch)
+    """A line for each op, with the highest rung that each architecture stands on."""
+    reached: dict[str, dict[str, list[Proof]]] = defaultdict(lambda: defaultdict(list))
+    for proof in sorted(proofs(), key=lambda p: (p.op, p.arch)):
+        reached[proof.op][proof.rung].append(proof)
+    rows = []
+    for op, rungs in reached.items():
+        cells = [", ".join(proof.arch for proof in rungs[rung]) for rung in ("compiled", "emulated")]
+        ran = []
+        for proof in rungs["tested"]:
+            told = _measured(proof.evidence) or proof.arch
+            ran.append(f"[{told}]({proof.evidence})" if linked else told)
+        rows.append((f"`{op}`", *cells, ", ".join(ran)))
+    meanings = [f"- **{rung}**: {RUNG_MEANINGS[rung]}." for rung in ("compiled", "emulated", "tested")]
+    table = _table(("op", "compiled", "emulated", "tested"), rows)
+    below = (
+        "Each is also compared with float64 as plain torch and in Triton's interpreter, on a CPU, in every test run."
+    )
+    return f"{_on_amd(proofs())}\n\n{table}\n" + "\n".join(meanings) + f"\n\n{below}\n"
+
+
+def _ops() -> str:
     rows = [
-        (
-            f"`{op}`, {implementation}",
-            ", ".join(names),
-            f"**{rung}**",
-            RUNG_MEANINGS[rung] + _measured(evidence),
-            f"[{Path(evidence).name}]({evidence})" if linked else f"`{evidence}`",
-        )
-        for (op, implementation, rung, evidence), names in groups.items()
+        (f"`{op.name}`", op.summary, ", ".join(f"`{i.name}`" for i in op.implementations), f"`{op.tuning.untimed}`")
+        for op in OPS.values()
+        if op.tuning
     ]
-    return f"{_on_amd(proofs())}\n\n" + _table(("op", "architectures", "rung", "what that means", "evidence"), rows)
+    return _table(("op", "what it computes", "implementations", "runs where no card was timed"), rows)
+
+
+def _speeds() -> str:
+    rows = []
+    for proof in sorted({p for p in proofs() if p.rung == "tested"}, key=lambda p: p.op):
+        record = _record(proof.evidence)
+        geomean, of = record["geomean"], record["rows"]
+        largest = max(of, key=lambda row: row["us"]["copy"])
+        chosen = Counter(row["implementation"] for row in of)
+        rows.append(
+            (
+                f"`{proof.op}`",
+                len(of),
+                f"{geomean['against_stock']:.2f}",
+                f"{geomean['against_best_stock']:.2f}",
+                f"{geomean['against_compile']:.2f}" if geomean["against_compile"] else "",
+                f"{largest['share_of_copy']:.0%}",
+                ", ".join(f"{name} {count}" for name, count in chosen.most_common()),
+            )
+        )
+    figures = ("shapes", "times stock", "times the best stock", "times torch.compile", "of copy speed, largest shape")
+    return _table(("op", *figures, "what won, and how often"), rows, right=figures)
 
 
 def _on_amd(proven: Iterable[Proof]) -> str:
@@ -221,6 +263,8 @@ def _arch_sources() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "proofs": lambda: _proofs(linked=False),
     "proofs-linked": lambda: _proofs(linked=True),
+    "ops": _ops,
+    "speeds": _speeds,
     "settings": _settings,
     "exit-codes": _exit_codes,
     **{f"options-{verb}": partial(_options, verb) for verb in _verbs()},

@@ -62,7 +62,7 @@ def test_without_static_it_says_what_to_type(capsys):
     [
         (["no_such_op"], "op 'no_such_op' is not known"),
         (["--arch", "gfx9999"], "architecture 'gfx9999' is not known"),
-        (["--jobs", "0"], "not in the range"),
+        (["--jobs", "0"], "Invalid value for '--jobs'"),
     ],
 )
 def test_what_is_not_known_is_exit_code_2(capsys, arguments, sentence):

@@ -166,6 +166,12 @@ def test_an_implementation_asked_for_by_name_never_falls_back(monkeypatch):
         layout_copy(x, True)
 
 
+def test_an_image_whose_offsets_pass_32_bits_is_refused(device):
+    x = torch.zeros(1, device=device, dtype=torch.float16).expand(1, 64, 1 << 13, 1 << 13)
+    with pytest.raises(Unsupported, match="67108864 pixels"):
+        layout_copy(x, True, implementation="triton")
+
+
 def test_a_cpu_tensor_gets_stock_torch():
     choice = OP.choose(OP.verification.problem(torch.zeros(1, 32, 4, 4), True), torch.device("cpu"))
     assert (choice.implementation, choice.source) == ("torch", "stock")

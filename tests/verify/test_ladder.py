@@ -18,7 +18,7 @@ from rocm_sd.verify.proofs import RUNGS, proofs
 pytest.importorskip("triton", reason="AMD code is compiled by Triton")
 
 DATA = Path(rocm_sd.tuning.__file__).parent / "data"
-TUNED = sorted(file.parent.name for file in DATA.glob("gfx*/group_norm_silu.json"))
+TARGETS = [a.name for a in targets()]
 
 
 def test_nothing_named_means_everything():
@@ -44,9 +44,11 @@ def test_what_is_not_known_is_refused_with_the_choices(named, choice):
         ladder.plan(**named)
 
 
-def test_the_proofs_name_every_gfx_with_tuned_data():
-    proven = {p.arch: p.rung for p in proofs() if p.op == "group_norm_silu" and p.arch.startswith("gfx")}
-    assert sorted(proven) == TUNED
+@pytest.mark.parametrize("op", OPS)
+def test_every_op_has_data_and_a_proof_for_every_gfx_that_triton_compiles_for(op):
+    assert sorted(file.parent.name for file in DATA.glob(f"gfx*/{op}.json")) == sorted(TARGETS)
+    proven = {p.arch: p.rung for p in proofs() if p.op == op and p.arch.startswith("gfx")}
+    assert sorted(proven) == sorted(TARGETS)
     assert {arch for arch, rung in proven.items() if rung == "emulated"} == set(ladder.EMULATED)
 
 
@@ -58,20 +60,34 @@ def test_every_op_declares_what_the_ladder_needs():
         assert op.verification.real
 
 
-@pytest.mark.parametrize("gfx", TUNED)
-def test_group_norm_silu_passes_every_gate_on_every_gfx_with_tuned_data(gfx):
-    (outcome,) = ladder.verify(ladder.plan(["group_norm_silu"], [gfx], [3]))
+@pytest.mark.parametrize("gfx", TARGETS)
+@pytest.mark.parametrize("op", OPS)
+def test_every_kernel_passes_every_gate_on_every_gfx(op, gfx):
+    (outcome,) = ladder.verify(ladder.plan([op], [gfx], [3]))
     assert outcome.state == "passed", outcome.sentence
-    kernels = outcome.figures["kernels"]
-    assert len(kernels) == 9
-    for name, facts in kernels.items():
+    assert outcome.figures["kernels"]
+    for facts in outcome.figures["kernels"].values():
         assert facts["vgpr_spills"] + facts["sgpr_spills"] + facts["scratch"] == 0
-        applied = {gate["name"] for gate in facts["gates"] if gate["ok"] is not None}
-        assert {"spills", "scratch", "lds"} <= applied
-        if not name.startswith("_fold"):
-            assert {"wide_loads", "waves"} <= applied
-    # The gates look at loads; the pass that writes the picture must store 16 bytes at a time too.
-    assert all(set(k["global_stores"]) == {"16"} for name, k in kernels.items() if name.startswith("_apply"))
+        assert {"spills", "scratch", "lds"} <= {gate["name"] for gate in facts["gates"] if gate["ok"] is not None}
+
+
+@pytest.mark.parametrize("gfx", ladder.EMULATED)
+@pytest.mark.parametrize("op", OPS)
+def test_every_kernel_computes_the_right_numbers_on_the_emulator(op, gfx):
+    (outcome,) = ladder.verify(ladder.plan([op], [gfx], [4]))
+    assert outcome.state == "passed", outcome.sentence
+    assert outcome.figures["largest_error"] <= outcome.figures["allowed"]
+    # Every kernel that the op has was executed, not only the one that the first sample happens to need.
+    assert set(outcome.figures["kernels"]) == set(OPS[op].verification.promises)
+
+
+@pytest.mark.parametrize("gfx", TARGETS)
+def test_what_writes_the_picture_stores_16_bytes_at_a_time(gfx):
+    """The gates look at loads only."""
+    (outcome,) = ladder.verify(ladder.plan(["group_norm_silu"], [gfx], [3]))
+    applies = {name: k for name, k in outcome.figures["kernels"].items() if name.startswith("_apply")}
+    assert applies
+    assert all(set(k["global_stores"]) == {"16"} for k in applies.values())
 
 
 def test_the_reference_and_the_interpreted_kernels_are_as_near_to_float64_as_stock():
@@ -120,7 +136,7 @@ def test_an_op_that_breaks_a_gate_is_told_by_kernel_and_figure(monkeypatch):
     }
     state, sentence, _ = ladder._compiled(op, replace(op.verification, promises=strict), "gfx1100")
     assert state == "failed"
-    assert "_fold (2x320x64x64 in 32 groups, float16): wide_loads: global loads in the main loop" in sentence
+    assert "_fold (2x320x64x64 in 32 groups, float16, no add): wide_loads: global loads in the main loop" in sentence
 
 
 def test_what_the_emulator_forbids_is_a_failure_and_a_missing_package_is_not():

@@ -8,12 +8,14 @@ from dataclasses import asdict, replace
 import pytest
 import torch
 
-from rocm_sd.errors import InvalidOption, MissingDependency, Unsupported
+from rocm_sd.errors import InvalidOption, MissingDependency, RocmSdError, Unsupported
 from rocm_sd.ops import OPS
 from rocm_sd.tuning import choice
-from rocm_sd.tuning.ranking import Candidate, Code, Part
+from rocm_sd.tuning.ranking import Candidate, Code, Part, Program, _trips
 from rocm_sd.verify import static_tuning, tuning_files, workers
+from rocm_sd.verify.isa import Instruction, report
 from rocm_sd.verify.programs import counted
+from rocm_sd.verify.runner import emulated
 from rocm_sd.verify.static_tuning import plan, tune
 from rocm_sd.verify.tuning_files import Found
 from rocm_sd.verify.workers import WorkerFailed
@@ -98,6 +100,26 @@ def test_where_nothing_is_left_the_error_says_what_and_why_and_no_file_is_made(s
     assert found.error.startswith('group_norm_silu on gfx1100, {"hw": [1, ')
     assert "its space has no config" in found.error
     assert not list(tmp_path.rglob("*"))
+
+
+def test_ctrl_c_keeps_the_files_already_written(small_space, tmp_path):
+    small_space(configs()[0])
+
+    def interrupt(_what):
+        if list(tmp_path.rglob("*.json")):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        tune(plan([OP.name], ["gfx1100", "gfx942"]), tmp_path, progress=interrupt)
+    (written,) = tmp_path.rglob("*.*")
+    assert json.loads(written.read_text())["bucket"][0]["config"] == configs()[0]
+
+
+def test_a_folder_that_cannot_be_written_to_is_refused_before_the_search(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(RocmSdError, match=r"Nothing can be written to .*--out"):
+        tune(plan([OP.name], ["gfx1100"]), tmp_path / "file" / "tuned")
+    assert tune(static_tuning.Plan(()), tmp_path / "not" / "yet") == []
 
 
 def test_nothing_named_means_every_op_and_every_gfx_with_a_matrix_unit():
@@ -265,3 +287,38 @@ def test_products_and_bytes_of_one_workgroup_are_counted():
     # Afterwards the kernel computes again.
     matmul.launch(a, b, c, tile=(16, 32, 32))
     assert torch.allclose(c, a.float() @ b.float(), atol=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("mnemonic", "flops"),
+    [
+        ("v_wmma_f32_16x16x16_f16", 2 * 16**3),
+        ("v_mfma_f32_32x32x8_f16", 2 * 32 * 32 * 8),
+        ("v_mfma_f32_32x32x8f16", 2 * 32 * 32 * 8),
+        ("v_mfma_f32_16x16x16_bf16_1k", 2 * 16**3),
+        ("v_mfma_f32_4x4x4_16b_f16", 2 * 64 * 16),
+        ("v_mfma_f32_4x4x4f16", 2 * 64 * 16),
+        ("v_add_f32_e32", 0),
+    ],
+)
+def test_a_matrix_instruction_says_its_operations(mnemonic, flops):
+    instruction = Instruction(mnemonic, "")
+    assert instruction.matrix_flops == flops
+    assert instruction.is_vector == (flops == 0)
+
+
+def test_the_main_loop_and_the_rest_of_a_kernel_add_up_to_it():
+    """A product of 128x128x64 in tiles of 64x64x32 with 4 waves: two trips of 4 x 4 x 2 products of 16x16x16."""
+    a, b, c = torch.empty(128, 64).half(), torch.empty(64, 128).half(), torch.empty(128, 128)
+    with emulated("verify.kernels.matmul", "gfx1100", execute=False) as run:
+        matmul.launch(a, b, c, tile=(64, 64, 32))
+    facts = report(run.calls[0].code)
+    code = static_tuning._code(facts, 1)
+    assert code.has_loop
+    assert code.waves * code.main.matrix_flops == 2 * 64 * 64 * 32
+    assert code.main.vector + code.rest.vector == facts.vector - facts.transcendental
+    assert sorted(code.main.global_widths + code.rest.global_widths) == sorted(
+        access.width for access in facts.accesses if access.space == "global"
+    )
+    program = Program(2 * 128 * 64, 4 * 64 * 64, ((64, 64, 32, 2),), 2**16)
+    assert _trips(code, program) == 2

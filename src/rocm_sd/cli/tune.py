@@ -27,7 +27,7 @@ def tune(
         str | None, typer.Option(help="Architectures, e.g. gfx1100,gfx942. (default: all with a matrix unit)")
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="Folder for <gfx>/<op>.json. (default: the data of this installation)")
+        Path | None, typer.Option(help="Folder for GFX/OP.json. (default: the data of this installation)")
     ] = None,
     jobs: Annotated[int | None, typer.Option(min=1, help="Compilers at once. (default: as many as cores)")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Every config and figure, machine-readable.")] = False,

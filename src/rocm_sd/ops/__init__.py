@@ -1,5 +1,6 @@
 """Level 3: the operators. Importing them needs no GPU and no Triton."""
 
+from rocm_sd.ops.attention import attention
 from rocm_sd.ops.conv2d import conv2d
 from rocm_sd.ops.geglu import geglu
 from rocm_sd.ops.group_norm_silu import group_norm_silu
@@ -13,6 +14,7 @@ from rocm_sd.ops.upsample_conv2d import parity_weights, upsample_conv2d
 
 __all__ = [
     "OPS",
+    "attention",
     "conv2d",
     "geglu",
     "group_norm_silu",

@@ -30,7 +30,7 @@ from rocm_sd.verify.gates import check
 from rocm_sd.verify.isa import report
 from rocm_sd.verify.programs import counted
 from rocm_sd.verify.runner import emulated
-from rocm_sd.verify.tuning_files import Found, write
+from rocm_sd.verify.tuning_files import Found, require_writable, write
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -141,6 +141,7 @@ def tune(
     progress: Callable[[str], object] = lambda _what: None,
 ) -> list[Found]:
     """Run the plan and write a file for each (op, architecture). Where no config of a bucket is usable, see `error`."""
+    require_writable(out)
     counts = _counted(planned, jobs, progress)
     candidates: dict[int, list[Candidate]] = {index: [] for index in range(len(planned.searches))}
     versions: set[str] = set()

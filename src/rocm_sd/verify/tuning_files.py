@@ -9,7 +9,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rocm_sd.errors import NoDiskSpace
+from rocm_sd.errors import NoDiskSpace, RocmSdError
 from rocm_sd.tuning.choice import STOCK
 from rocm_sd.tuning.ranking import rank, static_choice
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from rocm_sd.tuning.ranking import Candidate
 
-__all__ = ["Found", "write"]
+__all__ = ["Found", "require_writable", "write"]
 
 NEVER_TIMED = "never on this architecture: every time here is modelled, see docs/tuning.md"
 
@@ -141,6 +141,13 @@ def _entry(found: Found, implementation: str, triton: str) -> dict[str, Any]:
         ),
         "figures": figures,
     }
+
+
+def require_writable(folder: Path) -> None:
+    """Before the hours of a search, not after them."""
+    existing = next(place for place in (folder, *folder.resolve().parents) if place.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        raise RocmSdError(f"Nothing can be written to {folder}.", hint="Choose another folder with --out.")
 
 
 def _replace(path: Path, text: str) -> None:

@@ -6,8 +6,9 @@
    keys, a chunk of the head at a time, and a program owns `columns` columns of the output.
 3. `_merge` joins the parts where the keys were divided between programs, so that few heads still fill the GPU.
 
-Scores, maxima and sums are float32. Where there are many blocks of keys, only the last is masked. No atomics: the same input gives the same
-bits. Programs of one head follow one another, so that its keys and values are read from memory once.
+Scores, maxima and sums are float32. Where there are many blocks of keys, only the last is masked. No atomics: the same
+input gives the same bits. Programs of one head follow one another, so that its keys and values are read from memory
+once.
 """
 
 from __future__ import annotations
@@ -19,7 +20,14 @@ import torch
 import triton
 import triton.language as tl
 
-from rocm_sd import settings
+from rocm_sd.kernels.triton.attention_blocks import (
+    dot,
+    over_keys,
+    over_keys_ahead,
+    over_keys_masked,
+    softmax,
+    tile,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -27,8 +35,6 @@ if TYPE_CHECKING:
 __all__ = ["AttentionConfig", "launch", "pieces"]
 
 LOG2_E = 1.4426950408889634
-# Triton's interpreter multiplies the bits of bfloat16 as integers; products of either half type are exact in float32.
-INTERPRETED = tl.constexpr(settings.current().triton_interpret)
 # A key range shorter than this many blocks costs more to merge than it saves.
 LEAST_BLOCKS = 4
 FEW_BLOCKS = 8
@@ -61,74 +67,30 @@ class AttentionConfig:
 
 
 @triton.jit
-def _dot(a, b, acc):
-    if INTERPRETED:
-        a, b = a.to(tl.float32), b.to(tl.float32)
-    return tl.dot(a, b, acc)
-
-
-@triton.jit
-def _tile(base, row, stride, left, FIRST: tl.constexpr, WIDTH: tl.constexpr, D: tl.constexpr, MASKED: tl.constexpr):
-    """WIDTH columns of one head from FIRST on; zero beyond D, and beyond `left` rows where that can happen."""
-    column = FIRST + tl.arange(0, WIDTH)
-    at = base + row[:, None] * stride + column[None, :]
-    if FIRST + WIDTH > D:
-        inside = (column < D)[None, :]
-        if MASKED:
-            inside = inside & (row < left)[:, None]
-        tile = tl.load(at, mask=inside, other=0.0)
-    elif MASKED:
-        tile = tl.load(at, mask=(row < left)[:, None], other=0.0)
-    else:
-        tile = tl.load(at)
-    return tile
-
-
-@triton.jit
-def _scores(
-    q0, q1, q2, k, row, stride, left,
-    D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    s = _dot(q0, tl.trans(_tile(k, row, stride, left, 0, D0, D, MASKED)), None)
-    if D1:
-        s = _dot(q1, tl.trans(_tile(k, row, stride, left, D0, D1, D, MASKED)), s)
-    if D2:
-        s = _dot(q2, tl.trans(_tile(k, row, stride, left, D0 + D1, D2, D, MASKED)), s)
-    if MASKED:
-        s = tl.where((row < left)[None, :], s, float("-inf"))
-    return s
-
-
-@triton.jit
-def _softmax(s, top, total, scale):
-    """The block's weights, the new maximum and sum, and the factor that older sums shrink by."""
-    new = tl.maximum(top, tl.max(s, axis=1) * scale)
-    p = tl.exp2(s * scale - new[:, None])
-    shrink = tl.exp2(top - new)
-    return p, new, total * shrink + tl.sum(p, axis=1), shrink
-
-
-@triton.jit
-def _weigh(
-    s, top, total, a0, a1, a2, v, row, stride, left, scale,
-    D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    p, top, total, shrink = _softmax(s, top, total, scale)
-    p = p.to(v.dtype.element_ty)
-    a0 = _dot(p, _tile(v, row, stride, left, 0, D0, D, MASKED), a0 * shrink[:, None])
-    if D1:
-        a1 = _dot(p, _tile(v, row, stride, left, D0, D1, D, MASKED), a1 * shrink[:, None])
-    if D2:
-        a2 = _dot(p, _tile(v, row, stride, left, D0 + D1, D2, D, MASKED), a2 * shrink[:, None])
-    return top, total, a0, a1, a2
-
-
-@triton.jit
 def _head(base, b, h, row, stride_b, stride_h, stride_row, ALIGN: tl.constexpr):
     """Strides are in units of ALIGN elements. 64-bit only in this scalar base."""
     offset = b.to(tl.int64) * stride_b + h.to(tl.int64) * stride_h + row.to(tl.int64) * stride_row
     # Triton knows of an argument only whether it is a multiple of 16: a head of 40 would be loaded by 2 bytes.
     return base + offset * ALIGN
+
+
+@triton.jit
+def _rows_out(
+    out, parts, tops, totals, top, total, b, h, head, heads, split, m, row, left, is_first, S, H,
+    D: tl.constexpr, BLOCK_M: tl.constexpr, SPLIT: tl.constexpr, ALIGN: tl.constexpr,
+):  # fmt: skip
+    """Where the rows go, how far apart they are, and their factor; a part keeps its maxima and sums for `_merge`."""
+    if SPLIT:
+        at = (split * heads + head).to(tl.int64) * S + m * BLOCK_M
+        if is_first:
+            tl.store(tops + at + row, top, mask=row < left)
+            tl.store(totals + at + row, total, mask=row < left)
+        base, stride, share = parts + at * D, D, tl.full([BLOCK_M], 1.0, tl.float32)
+    else:
+        width = D // ALIGN
+        base = _head(out, b, h, m * BLOCK_M, S * H * width, width, H * width, ALIGN)
+        stride, share = H * D, 1.0 / total
+    return base, stride, share
 
 
 @triton.jit
@@ -147,96 +109,70 @@ def _attend(
     AHEAD: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     pid = tl.program_id(0)
-    m = pid % m_blocks
-    split = pid // m_blocks % splits
-    head = pid // m_blocks // splits
+    m, split, head = pid % m_blocks, pid // m_blocks % splits, pid // m_blocks // splits
     b, h = head // H, head % H
     first = split * keys_per_split
     keys = tl.minimum(keys_per_split, T - first)
-
     row = tl.arange(0, BLOCK_M)
     rows_left = S - m * BLOCK_M
     q = _head(q, b, h, m * BLOCK_M, q_b, q_h, q_s, ALIGN)
     k = _head(k, b, h, first, k_b, k_h, k_s, ALIGN)
     v = _head(v, b, h, first, v_b, v_h, v_s, ALIGN)
     q_s, k_s, v_s = q_s * ALIGN, k_s * ALIGN, v_s * ALIGN
-    q0 = _tile(q, row, q_s, rows_left, 0, D0, D, True)
-    q1, q2 = q0, q0
+
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
+    q0 = tile(q, row, q_s, rows_left, 0, D0, D, True)
     a0 = tl.zeros([BLOCK_M, D0], tl.float32)
-    a1, a2 = total, total
+    # Of a piece that is not there nothing is read: any value may stand for it.
+    q1, q2, a1, a2 = q0, q0, total, total
     if D1:
-        q1 = _tile(q, row, q_s, rows_left, D0, D1, D, True)
+        q1 = tile(q, row, q_s, rows_left, D0, D1, D, True)
         a1 = tl.zeros([BLOCK_M, D1], tl.float32)
     if D2:
-        q2 = _tile(q, row, q_s, rows_left, D0 + D1, D2, D, True)
+        q2 = tile(q, row, q_s, rows_left, D0 + D1, D2, D, True)
         a2 = tl.zeros([BLOCK_M, D2], tl.float32)
 
-    key = tl.arange(0, BLOCK_N)
     if MASKED:
-        for start in range(0, keys, BLOCK_N):
-            left = keys - start
-            s = _scores(q0, q1, q2, k, key, k_s, left, D, D0, D1, D2, True)
-            top, total, a0, a1, a2 = _weigh(s, top, total, a0, a1, a2, v, key, v_s, left, scale, D, D0, D1, D2, True)
-            k += BLOCK_N * k_s
-            v += BLOCK_N * v_s
+        top, total, a0, a1, a2 = over_keys_masked(
+            q0, q1, q2, k, v, k_s, v_s, keys, top, total, a0, a1, a2, scale, D, D0, D1, D2, BLOCK_N
+        )
     elif AHEAD:
-        # The tensor cores work on the next scores while the other units do this block's softmax.
-        s = _scores(q0, q1, q2, k, key, k_s, keys, D, D0, D1, D2, TAIL)
-        whole = keys // BLOCK_N
-        for _ in range(1, whole):
-            k += BLOCK_N * k_s
-            ahead = _scores(q0, q1, q2, k, key, k_s, keys, D, D0, D1, D2, False)
-            top, total, a0, a1, a2 = _weigh(s, top, total, a0, a1, a2, v, key, v_s, keys, scale, D, D0, D1, D2, False)
-            v += BLOCK_N * v_s
-            s = ahead
-        left = keys
-        if TAIL:
-            left = keys - whole * BLOCK_N
-            if (whole > 0) & (left > 0):
-                k += BLOCK_N * k_s
-                ahead = _scores(q0, q1, q2, k, key, k_s, left, D, D0, D1, D2, True)
-                top, total, a0, a1, a2 = _weigh(
-                    s, top, total, a0, a1, a2, v, key, v_s, keys, scale, D, D0, D1, D2, False
-                )
-                v += BLOCK_N * v_s
-                s = ahead
-            left = tl.where(left > 0, left, BLOCK_N)
-        top, total, a0, a1, a2 = _weigh(s, top, total, a0, a1, a2, v, key, v_s, left, scale, D, D0, D1, D2, TAIL)
+        top, total, a0, a1, a2 = over_keys_ahead(
+            q0, q1, q2, k, v, k_s, v_s, keys, top, total, a0, a1, a2, scale, D, D0, D1, D2, BLOCK_N, TAIL
+        )
     else:
-        whole = keys // BLOCK_N
-        for _ in range(whole):
-            s = _scores(q0, q1, q2, k, key, k_s, keys, D, D0, D1, D2, False)
-            top, total, a0, a1, a2 = _weigh(s, top, total, a0, a1, a2, v, key, v_s, keys, scale, D, D0, D1, D2, False)
-            k += BLOCK_N * k_s
-            v += BLOCK_N * v_s
-        if TAIL:
-            left = keys - whole * BLOCK_N
-            if left > 0:
-                s = _scores(q0, q1, q2, k, key, k_s, left, D, D0, D1, D2, True)
-                top, total, a0, a1, a2 = _weigh(
-                    s, top, total, a0, a1, a2, v, key, v_s, left, scale, D, D0, D1, D2, True
-                )
+        top, total, a0, a1, a2 = over_keys(
+            q0, q1, q2, k, v, k_s, v_s, keys, top, total, a0, a1, a2, scale, D, D0, D1, D2, BLOCK_N, TAIL
+        )
 
-    if SPLIT:
-        at = (split * (tl.num_programs(0) // (m_blocks * splits)) + head).to(tl.int64) * S + m * BLOCK_M
-        tl.store(tops + at + row, top, mask=row < rows_left)
-        tl.store(totals + at + row, total, mask=row < rows_left)
-        target, stride = parts + at * D, D
-    else:
-        share = 1.0 / total
-        a0 *= share[:, None]
-        if D1:
-            a1 *= share[:, None]
-        if D2:
-            a2 *= share[:, None]
-        target, stride = _head(out, b, h, m * BLOCK_M, S * H * (D // ALIGN), D // ALIGN, H * (D // ALIGN), ALIGN), H * D
-    _store(target, row, stride, rows_left, a0, 0, D0, D)
+    heads = tl.num_programs(0) // (m_blocks * splits)
+    base, stride, share = _rows_out(
+        out, parts, tops, totals, top, total, b, h, head, heads, split, m, row, rows_left, True, S, H,
+        D, BLOCK_M, SPLIT, ALIGN,
+    )  # fmt: skip
+    _store(base, row, stride, rows_left, a0 * share[:, None], 0, D0, D)
     if D1:
-        _store(target, row, stride, rows_left, a1, D0, D1, D)
+        _store(base, row, stride, rows_left, a1 * share[:, None], D0, D1, D)
     if D2:
-        _store(target, row, stride, rows_left, a2, D0 + D1, D2, D)
+        _store(base, row, stride, rows_left, a2 * share[:, None], D0 + D1, D2, D)
+
+
+@triton.jit
+def _chunk(base, row, stride, left, c, D: tl.constexpr, CHUNK: tl.constexpr, MASKED: tl.constexpr):
+    """Columns c to c + CHUNK of the rows; zero beyond D, and beyond `left` rows where that can happen."""
+    lane = tl.arange(0, CHUNK)
+    at = base + c + row[:, None] * stride + lane[None, :]
+    if D % CHUNK:
+        inside = (c + lane < D)[None, :]
+        if MASKED:
+            inside = inside & (row < left)[:, None]
+        value = tl.load(at, mask=inside, other=0.0)
+    elif MASKED:
+        value = tl.load(at, mask=(row < left)[:, None], other=0.0)
+    else:
+        value = tl.load(at)
+    return value
 
 
 @triton.jit
@@ -248,71 +184,46 @@ def _attend_wide(
 ):  # fmt: skip
     pid = tl.program_id(0)
     # Slices of the same queries side by side: they read the same queries and keys.
-    slice_id = pid % slices
-    m = pid // slices % m_blocks
-    split = pid // slices // m_blocks % splits
-    head = pid // slices // m_blocks // splits
+    slice_id, m = pid % slices, pid // slices % m_blocks
+    split, head = pid // slices // m_blocks % splits, pid // slices // m_blocks // splits
     b, h = head // H, head % H
     first = split * keys_per_split
     keys = tl.minimum(keys_per_split, T - first)
-
     row = tl.arange(0, BLOCK_M)
     key = tl.arange(0, BLOCK_N)
-    lane = tl.arange(0, CHUNK)
-    column = slice_id * COLUMNS + tl.arange(0, COLUMNS)
     rows_left = S - m * BLOCK_M
     q = _head(q, b, h, m * BLOCK_M, q_b, q_h, q_s, ALIGN)
     k = _head(k, b, h, first, k_b, k_h, k_s, ALIGN)
     v = _head(v, b, h, first, v_b, v_h, v_s, ALIGN)
     q_s, k_s, v_s = q_s * ALIGN, k_s * ALIGN, v_s * ALIGN
+
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, COLUMNS], tl.float32)
-
     for start in range(0, keys, BLOCK_N):
+        left = keys - start
         s = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        # A loop that is not unrolled: its loads depend on c, so the compiler cannot keep the queries in registers.
+        # Not unrolled: the loads depend on c, so the compiler cannot keep the queries in registers.
         for c in range(0, D, CHUNK):
-            in_head = (c + lane < D)[None, :]
-            q_inside = (row < rows_left)[:, None]
-            if D % CHUNK:
-                q_inside = q_inside & in_head
-            q_tile = tl.load(q + c + row[:, None] * q_s + lane[None, :], mask=q_inside, other=0.0)
-            k_at = k + c + key[:, None] * k_s + lane[None, :]
-            if MASKED:
-                k_tile = tl.load(k_at, mask=(key < keys - start)[:, None] & in_head, other=0.0)
-            elif D % CHUNK:
-                k_tile = tl.load(k_at, mask=in_head, other=0.0)
-            else:
-                k_tile = tl.load(k_at)
-            s = _dot(q_tile, tl.trans(k_tile), s)
+            q_tile = _chunk(q, row, q_s, rows_left, c, D, CHUNK, True)
+            s = dot(q_tile, tl.trans(_chunk(k, key, k_s, left, c, D, CHUNK, MASKED)), s)
         if MASKED:
-            s = tl.where((key < keys - start)[None, :], s, float("-inf"))
-        p, top, total, shrink = _softmax(s, top, total, scale)
-        v_at = v + key[:, None] * v_s + column[None, :]
-        if MASKED:
-            v_tile = tl.load(v_at, mask=(key < keys - start)[:, None] & (column < D)[None, :], other=0.0)
-        elif D % COLUMNS:
-            v_tile = tl.load(v_at, mask=(column < D)[None, :], other=0.0)
-        else:
-            v_tile = tl.load(v_at)
-        acc = _dot(p.to(v.dtype.element_ty), v_tile, acc * shrink[:, None])
+            s = tl.where((key < left)[None, :], s, float("-inf"))
+        p, top, total, shrink = softmax(s, top, total, scale)
+        v_tile = _chunk(v, key, v_s, left, slice_id * COLUMNS, D, COLUMNS, MASKED)
+        acc = dot(p.to(v.dtype.element_ty), v_tile, acc * shrink[:, None])
         k += BLOCK_N * k_s
         v += BLOCK_N * v_s
 
-    if SPLIT:
-        heads = tl.num_programs(0) // (slices * m_blocks * splits)
-        at = (split * heads + head).to(tl.int64) * S + m * BLOCK_M
-        # Every slice has the same maxima and sums.
-        if slice_id == 0:
-            tl.store(tops + at + row, top, mask=row < rows_left)
-            tl.store(totals + at + row, total, mask=row < rows_left)
-        target, stride = parts + at * D, D
-    else:
-        acc = acc / total[:, None]
-        target, stride = _head(out, b, h, m * BLOCK_M, S * H * (D // ALIGN), D // ALIGN, H * (D // ALIGN), ALIGN), H * D
-    at = target + row[:, None] * stride + column[None, :]
-    tl.store(at, acc.to(target.dtype.element_ty), mask=(row < rows_left)[:, None] & (column < D)[None, :])
+    heads = tl.num_programs(0) // (slices * m_blocks * splits)
+    base, stride, share = _rows_out(
+        out, parts, tops, totals, top, total, b, h, head, heads, split, m, row, rows_left, slice_id == 0, S, H,
+        D, BLOCK_M, SPLIT, ALIGN,
+    )  # fmt: skip
+    column = slice_id * COLUMNS + tl.arange(0, COLUMNS)
+    at = base + row[:, None] * stride + column[None, :]
+    inside = (row < rows_left)[:, None] & (column < D)[None, :]
+    tl.store(at, (acc * share[:, None]).to(base.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -378,7 +289,7 @@ def launch(
     config: AttentionConfig,
     compute_units: int,
 ) -> None:
-    """Fill `out`, dense [B, S, H, D]; q, k and v have columns side by side and any other strides; scale >= 0."""
+    """Fill `out`, dense [B, S, H, D]; q, k and v have columns side by side and any other strides; scale > 0."""
     B, S, H, D = q.shape
     T = k.shape[1]
     m_blocks = triton.cdiv(S, config.block_m)

@@ -26,10 +26,15 @@ __all__ = ["Conv2dConfig", "finish", "interpreted", "launch", "multiply_taps", "
 
 @dataclass(frozen=True)
 class Conv2dConfig:
-    """Tile sizes; `group_m` tiles of pixels take turns at the same weights, which then stay in the L2 cache."""
+    """Tile sizes; `group_m` tiles of pixels take turns at the same weights, which then stay in the L2 cache.
+
+    A tile has block_n + block_n2 channels: 320, 640 and 1280 are whole multiples of 128 + 32 and of no power of two
+    above 64. block_n2 may be 0.
+    """
 
     block_m: int
     block_n: int
+    block_n2: int
     block_k: int
     group_m: int
     split_k: int
@@ -54,45 +59,58 @@ def place_tile(number, tiles_m, tiles_n, GROUP_M: tl.constexpr):
 
 @triton.jit
 def multiply_taps(
-    x, w, pixel, channel, taps, first, count, blocks, Cin, row_skip,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    x, w, pixel, channel, channel2, taps, first, count, blocks, Cin, row_skip,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_N2: tl.constexpr, BLOCK_K: tl.constexpr,
     KW: tl.constexpr, EVEN_K: tl.constexpr, ALL_INSIDE: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """Sum over `count` blocks of the depth from number `first` on: [BLOCK_M, BLOCK_N] in float32.
+    """Sums over `count` blocks of the depth from number `first` on, in float32: [BLOCK_M, BLOCK_N] and [.., BLOCK_N2].
 
-    `pixel`, `channel`: where the rows of x and of w begin; `taps`: a bit for each tap that lies inside the picture;
-    `blocks`: blocks of channels in a tap; `row_skip`: from the end of a filter row in x to the beginning of the next.
+    `pixel`, `channel`, `channel2`: where the rows of x and of w begin; `taps`: a bit for each tap that lies inside the
+    picture; `blocks`: blocks of channels in a tap; `row_skip`: from the end of a filter row in x to the next one's
+    beginning.
     """
     lane = tl.arange(0, BLOCK_K)
     x_tile = pixel[:, None] + lane[None, :]
     w_tile = channel[None, :] + lane[:, None]
     sum_ = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    sum2 = sum_
+    if BLOCK_N2:
+        w_tile2 = channel2[None, :] + lane[:, None]
+        sum2 = tl.zeros([BLOCK_M, BLOCK_N2], tl.float32)
     tap = first // blocks
     c = (first - tap * blocks) * BLOCK_K
     for _ in range(count):
         at_w = tap * Cin + c
         # The next pixel's channels follow this one's in memory, so a filter row is one run of KW * Cin values.
         at_x = at_w + tap // KW * row_skip
+        in_depth = lane < Cin - c
         if EVEN_K:
             at_w = tl.multiple_of(at_w, 16)
             at_x = tl.multiple_of(at_x, 16)
-            b = tl.load(w + at_w + w_tile)
             if ALL_INSIDE:
                 a = tl.load(x + at_x + x_tile)
             else:
                 a = tl.load(x + at_x + x_tile, mask=((taps >> tap) & 1 != 0)[:, None], other=0.0)
         else:
-            in_depth = lane < Cin - c
-            b = tl.load(w + at_w + w_tile, mask=in_depth[:, None], other=0.0)
             a = tl.load(x + at_x + x_tile, mask=((taps >> tap) & 1 != 0)[:, None] & in_depth[None, :], other=0.0)
         if WIDEN:
-            a, b = a.to(tl.float32), b.to(tl.float32)
-        sum_ = tl.dot(a, b, sum_)
+            a = a.to(tl.float32)
+        sum_ = tl.dot(a, _weights(w + at_w + w_tile, in_depth, EVEN_K, WIDEN), sum_)
+        if BLOCK_N2:
+            sum2 = tl.dot(a, _weights(w + at_w + w_tile2, in_depth, EVEN_K, WIDEN), sum2)
         c += BLOCK_K
         tap_done = c >= Cin
         c = tl.where(tap_done, 0, c)
         tap = tl.where(tap_done, tap + 1, tap)
-    return sum_
+    return sum_, sum2
+
+
+@triton.jit
+def _weights(at, in_depth, EVEN_K: tl.constexpr, WIDEN: tl.constexpr):
+    b = tl.load(at) if EVEN_K else tl.load(at, mask=in_depth[:, None], other=0.0)
+    if WIDEN:
+        b = b.to(tl.float32)
+    return b
 
 
 @triton.jit
@@ -101,15 +119,14 @@ def _conv2d(
     H, W, Cin, Ho, Wo, Cout, pixels, tiles_m, tiles_n, blocks, blocks_per_split,
     HAS_BIAS: tl.constexpr, HAS_ADD: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     KERNEL: tl.constexpr, STRIDE: tl.constexpr, PADDING: tl.constexpr,
-    SPLIT: tl.constexpr, EVEN_K: tl.constexpr, ALL_INSIDE: tl.constexpr, ONE_IMAGE: tl.constexpr,
-    WIDEN: tl.constexpr, GROUP_M: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    EVEN_K: tl.constexpr, ALL_INSIDE: tl.constexpr, ONE_IMAGE: tl.constexpr,
+    WIDEN: tl.constexpr, GROUP_M: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_N2: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     tile_m, tile_n = place_tile(tl.program_id(0), tiles_m, tiles_n, GROUP_M)
     first_m = tile_m * BLOCK_M
-    row = tl.arange(0, BLOCK_M)
     # Rows and channels past the end repeat the last one: what they give is not stored, and loads need no mask.
-    m = tl.minimum(first_m + row, pixels - 1)
-    n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    m = tl.minimum(first_m + tl.arange(0, BLOCK_M), pixels - 1)
     image = m // (Ho * Wo)
     within = m - image * (Ho * Wo)
     oy = within // Wo
@@ -124,35 +141,51 @@ def _conv2d(
     first_image = first_m // (Ho * Wo)
     first_pixel = (first_image * H + (first_m - first_image * Ho * Wo) // Wo * STRIDE) * W
     pixel = ((image * H + iy) * W + ix - first_pixel) * Cin
+    n = tile_n * (BLOCK_N + BLOCK_N2) + tl.arange(0, BLOCK_N)
+    n2 = n
+    if BLOCK_N2:
+        n2 = tile_n * (BLOCK_N + BLOCK_N2) + BLOCK_N + tl.arange(0, BLOCK_N2)
     depth = KERNEL * KERNEL * Cin
-    channel = tl.minimum(n, Cout - 1) * depth
 
-    split = 0
-    count = blocks * KERNEL * KERNEL
-    if SPLIT:
-        split = tl.program_id(1)
-        count = tl.minimum(blocks_per_split, count - split * blocks_per_split)
-    value = multiply_taps(
-        x + first_pixel.to(tl.int64) * Cin, w, pixel, channel, taps, split * blocks_per_split, count, blocks, Cin,
-        (W - KERNEL) * Cin, BLOCK_M, BLOCK_N, BLOCK_K, KERNEL, EVEN_K, ALL_INSIDE, WIDEN,
+    first_block = tl.program_id(1) * blocks_per_split
+    count = tl.minimum(blocks_per_split, blocks * KERNEL * KERNEL - first_block)
+    value, value2 = multiply_taps(
+        x + first_pixel.to(tl.int64) * Cin, w, pixel, tl.minimum(n, Cout - 1) * depth, tl.minimum(n2, Cout - 1) * depth,
+        taps, first_block, count, blocks, Cin, (W - KERNEL) * Cin,
+        BLOCK_M, BLOCK_N, BLOCK_N2, BLOCK_K, KERNEL, EVEN_K, ALL_INSIDE, WIDEN,
     )  # fmt: skip
+    y += tl.program_id(1).to(tl.int64) * pixels * Cout
+    _store(
+        value, y, bias, add, residual, first_m, n, image, first_image, pixels, Cout,
+        HAS_BIAS, HAS_ADD, HAS_RESIDUAL, ONE_IMAGE, BLOCK_M,
+    )  # fmt: skip
+    if BLOCK_N2:
+        _store(
+            value2, y, bias, add, residual, first_m, n2, image, first_image, pixels, Cout,
+            HAS_BIAS, HAS_ADD, HAS_RESIDUAL, ONE_IMAGE, BLOCK_M,
+        )  # fmt: skip
 
+
+@triton.jit
+def _store(
+    value, y, bias, add, residual, first_m, n, image, first_image, pixels, Cout,
+    HAS_BIAS: tl.constexpr, HAS_ADD: tl.constexpr, HAS_RESIDUAL: tl.constexpr, ONE_IMAGE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    row = tl.arange(0, BLOCK_M)
     out = row[:, None] * Cout + n[None, :]
     stored = (first_m + row < pixels)[:, None] & (n < Cout)[None, :]
     base = first_m.to(tl.int64) * Cout
-    if SPLIT:
-        tl.store(y + split.to(tl.int64) * pixels * Cout + base + out, value, mask=stored)
-    else:
-        if HAS_BIAS:
-            value += tl.load(bias + n, mask=n < Cout, other=0.0).to(tl.float32)[None, :]
-        if HAS_ADD:
-            if ONE_IMAGE:
-                value += tl.load(add + first_image * Cout + n, mask=n < Cout, other=0.0).to(tl.float32)[None, :]
-            else:
-                value += tl.load(add + image[:, None] * Cout + n[None, :], mask=stored, other=0.0).to(tl.float32)
-        if HAS_RESIDUAL:
-            value += tl.load(residual + base + out, mask=stored, other=0.0).to(tl.float32)
-        tl.store(y + base + out, value.to(y.dtype.element_ty), mask=stored)
+    if HAS_BIAS:
+        value += tl.load(bias + n, mask=n < Cout, other=0.0).to(tl.float32)[None, :]
+    if HAS_ADD:
+        if ONE_IMAGE:
+            value += tl.load(add + first_image * Cout + n, mask=n < Cout, other=0.0).to(tl.float32)[None, :]
+        else:
+            value += tl.load(add + image[:, None] * Cout + n[None, :], mask=stored, other=0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        value += tl.load(residual + base + out, mask=stored, other=0.0).to(tl.float32)
+    tl.store(y + base + out, value.to(y.dtype.element_ty), mask=stored)
 
 
 @triton.jit
@@ -221,7 +254,7 @@ def launch(
     _, Cout, Ho, Wo = out.shape
     kernel = weight.shape[2]
     pixels = N * Ho * Wo
-    tiles_m, tiles_n = triton.cdiv(pixels, config.block_m), triton.cdiv(Cout, config.block_n)
+    tiles_m, tiles_n = triton.cdiv(pixels, config.block_m), triton.cdiv(Cout, config.block_n + config.block_n2)
     blocks = triton.cdiv(Cin, config.block_k)
     # Every part must have work: of 9 blocks in 4 parts of 3, the fourth would have none.
     blocks_per_split = triton.cdiv(blocks * kernel * kernel, config.split_k)
@@ -234,9 +267,10 @@ def launch(
         HAS_BIAS=fused and bias is not None, HAS_ADD=fused and add is not None,
         HAS_RESIDUAL=fused and residual is not None,
         KERNEL=kernel, STRIDE=stride, PADDING=padding,
-        SPLIT=splits > 1, EVEN_K=Cin % config.block_k == 0, ALL_INSIDE=padding == 0,
+        EVEN_K=Cin % config.block_k == 0, ALL_INSIDE=padding == 0,
         ONE_IMAGE=Ho * Wo % config.block_m == 0, WIDEN=interpreted(_conv2d),
-        GROUP_M=config.group_m, BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
+        GROUP_M=config.group_m, BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_N2=config.block_n2,
+        BLOCK_K=config.block_k,
         num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip
     if splits > 1:

@@ -2,7 +2,7 @@
 
 Every tensor is dense in one layout, so an item is a run of `inner` values and no index is taken apart. The step's
 coefficients are read from the device's memory at a step number that is read there too: a captured graph is replayed
-for every step. All of them are read before anything is written, so that the compiler may keep them in scalar registers.
+for every step.
 """
 
 from __future__ import annotations
@@ -44,16 +44,13 @@ def _scale_of(n, guidance, scale, STRIDE: tl.constexpr):
 
 @triton.jit
 def _guided_step(
-    prediction, states, noise, table, step, guidance, scale, new_states, model_input, inner,
+    prediction, states, noise, table, step, guidance, scale, new_states, model_input, inner, steps,
     STATES: tl.constexpr, GUIDED: tl.constexpr, SCALE_STRIDE: tl.constexpr, HAS_NOISE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     n, batch = tl.program_id(1), tl.num_programs(1)
-    row = table + tl.load(step).to(tl.int64) * ((STATES + 1) * (STATES + 2))
-    # Triton's tuples can be added, not unpacked.
-    coefficients = ()
-    for k in tl.static_range((STATES + 1) * (STATES + 2)):
-        coefficients = coefficients + (tl.load(row + k).to(tl.float32),)  # type: ignore[assignment]  # noqa: RUF005
+    number = tl.load(step).to(tl.int64)
+    row = table + tl.minimum(tl.maximum(number, 0), steps - 1) * ((STATES + 1) * (STATES + 2))
     offset = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = offset < inner
     # 64-bit only in the scalar bases.
@@ -64,19 +61,18 @@ def _guided_step(
     if GUIDED:
         conditional = tl.load(prediction + all_items + item + offset, mask=inside, other=0.0).to(tl.float32)
         e += _scale_of(n, guidance, scale, SCALE_STRIDE) * (conditional - e)
+    # The host never sees the step, so it cannot refuse one beyond the table; NaN is seen at once.
+    e = tl.where((number >= 0) & (number < steps), e, float("nan"))
     if HAS_NOISE:
         z = tl.load(noise + item + offset, mask=inside, other=0.0).to(tl.float32)
-    known = ()
-    for j in tl.static_range(STATES):
-        value = tl.load(states + j * all_items + item + offset, mask=inside, other=0.0).to(tl.float32)
-        known = known + (value,)  # type: ignore[assignment]  # noqa: RUF005
-
     for k in tl.static_range(STATES + 1):
-        value = coefficients[k * (STATES + 2)] * e
+        # States are read again for each output: they are small and near, and Triton 3.6 has no list to keep them in.
+        value = tl.load(row + k * (STATES + 2)).to(tl.float32) * e
         if HAS_NOISE:
-            value += coefficients[k * (STATES + 2) + 1] * z
+            value += tl.load(row + k * (STATES + 2) + 1).to(tl.float32) * z
         for j in tl.static_range(STATES):
-            value += coefficients[k * (STATES + 2) + 2 + j] * known[j]
+            state = tl.load(states + j * all_items + item + offset, mask=inside, other=0.0).to(tl.float32)
+            value += tl.load(row + k * (STATES + 2) + 2 + j).to(tl.float32) * state
         if k < STATES:
             new = new_states + k * all_items + item + offset
             tl.store(new, value.to(new_states.dtype.element_ty), mask=inside)
@@ -104,7 +100,7 @@ def launch(
     scales = None if guidance is None or isinstance(guidance, (int, float)) else guidance
     scale = 1.0 if guidance is None or scales is not None else guidance
     _guided_step[(triton.cdiv(inner, config.block), batch)](
-        prediction, states, noise, table, step, scales, scale, new_states, model_input, inner,
+        prediction, states, noise, table, step, scales, scale, new_states, model_input, inner, table.shape[0],
         STATES=count, GUIDED=guidance is not None, SCALE_STRIDE=0 if scales is None or scales.numel() == 1 else 1,
         HAS_NOISE=noise is not None, BLOCK=config.block, num_warps=config.warps,
     )  # fmt: skip

@@ -36,6 +36,22 @@ class LayerNormResidualConfig:
 
 
 @triton.jit
+def _inside(here, c, i: tl.constexpr, C, CHUNK: tl.constexpr, EVEN_C: tl.constexpr):
+    return here if EVEN_C else here & (i * CHUNK + c < C)
+
+
+@triton.jit
+def _load(pointer, at, here, c, C, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, EVEN_C: tl.constexpr):
+    """Every chunk of the rows, as a tuple."""
+    chunks = ()
+    for i in tl.static_range(CHUNKS):
+        chunk = tl.load(pointer + i * CHUNK + at, mask=_inside(here, c, i, C, CHUNK, EVEN_C), other=0.0)
+        # Triton has no star in a tuple, and mypy no tuple that grows.
+        chunks = chunks + (chunk,)  # type: ignore[assignment]  # noqa: RUF005
+    return chunks
+
+
+@triton.jit
 def _layer_norm_residual(
     x, residual, weight, bias, y, total, M, C, x_stride, residual_stride, eps,
     HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
@@ -50,53 +66,45 @@ def _layer_norm_residual(
     residual += first.to(tl.int64) * residual_stride
     total += first.to(tl.int64) * C
     y += first.to(tl.int64) * C
-    x_at, residual_at, at = row * x_stride + c, row * residual_stride + c, row * C + c
+    at = row * C + c
 
     # Every load before the first store, which the compiler may not move them across: they wait for memory together.
-    # Tuples grow by +, since Triton has no star in them.
-    xs, residuals, weights, biases = (), (), (), ()
-    for i in tl.static_range(CHUNKS):
-        inside = here if EVEN_C else here & (i * CHUNK + c < C)
-        xs = xs + (tl.load(x + i * CHUNK + x_at, mask=inside, other=0.0),)  # noqa: RUF005
-        residuals = residuals + (tl.load(residual + i * CHUNK + residual_at, mask=inside, other=0.0),)  # noqa: RUF005
-    for i in tl.static_range(CHUNKS):
-        # As wide as the tile, though every row reads the same: in a layout of its own it would go through LDS.
-        columns = tl.broadcast_to(i * CHUNK + c, [ROWS, CHUNK])
-        if HAS_WEIGHT:
-            weights = weights + (tl.load(weight + columns, mask=columns < C, other=0.0),)  # noqa: RUF005
-        if HAS_BIAS:
-            biases = biases + (tl.load(bias + columns, mask=columns < C, other=0.0),)  # noqa: RUF005
+    xs = _load(x, row * x_stride + c, here, c, C, CHUNK, CHUNKS, EVEN_C)
+    residuals = _load(residual, row * residual_stride + c, here, c, C, CHUNK, CHUNKS, EVEN_C)
+    # As wide as the tile, though every row reads the same: in a layout of its own it would go through LDS.
+    columns = tl.broadcast_to(c, [ROWS, CHUNK])
+    if HAS_WEIGHT:
+        weights = _load(weight, columns, here, c, C, CHUNK, CHUNKS, EVEN_C)
+    if HAS_BIAS:
+        biases = _load(bias, columns, here, c, C, CHUNK, CHUNKS, EVEN_C)
 
-    values = ()
+    totals = ()
     # Chunks are added lane by lane, so that lanes meet once.
     added = tl.zeros([ROWS, CHUNK], tl.float32)
     for i in tl.static_range(CHUNKS):
         # Rounded and widened again: the norm is that of the total as stock torch has it.
         rounded = (xs[i].to(tl.float32) + residuals[i].to(tl.float32)).to(total.dtype.element_ty)
-        inside = here if EVEN_C else here & (i * CHUNK + c < C)
-        tl.store(total + i * CHUNK + at, rounded, mask=inside)
-        value = rounded.to(tl.float32)
-        added += value
-        values = values + (value,)  # noqa: RUF005
+        tl.store(total + i * CHUNK + at, rounded, mask=_inside(here, c, i, C, CHUNK, EVEN_C))
+        totals = totals + (rounded.to(tl.float32),)  # type: ignore[assignment]  # noqa: RUF005
+        added += totals[i]
     share = 1.0 / C
     mean = tl.sum(added, axis=1, keep_dims=True) * share
 
     squares = tl.zeros([ROWS, CHUNK], tl.float32)
     for i in tl.static_range(CHUNKS):
-        centred = values[i] - mean
+        centred = totals[i] - mean
         if not EVEN_C:
             centred = tl.where(i * CHUNK + c < C, centred, 0.0)
         squares += centred * centred
     rstd = 1.0 / tl.sqrt(tl.sum(squares, axis=1, keep_dims=True) * share + eps)
 
     for i in tl.static_range(CHUNKS):
-        out = (values[i] - mean) * rstd
+        out = (totals[i] - mean) * rstd
         if HAS_WEIGHT:
             out *= weights[i].to(tl.float32)
         if HAS_BIAS:
             out += biases[i].to(tl.float32)
-        inside = here if EVEN_C else here & (i * CHUNK + c < C)
-        tl.store(y + i * CHUNK + at, out.to(y.dtype.element_ty), mask=inside)
+        tl.store(y + i * CHUNK + at, out.to(y.dtype.element_ty), mask=_inside(here, c, i, C, CHUNK, EVEN_C))
 
 
 def launch(

@@ -27,10 +27,11 @@ __all__ = ["UpsampleConv2dConfig", "interleave", "launch"]
 
 @dataclass(frozen=True)
 class UpsampleConv2dConfig:
-    """Tile sizes; `group_m` tiles of pixels take turns at the same weights, which then stay in the L2 cache."""
+    """Tile sizes, as those of conv2d: a tile has block_n + block_n2 channels, and block_n2 may be 0."""
 
     block_m: int
     block_n: int
+    block_n2: int
     block_k: int
     group_m: int
     warps: int
@@ -46,7 +47,8 @@ def _upsample_conv2d(
     x, w, y, bias,
     H, W, Cin, Cout, pixels, tiles_m, tiles_n, blocks,
     HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr, WIDEN: tl.constexpr,
-    GROUP_M: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_N2: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     # The four parities of a tile read the same pixels of x, so they are neighbours, as columns of one wide matrix.
     tile_m, column = place_tile(tl.program_id(0), tiles_m, tiles_n * 4, GROUP_M)
@@ -54,10 +56,8 @@ def _upsample_conv2d(
     parity = column - tile_n * 4
     a, b = parity // 2, parity % 2
     first_m = tile_m * BLOCK_M
-    row = tl.arange(0, BLOCK_M)
     # Rows and channels past the end repeat the last one: what they give is not stored, and loads need no mask.
-    m = tl.minimum(first_m + row, pixels - 1)
-    n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    m = tl.minimum(first_m + tl.arange(0, BLOCK_M), pixels - 1)
     line = m // W
     i = line % H
     j = m - line * W
@@ -66,21 +66,33 @@ def _upsample_conv2d(
         for kx in tl.static_range(2):
             iy, ix = i + (a + ky - 1), j + (b + kx - 1)
             taps |= ((iy >= 0) & (iy < H) & (ix >= 0) & (ix < W)).to(tl.int32) << (ky * 2 + kx)
+    n = tile_n * (BLOCK_N + BLOCK_N2) + tl.arange(0, BLOCK_N)
+    n2 = n
+    if BLOCK_N2:
+        n2 = tile_n * (BLOCK_N + BLOCK_N2) + BLOCK_N + tl.arange(0, BLOCK_N2)
     # 64-bit only in the scalar base: maps of 1024x1024 with a batch of 8 pass 2^31 elements.
-    pixel = (m - first_m + (a - 1) * W + b - 1) * Cin
-    channel = tl.minimum(n, Cout - 1) * (4 * Cin)
-    value = multiply_taps(
-        x + first_m.to(tl.int64) * Cin, w + parity * Cout * 4 * Cin, pixel, channel, taps, 0, blocks * 4, blocks, Cin,
-        (W - 2) * Cin, BLOCK_M, BLOCK_N, BLOCK_K, 2, EVEN_K, False, WIDEN,
+    value, value2 = multiply_taps(
+        x + first_m.to(tl.int64) * Cin, w + parity * Cout * 4 * Cin, (m - first_m + (a - 1) * W + b - 1) * Cin,
+        tl.minimum(n, Cout - 1) * (4 * Cin), tl.minimum(n2, Cout - 1) * (4 * Cin),
+        taps, 0, blocks * 4, blocks, Cin, (W - 2) * Cin,
+        BLOCK_M, BLOCK_N, BLOCK_N2, BLOCK_K, 2, EVEN_K, False, WIDEN,
     )  # fmt: skip
-    if HAS_BIAS:
-        value += tl.load(bias + n, mask=n < Cout, other=0.0).to(tl.float32)[None, :]
     # Line `line` of x becomes lines 2 * line and 2 * line + 1 of y, also from one picture of the batch to the next.
     first_line = first_m // W
     target = ((line - first_line) * 4 * W + j * 2) * Cout
-    base = (first_line * 2 + a).to(tl.int64) * (W * 2 * Cout) + b * Cout
-    stored = (first_m + row < pixels)[:, None] & (n < Cout)[None, :]
-    tl.store(y + base + target[:, None] + n[None, :], value.to(y.dtype.element_ty), mask=stored)
+    y += (first_line * 2 + a).to(tl.int64) * (W * 2 * Cout) + b * Cout
+    is_pixel = first_m + tl.arange(0, BLOCK_M) < pixels
+    _store(value, y, bias, target, n, is_pixel, Cout, HAS_BIAS)
+    if BLOCK_N2:
+        _store(value2, y, bias, target, n2, is_pixel, Cout, HAS_BIAS)
+
+
+@triton.jit
+def _store(value, y, bias, target, n, is_pixel, Cout, HAS_BIAS: tl.constexpr):
+    if HAS_BIAS:
+        value += tl.load(bias + n, mask=n < Cout, other=0.0).to(tl.float32)[None, :]
+    stored = is_pixel[:, None] & (n < Cout)[None, :]
+    tl.store(y + target[:, None] + n[None, :], value.to(y.dtype.element_ty), mask=stored)
 
 
 @triton.jit
@@ -132,11 +144,12 @@ def launch(
     N, Cin, H, W = x.shape
     Cout = out.shape[1]
     pixels = N * H * W
-    tiles_m, tiles_n = triton.cdiv(pixels, config.block_m), triton.cdiv(Cout, config.block_n)
+    tiles_m, tiles_n = triton.cdiv(pixels, config.block_m), triton.cdiv(Cout, config.block_n + config.block_n2)
     _upsample_conv2d[(tiles_m * tiles_n * 4,)](
         x, parity_weight, out, bias,
         H, W, Cin, Cout, pixels, tiles_m, tiles_n, triton.cdiv(Cin, config.block_k),
         HAS_BIAS=bias is not None, EVEN_K=Cin % config.block_k == 0, WIDEN=interpreted(_upsample_conv2d),
-        GROUP_M=config.group_m, BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
+        GROUP_M=config.group_m, BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_N2=config.block_n2,
+        BLOCK_K=config.block_k,
         num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip

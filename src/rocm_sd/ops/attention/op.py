@@ -101,14 +101,14 @@ _CAN_USE = {
 def _backend_takes(
     backend: SDPBackend, b: int, s: int, t: int, h: int, d: int, dtype: str, device: torch.device
 ) -> bool:
-    """Torch's own answer, asked with tensors of these shapes that take the memory of one row."""
+    """Torch's own answer for unfilled tensors as the op hands them over: backends look at strides, too."""
     can_use = getattr(torch.backends.cuda, _CAN_USE[backend], None)
     if can_use is None:
         return False
-    row = torch.empty(d, dtype=getattr(torch, dtype), device=device)
-    q, kv = row.expand(b, h, s, d), row.expand(b, h, t, d)
-    # SDPAParams takes the fewer arguments in older versions of torch; the last is grouped-query attention.
-    parameters = torch.backends.cuda.SDPAParams(q, kv, kv, None, 0.0, False, False)
+    q, k = (
+        torch.empty((b, length, h, d), dtype=getattr(torch, dtype), device=device).transpose(1, 2) for length in (s, t)
+    )
+    parameters = torch.backends.cuda.SDPAParams(q, k, k, None, 0.0, False, False)
     return bool(can_use(parameters, False))
 
 
@@ -134,9 +134,9 @@ def _triton(
     out = _allocate(q)
     if q.numel():
         scale = q.shape[-1] ** -0.5 if scale is None else scale
-        if scale < 0:
-            # The kernel multiplies the largest score by the scale, which is the largest product only where scale >= 0.
-            q, scale = -q, -scale
+        if scale <= 0:
+            # The kernel takes the largest score times the scale for the largest product, and a masked score is -inf.
+            q, scale = (-q, -scale) if scale else (torch.zeros_like(q), 1.0)
         q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
         units = arch.device_facts(q.device).compute_units or 1
         launch(q, k, v, out, scale, AttentionConfig.from_mapping(config), units)
@@ -159,9 +159,7 @@ OP = register(
             _backend("sdpa_flash", SDPBackend.FLASH_ATTENTION),
             _backend("sdpa_efficient", SDPBackend.EFFICIENT_ATTENTION),
             _backend("sdpa_cudnn", SDPBackend.CUDNN_ATTENTION),
-            Implementation(
-                "sdpa_math", partial(_stock, backend=SDPBackend.MATH), lambda _problem, _device: None
-            ),
+            Implementation("sdpa_math", partial(_stock, backend=SDPBackend.MATH), lambda _problem, _device: None),
         ),
         default_config={
             "block_m": 32,
@@ -172,7 +170,7 @@ OP = register(
             "ahead": 0,
             "chunk": 0,
             "columns": 0,
-            "programs_per_cu": 0,
+            "programs_per_cu": 1,
         },
         verification=VERIFICATION,
         tuning=TUNING,
@@ -209,10 +207,10 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> N
 
 def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     """Recompute through stock torch, whose own backward then needs no more memory than it must."""
-    heads = [t.detach().transpose(1, 2).requires_grad_() for t in ctx.saved_tensors]
+    q, k, v = (t.detach().transpose(1, 2).requires_grad_() for t in ctx.saved_tensors)
     with torch.enable_grad():
-        out = F.scaled_dot_product_attention(*heads, scale=ctx.scale)
-    d_q, d_k, d_v = torch.autograd.grad(out, heads, grad.transpose(1, 2))
+        out = F.scaled_dot_product_attention(q, k, v, scale=ctx.scale)
+    d_q, d_k, d_v = torch.autograd.grad(out, (q, k, v), grad.transpose(1, 2))
     return d_q.transpose(1, 2), d_k.transpose(1, 2), d_v.transpose(1, 2), None, None
 
 

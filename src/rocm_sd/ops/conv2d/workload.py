@@ -84,32 +84,35 @@ def _vae(cin: int, cout: int, size: int) -> Sample:
     return _sample((1, cin, size, size), cout, parts="bias residual" if cin == cout else "bias")
 
 
-# block_m, block_n, block_k, group_m, warps, stages
+# block_m, block_n, block_n2, block_k, warps, stages
 _TENSOR_CORE = (
-    (128, 256, 64, 8, 8, 3),
-    (256, 128, 64, 8, 8, 3),
-    (128, 128, 64, 8, 8, 3),
-    (128, 128, 64, 8, 4, 4),
-    (256, 64, 64, 8, 8, 4),
-    (128, 64, 64, 8, 4, 4),
-    (64, 128, 64, 8, 4, 4),
-    (64, 64, 64, 8, 4, 5),
+    (128, 256, 0, 64, 8, 3),
+    (256, 128, 0, 64, 8, 3),
+    (128, 128, 32, 64, 8, 4),
+    (128, 128, 0, 64, 8, 4),
+    (256, 64, 0, 64, 8, 4),
+    (64, 128, 32, 64, 4, 4),
+    (128, 64, 0, 64, 4, 4),
+    (64, 128, 0, 64, 4, 4),
+    (64, 64, 0, 64, 4, 5),
 )
 _MFMA = (
-    (256, 128, 32, 8, 8, 2),
-    (128, 128, 64, 8, 8, 2),
-    (128, 128, 32, 8, 4, 2),
-    (128, 64, 64, 8, 4, 2),
-    (64, 128, 64, 8, 4, 2),
-    (64, 64, 64, 8, 4, 2),
+    (256, 128, 0, 32, 8, 2),
+    (128, 128, 32, 32, 8, 2),
+    (128, 128, 0, 64, 8, 2),
+    (128, 128, 0, 32, 4, 2),
+    (128, 64, 0, 64, 4, 2),
+    (64, 128, 0, 64, 4, 2),
+    (64, 64, 0, 64, 4, 2),
 )
 _WMMA = (
-    (128, 128, 32, 8, 8, 2),
-    (128, 64, 32, 8, 4, 2),
-    (64, 128, 32, 8, 4, 2),
-    (64, 64, 64, 8, 4, 2),
-    (64, 64, 32, 8, 4, 2),
-    (64, 32, 64, 8, 4, 2),
+    (128, 128, 32, 32, 8, 2),
+    (128, 128, 0, 32, 8, 2),
+    (128, 64, 0, 32, 4, 2),
+    (64, 128, 0, 32, 4, 2),
+    (64, 64, 0, 64, 4, 2),
+    (64, 64, 0, 32, 4, 2),
+    (64, 32, 0, 64, 4, 2),
 )
 _TILES = {
     MatrixUnit.TENSOR_CORE: _TENSOR_CORE,
@@ -117,35 +120,51 @@ _TILES = {
     MatrixUnit.WMMA_GFX11: _WMMA,
     MatrixUnit.WMMA_GFX12: _WMMA,
 }
+_NAMES = ("block_m", "block_n", "block_n2", "block_k", "group_m", "split_k", "warps", "stages")
 
 
 def _space(problem: Problem, arch: Arch) -> Iterator[Mapping[str, int]]:
     pixels, cin, cout = int(problem["pixels"]), int(problem["cin"]), int(problem["cout"])
+    steps = int(problem["kernel"]) ** 2
+    tensor_core = arch.matrix_unit is MatrixUnit.TENSOR_CORE
     seen = set()
-    for tile_m, tile_n, tile_k, group_m, warps, stages in _TILES.get(arch.matrix_unit or MatrixUnit.NONE, ()):
+    for tile_m, tile_n, block_n2, tile_k, warps, stages in _TILES.get(arch.matrix_unit or MatrixUnit.NONE, ()):
+        if block_n2 and cout % (tile_n + block_n2):
+            continue
         block_m = max(32, min(tile_m, _power_of_2(pixels)))
         block_n = max(16, min(tile_n, _power_of_2(cout)))
         block_k = max(16, min(tile_k, _power_of_2(cin)))
-        if cin % 16 and arch.matrix_unit is not MatrixUnit.TENSOR_CORE:
+        if cin % 16 and not tensor_core:
             # Masked loads of 2 bytes that are fetched one block ahead spill 9 to 66 SGPRs on gfx1100.
             stages = 1  # noqa: PLW2901 -- the table's figure is for whole blocks of channels
-        if stages * (block_m + block_n) * block_k * 2 > (arch.lds_per_workgroup or 0):
+        stages = fitting_stages(stages, (block_m + block_n + block_n2) * block_k * 2, arch)  # noqa: PLW2901
+        if not stages:
             continue
-        for split_k in _splits(problem, block_m, block_n, block_k, arch.compute_units or 1):
-            config = (block_m, block_n, block_k, group_m, split_k, warps, stages)
-            if config not in seen:
-                seen.add(config)
-                names = ("block_m", "block_n", "block_k", "group_m", "split_k", "warps", "stages")
-                yield dict(zip(names, config, strict=True))
+        tiles = _blocks(pixels, block_m) * _blocks(cout, block_n + block_n2)
+        split_k = _split(tiles, steps * _blocks(cin, block_k), arch.compute_units or 1)
+        config = (block_m, block_n, block_n2, block_k, 8, split_k, warps, stages)
+        if config not in seen:
+            seen.add(config)
+            yield dict(zip(_NAMES, config, strict=True))
 
 
-def _splits(problem: Problem, block_m: int, block_n: int, block_k: int, units: int) -> tuple[int, ...]:
-    """1, and where the tiles leave at least half of the GPU idle the split that fills it once."""
-    tiles = -(-int(problem["pixels"]) // block_m) * -(-int(problem["cout"]) // block_n)
-    steps = -(-int(problem["cin"]) // block_k) * int(problem["kernel"]) ** 2
+def fitting_stages(stages: int, block_bytes: int, arch: Arch) -> int:
+    """The most stages, up to `stages`, whose blocks fit the LDS; 0 where none do."""
+    # On AMD the newest block waits in registers.
+    waiting = 0 if arch.matrix_unit is MatrixUnit.TENSOR_CORE else 1
+    fitting = (arch.lds_per_workgroup or 0) // block_bytes + waiting
+    return min(stages, fitting) if fitting > waiting else 0
+
+
+def _split(tiles: int, steps: int, units: int) -> int:
+    """Where the tiles leave half of the GPU idle, into as many parts as fill it once."""
     fill = min(units // tiles, 16)
     # A part of fewer than 8 steps costs more to begin and to add up than it saves.
-    return (1,) if fill < 2 or steps // fill < 8 else (1, fill)
+    return fill if fill > 1 and steps // fill >= 8 else 1
+
+
+def _blocks(size: int, block: int) -> int:
+    return -(-size // block)
 
 
 def _power_of_2(value: int) -> int:
@@ -197,6 +216,8 @@ TUNING = Tuning(
         Bucket({"cin": [1, 16]}, _unet(4, 320, 64)),
         Bucket({"kernel": 1, "pixels": [1, 1024]}, _unet(2560, 1280, 16, 1)),
         Bucket({"kernel": 1, "pixels": [1025, _MOST]}, _unet(960, 320, 64, 1)),
+        Bucket({"cout": 512, "pixels": [1, 8192]}, _vae(512, 512, 64)),
+        Bucket({"cout": 512}, _vae(512, 512, 128)),
         Bucket({"pixels": [1, 256]}, _unet(1280, 1280, 8)),
         Bucket({"pixels": [257, 1024]}, _unet(1280, 1280, 16)),
         Bucket({"pixels": [1025, 4096]}, _unet(640, 640, 32)),
@@ -211,8 +232,7 @@ TUNING = Tuning(
     timed=(
         _unet(960, 320, 64), _unet(1920, 640, 32), _unet(320, 640, 32), _unet(2560, 1280, 16), _unet(2560, 1280, 8),
         _unet(320, 320, 64, stride=2),
-        _vae(512, 512, 64), _vae(512, 512, 128), _vae(512, 512, 256), _vae(512, 256, 256), _vae(256, 256, 256),
-        _vae(256, 128, 512), _vae(128, 3, 512),
+        _vae(512, 512, 256), _vae(512, 256, 256), _vae(256, 256, 256), _vae(256, 128, 512), _vae(128, 3, 512),
         _unet(320, 320, 128), _unet(1280, 1280, 32), _vae(128, 128, 1024),
     ),
 )  # fmt: skip

@@ -41,7 +41,8 @@ def guided_step(
     fp32 or fp64. states: [S, B, ...], the sample first, then what the scheduler remembers, in a float dtype of their
     own. table: [steps, S + 1, S + 2], fp32 or fp64; row k < S gives new_states[k] and row S the next model input, as
     coefficients of e, of the noise and of each state. step: one int32 or int64, read on the device, which never waits
-    for the host. guidance: a number, or a tensor with one or with B of them. noise: [B, ...], zeros where None.
+    for the host; beyond the table, the kernel gives NaN and stock torch fails. guidance: a number, or a tensor with one
+    or with B of them. noise: [B, ...], zeros where None.
 
     new_states is in states' dtype, model_input, doubled where there is guidance, in prediction's; both are contiguous,
     or channels-last image by image where prediction is. What comes in another layout is copied first.
@@ -71,7 +72,7 @@ def _validate(
     S, B, *image = states.shape
     expected: list[tuple[str, torch.Tensor | None, tuple[int, ...]]] = [
         ("prediction", prediction, (B if guidance is None else 2 * B, *image)),
-        ("table", table, (table.shape[0] if table.dim() else 0, S + 1, S + 2)),
+        ("table", table, (max(table.shape[0], 1) if table.dim() else 1, S + 1, S + 2)),
         ("noise", noise, (B, *image)),
     ]
     for name, tensor, shape in expected:

@@ -38,7 +38,7 @@ def _real(rows: int, C: int) -> Sample:
 
 
 def _space(problem: Problem, arch: Arch) -> Iterator[Mapping[str, int]]:
-    """One 16-byte load a lane for each chunk; chunks that divide the row, or half of it or all of it with idle lanes."""
+    """One 16-byte load a lane for each chunk: chunks that divide the row, or its half or its whole with idle lanes."""
     wave = arch.wave_size or 32
     m, c = int(problem["m"]), int(problem["c"])
     whole = 1 << (c - 1).bit_length()

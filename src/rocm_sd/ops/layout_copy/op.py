@@ -61,6 +61,8 @@ def _triton(x: torch.Tensor, channels_last: bool, *, config: Mapping[str, int]) 
 def _triton_why_not(problem: Problem, device: torch.device) -> str | None:
     if problem["dtype"] == "float64":
         return "dtype float64"
+    if min(int(problem["c"]), 128) * int(problem["hw"]) >= 2**31:
+        return f"{problem['hw']} pixels: a tile's offsets pass 32 bits"
     return triton_kernels.why_not(device)
 
 

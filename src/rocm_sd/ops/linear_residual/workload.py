@@ -107,15 +107,18 @@ def _space(problem: Problem, arch: Arch) -> Iterator[Mapping[str, int]]:
     units = arch.compute_units or 1
     for block_m, block_n, block_k, warps, stages in _TILES.get(arch.matrix_unit or MatrixUnit.NONE, ()):
         tiles = -(-m // block_m) * -(-n // block_n)
-        # A large tile that fills less than half of the GPU loses to a smaller one, split or not.
+        # A tile so large that an eighth of the GPU works loses to a smaller one, split or not.
         if tiles * 8 < units:
             continue
-        splits = {1}
-        for split in (2, 4, 8):
-            # Four steps are the least that loading ahead can hide.
-            if tiles * split <= units and k >= 4 * split * block_k:
-                splits.add(split)
-        for split_k in (1, max(splits)) if len(splits) > 1 else (1,):
+        # With a residual beside the accumulator, 128x256 spills 212 bytes a thread on sm_90.
+        spills = arch.matrix_unit is MatrixUnit.TENSOR_CORE and block_m * block_n > 128 * 128
+        if spills and problem["residual"]:
+            continue
+        # Of a short K the float32 parts are more bytes than the operands; and loading ahead needs four steps.
+        deepest = max(
+            (s for s in (2, 4, 8) if 2 * tiles * s <= 3 * units and k >= max(1024, 4 * s * block_k)), default=1
+        )
+        for split_k in sorted({1, deepest}):
             yield {
                 "block_m": block_m,
                 "block_n": block_n,

@@ -54,7 +54,7 @@ def _validate(
         raise Unsupported(OP.name, f"dtype {x.dtype}", hint="Use float16, bfloat16, float32 or float64.")
     Cin = x.shape[1]
     Cout, taken = weight.shape[:2]
-    if taken != Cin or not Cin:
+    if taken != Cin or not Cin * Cout:
         raise Unsupported(OP.name, f"a weight for {taken} channels on x of {Cin}: groups are not taken")
     for name, tensor, shape in (
         ("bias", bias, (Cout,)),
@@ -95,9 +95,10 @@ def _stock(
     enlarged = F.interpolate(_channels_last(x), scale_factor=2.0, mode="nearest")
     as_x = None if bias is None else bias.to(x.dtype)
     y = F.conv2d(enlarged, _channels_last(weight.to(x.dtype)), as_x, padding=1)
-    strides = _allocate(x[:0], weight).stride()
+    _, Cout, Ho, Wo = y.shape
     # Some of torch's backends answer in another layout.
-    return y if y.stride() == strides else _allocate(x, weight).copy_(y)
+    dense = y.stride() == (Cout * Ho * Wo, 1, Wo * Cout, Cout)
+    return y if dense else _allocate(x, weight).copy_(y)
 
 
 def _parity_library(
@@ -162,7 +163,15 @@ OP = register(
             Implementation("parity_library", _parity_library, _library_why_not),
             Implementation("triton", _triton, _triton_why_not),
         ),
-        default_config={"block_m": 64, "block_n": 64, "block_k": 32, "group_m": 8, "warps": 4, "stages": 2},
+        default_config={
+            "block_m": 64,
+            "block_n": 64,
+            "block_n2": 0,
+            "block_k": 32,
+            "group_m": 8,
+            "warps": 4,
+            "stages": 2,
+        },
         verification=VERIFICATION,
         tuning=TUNING,
     )

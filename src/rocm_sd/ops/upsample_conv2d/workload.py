@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rocm_sd.arch import MatrixUnit
+from rocm_sd.ops.conv2d.workload import fitting_stages
 from rocm_sd.ops.registry import Bucket, KernelPromise, Tuning, Verification, Work
 from rocm_sd.ops.samples import Draw, Sample, dtype_name
 from rocm_sd.ops.upsample_conv2d import reference
@@ -34,7 +35,8 @@ def _sample(
         Cin = shape[1]
         x = draw.image(*shape)
         weight = draw.image(cout, Cin, 3, 3, std=(Cin * 9) ** -0.5)
-        return x, weight, draw(cout) if bias else None, parity_weights(weight)
+        sums = parity_weights(weight) if draw.filled else draw(4, cout, 2, 2, Cin)
+        return x, weight, draw(cout) if bias else None, sums
 
     name = f"{'x'.join(map(str, shape))} to {cout}"
     return Sample(f"{name}, {'bias' if bias else 'bare'}, {dtype_name(dtype)}", dtype, build)
@@ -44,29 +46,32 @@ def _real(n: int, channels: int, size: int) -> Sample:
     return _sample((n, channels, size, size), channels)
 
 
-# block_m, block_n, block_k, group_m, warps, stages
+# block_m, block_n, block_n2, block_k, warps, stages
 _TENSOR_CORE = (
-    (128, 256, 64, 8, 8, 3),
-    (256, 128, 64, 8, 8, 3),
-    (128, 128, 64, 8, 8, 3),
-    (128, 128, 64, 8, 4, 4),
-    (128, 64, 64, 8, 4, 4),
-    (64, 128, 64, 8, 4, 4),
-    (64, 64, 64, 8, 4, 5),
+    (128, 256, 0, 64, 8, 3),
+    (256, 128, 0, 64, 8, 3),
+    (128, 128, 32, 64, 8, 4),
+    (128, 128, 0, 64, 8, 4),
+    (64, 128, 32, 64, 4, 4),
+    (128, 64, 0, 64, 4, 4),
+    (64, 128, 0, 64, 4, 4),
+    (64, 64, 0, 64, 4, 5),
 )
 _MFMA = (
-    (256, 128, 32, 8, 8, 2),
-    (128, 128, 64, 8, 8, 2),
-    (128, 128, 32, 8, 4, 2),
-    (64, 128, 64, 8, 4, 2),
-    (64, 64, 64, 8, 4, 2),
+    (256, 128, 0, 32, 8, 2),
+    (128, 128, 32, 32, 8, 2),
+    (128, 128, 0, 64, 8, 2),
+    (128, 128, 0, 32, 4, 2),
+    (64, 128, 0, 64, 4, 2),
+    (64, 64, 0, 64, 4, 2),
 )
 _WMMA = (
-    (128, 128, 32, 8, 8, 2),
-    (128, 64, 32, 8, 4, 2),
-    (64, 128, 32, 8, 4, 2),
-    (64, 64, 64, 8, 4, 2),
-    (64, 64, 32, 8, 4, 2),
+    (128, 128, 32, 32, 8, 2),
+    (128, 128, 0, 32, 8, 2),
+    (128, 64, 0, 32, 4, 2),
+    (64, 128, 0, 32, 4, 2),
+    (64, 64, 0, 64, 4, 2),
+    (64, 64, 0, 32, 4, 2),
 )
 _TILES = {
     MatrixUnit.TENSOR_CORE: _TENSOR_CORE,
@@ -74,14 +79,23 @@ _TILES = {
     MatrixUnit.WMMA_GFX11: _WMMA,
     MatrixUnit.WMMA_GFX12: _WMMA,
 }
-_NAMES = ("block_m", "block_n", "block_k", "group_m", "warps", "stages")
 
 
-def _space(problem: Problem, arch: Arch) -> Iterator[Mapping[str, int]]:  # noqa: ARG001 -- every upsampler is large
-    for config in _TILES.get(arch.matrix_unit or MatrixUnit.NONE, ()):
-        block_m, block_n, block_k, _, _, stages = config
-        if stages * (block_m + block_n) * block_k * 2 <= (arch.lds_per_workgroup or 0):
-            yield dict(zip(_NAMES, config, strict=True))
+def _space(problem: Problem, arch: Arch) -> Iterator[Mapping[str, int]]:
+    for block_m, block_n, block_n2, block_k, warps, stages in _TILES.get(arch.matrix_unit or MatrixUnit.NONE, ()):
+        if block_n2 and int(problem["cout"]) % (block_n + block_n2):
+            continue
+        fitting = fitting_stages(stages, (block_m + block_n + block_n2) * block_k * 2, arch)
+        if fitting:
+            yield {
+                "block_m": block_m,
+                "block_n": block_n,
+                "block_n2": block_n2,
+                "block_k": block_k,
+                "group_m": 8,
+                "warps": warps,
+                "stages": fitting,
+            }
 
 
 def _work(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *_rest: Any) -> Work:
