@@ -13,7 +13,7 @@ from rocm_sd.tuning import Choice, Problem, lookup
 from rocm_sd.tuning.choice import STOCK
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     import torch
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "OPS",
+    "Beside",
     "Bucket",
     "Implementation",
     "KernelPromise",
@@ -57,6 +58,15 @@ class KernelPromise:
 
 
 @dataclass(frozen=True)
+class Beside:
+    """Another implementation with a kernel in the same module, and the calls that it is proven on."""
+
+    implementation: str
+    small: tuple[Sample, ...]
+    real: tuple[Sample, ...]
+
+
+@dataclass(frozen=True)
 class Verification:
     """What the proof ladder needs of an op: its kernels' module, its definition, and calls to try.
 
@@ -72,6 +82,13 @@ class Verification:
     small: tuple[Sample, ...]
     real: tuple[Sample, ...]
     promises: Mapping[str, KernelPromise]
+    beside: tuple[Beside, ...] = ()
+
+    def calls(self, *, real: bool = False) -> Iterator[tuple[str, Sample]]:
+        """(implementation, sample) of every small or every real call."""
+        for one in (Beside(self.implementation, self.small, self.real), *self.beside):
+            for sample in one.real if real else one.small:
+                yield one.implementation, sample
 
 
 @dataclass(frozen=True)

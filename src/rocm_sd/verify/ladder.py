@@ -165,37 +165,39 @@ Tensors = Union["torch.Tensor", tuple["torch.Tensor", ...]]
 
 
 def _reference(op: Op, verification: Verification, _arch: str) -> Result:
-    return _numbers(op, verification, lambda arguments: verification.reference(*arguments))
+    return _numbers(op, verification, lambda _implementation, arguments: verification.reference(*arguments))
 
 
 def _interpreted(op: Op, verification: Verification, _arch: str) -> Result:
     if find_spec("triton") is None:
         raise MissingDependency("triton", "verify")
-    run = op.implementation(verification.implementation).run
-    return _numbers(op, verification, lambda arguments: run(*arguments, config=op.default_config))
+
+    def compute(implementation: str, arguments: tuple[Any, ...]) -> Tensors:
+        result: Tensors = op.implementation(implementation).run(*arguments, config=op.default_config)
+        return result
+
+    return _numbers(op, verification, compute)
 
 
-def _numbers(op: Op, verification: Verification, compute: Callable[[tuple[Any, ...]], Tensors]) -> Result:
+def _numbers(op: Op, verification: Verification, compute: Callable[[str, tuple[Any, ...]], Tensors]) -> Result:
     """Every small sample against float64, by the numerics gate; the sentence is the worst sample's."""
     worst: tuple[float, str, numerics.Comparison] | None = None
-    for sample in verification.small:
+    calls = list(verification.calls())
+    for implementation, sample in calls:
         arguments = sample.make()
         exact = outputs(verification.reference(*in_float64(arguments)))
         stock = outputs(op.implementations[0].run(*arguments, config={}))
-        for number, results in enumerate(zip(outputs(compute(arguments)), exact, stock, strict=True)):
+        for number, results in enumerate(zip(outputs(compute(implementation, arguments)), exact, stock, strict=True)):
             comparison = numerics.compare(*results)
             # A NaN error compares as nothing does, so a failed sample counts as the worst by itself.
             ratio = comparison.largest / (comparison.allowed_largest or 1.0) if comparison.ok else float("inf")
             if worst is None or ratio > worst[0]:
                 name = sample.name if len(exact) == 1 else f"{sample.name}, output {number}"
+                name += "" if implementation == verification.implementation else f" ({implementation})"
                 worst = (ratio, name, comparison)
     assert worst is not None
     _, name, comparison = worst
-    figures = {
-        "largest_error": comparison.largest,
-        "allowed": comparison.allowed_largest,
-        "samples": len(verification.small),
-    }
+    figures = {"largest_error": comparison.largest, "allowed": comparison.allowed_largest, "samples": len(calls)}
     return ("passed" if comparison.ok else "failed"), f"{name}: {comparison}", figures
 
 
@@ -208,14 +210,13 @@ def outputs(result: Tensors) -> tuple[torch.Tensor, ...]:
 
 
 def _compiled(op: Op, verification: Verification, arch: str) -> Result:
-    run = op.implementation(verification.implementation).run
     kernels: dict[str, Any] = {}
     failures = []
-    for sample in verification.real:
+    for implementation, sample in verification.calls(real=True):
         arguments = sample.make(filled=False)
         config = lookup(op.name, arch, verification.problem(*arguments)).config
         with emulated(verification.kernels, arch, execute=False) as recorded:
-            run(*arguments, config=config)
+            op.implementation(implementation).run(*arguments, config=config)
         for call in recorded.calls:
             facts = report(call.code)
             gates = check(facts, verification.promises[call.kernel])
@@ -233,13 +234,12 @@ def _compiled(op: Op, verification: Verification, arch: str) -> Result:
 
 
 def _emulated(op: Op, verification: Verification, arch: str) -> Result:
-    run = op.implementation(verification.implementation).run
     counted: dict[str, list[Counters]] = {}
 
-    def compute(arguments: tuple[Any, ...]) -> Tensors:
+    def compute(implementation: str, arguments: tuple[Any, ...]) -> Tensors:
         config = lookup(op.name, arch, verification.problem(*arguments)).config
         with emulated(verification.kernels, arch) as executed:
-            result: Tensors = run(*arguments, config=config)
+            result: Tensors = op.implementation(implementation).run(*arguments, config=config)
         executed.require_written(*outputs(result))
         for call in executed.calls:
             assert call.counters is not None

@@ -145,8 +145,8 @@ class _Allocations(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.alive.append(storage)
             self.known[storage.data_ptr()] = np.zeros(storage.nbytes(), bool)
         for place, argument in enumerate(func._schema.arguments):  # noqa: SLF001
-            if argument.alias_info is not None and argument.alias_info.is_write and place < len(args):
-                self._mark(args[place])
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                self._mark(args[place] if place < len(args) else (kwargs or {}).get(argument.name))
         return result
 
     def _mark(self, tensor: Any) -> None:

@@ -1,10 +1,12 @@
-"""out = softmax(scale * q k^T) v over heads of any strides, keys in blocks, no score ever in memory.
+"""out = softmax(scale * q k^T) v over heads of any strides, keys in blocks, no score in memory but for `_softmax_rows`.
 
 1. `_attend` keeps a block of queries and its sums on the chip. The head is cut into up to three powers of two, since
    Triton multiplies powers of two only: 40 is 32 + 16, 80 is 64 + 16, 160 is 128 + 32.
 2. `_attend_wide` serves heads whose queries do not fit beside their sums: queries are read again for each block of
    keys, a chunk of the head at a time, and a program owns `columns` columns of the output.
 3. `_merge` joins the parts where the keys were divided between programs, so that few heads still fill the GPU.
+4. `_softmax_rows` stands between the two products of a library, for heads so wide that writing the scores costs less
+   than what flash attention wastes on them.
 
 Scores, maxima and sums are float32. Where there are many blocks of keys, only the last is masked. No atomics: the same
 input gives the same bits. Programs of one head follow one another, so that its keys and values are read from memory
@@ -32,12 +34,14 @@ from rocm_sd.kernels.triton.attention_blocks import (
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["AttentionConfig", "launch", "pieces"]
+__all__ = ["AttentionConfig", "launch", "pieces", "softmax_rows"]
 
 LOG2_E = 1.4426950408889634
 # A key range shorter than this many blocks costs more to merge than it saves.
 LEAST_BLOCKS = 4
 FEW_BLOCKS = 8
+# 32 float32 values a lane in 16 waves of 32: longer rows are read twice.
+LONGEST_ROW = 16384
 
 
 @dataclass(frozen=True)
@@ -255,6 +259,42 @@ def _merge(
     target = _head(out, b, h, m * ROWS, S * H * (D // ALIGN), D // ALIGN, H * (D // ALIGN), ALIGN)
     value = (acc / total[:, None]).to(out.dtype.element_ty)
     tl.store(target + row[:, None] * (H * D) + column[None, :], value, mask=inside)
+
+
+@triton.jit
+def _softmax_rows(scores, weights, totals, T, scale, BLOCK: tl.constexpr, WHOLE: tl.constexpr):
+    """weights = exp2(scale * (score - largest)), totals = their sums in float32; a program a row."""
+    row = tl.program_id(0)
+    key = tl.arange(0, BLOCK)
+    scores += row.to(tl.int64) * T
+    weights += row.to(tl.int64) * T
+    if WHOLE:
+        s = tl.load(scores + key, mask=key < T, other=float("-inf"))
+        p = tl.exp2((s - tl.max(s, axis=0)) * scale)
+        tl.store(weights + key, p.to(weights.dtype.element_ty), mask=key < T)
+        tl.store(totals + row, tl.sum(p, axis=0))
+    else:
+        largest = tl.full([BLOCK], float("-inf"), tl.float32)
+        for start in range(0, T, BLOCK):
+            largest = tl.maximum(largest, tl.load(scores + start + key, mask=start + key < T, other=float("-inf")))
+        top = tl.max(largest, axis=0)
+        total = tl.zeros([BLOCK], tl.float32)
+        for start in range(0, T, BLOCK):
+            s = tl.load(scores + start + key, mask=start + key < T, other=float("-inf"))
+            p = tl.exp2((s - top) * scale)
+            total += p
+            tl.store(weights + start + key, p.to(weights.dtype.element_ty), mask=start + key < T)
+        tl.store(totals + row, tl.sum(total, axis=0))
+
+
+def softmax_rows(scores: torch.Tensor, weights: torch.Tensor, totals: torch.Tensor, scale: float) -> None:
+    """Fill `weights`, not yet divided by their sums, and `totals`; scores: dense float32 [rows, T]; scale >= 0."""
+    rows, T = scores.shape
+    whole = T <= LONGEST_ROW
+    block = triton.next_power_of_2(T) if whole else 4096
+    # A lane for every value: where waves hold copies, their sums can differ in the last bit, and either is kept.
+    warps = max(1, min(16, block // 256))
+    _softmax_rows[(rows,)](scores, weights, totals, T, scale * LOG2_E, BLOCK=block, WHOLE=whole, num_warps=warps)
 
 
 def pieces(d: int, most: int) -> tuple[int, int, int]:

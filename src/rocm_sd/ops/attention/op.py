@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -143,6 +144,64 @@ def _triton(
     return out
 
 
+# Scores of one turn, 64 MB in float32: half of what they need is still in the L2 cache when it is read again.
+_SCORES = 2**24
+
+
+def _gemm_softmax(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float | None,
+    *,
+    config: Mapping[str, int],  # noqa: ARG001 -- libraries multiply, and rows of any length are one kind of work
+) -> torch.Tensor:
+    """Two products of the library with a softmax between them, so many queries at a time; scores stay in float32."""
+    from rocm_sd.kernels.triton.attention import softmax_rows  # noqa: PLC0415 -- needs Triton
+
+    out = _allocate(q)
+    B, S, H, D = q.shape
+    T = k.shape[1]
+    scale = D**-0.5 if scale is None else scale
+    if scale < 0:
+        q, scale = -q, -scale
+    rows = min(S, max(1, _SCORES // T))
+    for b, h, start in product(range(B), range(H), range(0, S, rows)):
+        queries = q[b, start : start + rows, h]
+        weights = torch.empty((len(queries), T), dtype=q.dtype, device=q.device)
+        totals = torch.empty(len(queries), dtype=torch.float32, device=q.device)
+        softmax_rows(_product(queries, k[b, :, h].T), weights, totals, scale)
+        torch.div(_product(weights, v[b, :, h]), totals[:, None], out=out[b, start : start + rows, h])
+    return out
+
+
+def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """a @ b in float32, from half precision as it is where the device can."""
+    if a.device.type == "cpu":
+        return a.float() @ b.float()
+    return torch.mm(a, b, out_dtype=torch.float32)
+
+
+@cache
+def _multiplies_into_float32(dtype: str, device: torch.device) -> bool:
+    if device.type == "cpu":
+        return True
+    a = torch.zeros((16, 16), dtype=getattr(torch, dtype), device=device)
+    try:
+        return _product(a, a).dtype is torch.float32
+    except (RuntimeError, TypeError):
+        return False
+
+
+def _gemm_softmax_why_not(problem: Problem, device: torch.device) -> str | None:
+    if int(problem["d"]) < 256 or int(problem["b"]) * int(problem["h"]) > 8:
+        return f"{problem['h']} heads of {problem['d']}: their scores would be written to memory for nothing"
+    reason = _triton_why_not(problem, device)
+    if reason is None and not _multiplies_into_float32(str(problem["dtype"]), device):
+        reason = f"torch {torch.__version__} has no product of {problem['dtype']} into float32 on this GPU"
+    return reason
+
+
 def _triton_why_not(problem: Problem, device: torch.device) -> str | None:
     if problem["dtype"] not in {"float16", "bfloat16"}:
         return f"dtype {problem['dtype']}"
@@ -156,6 +215,7 @@ OP = register(
         implementations=(
             Implementation(STOCK, _stock, lambda _problem, _device: None),
             Implementation("triton", _triton, _triton_why_not),
+            Implementation("gemm_softmax", _gemm_softmax, _gemm_softmax_why_not),
             _backend("sdpa_flash", SDPBackend.FLASH_ATTENTION),
             _backend("sdpa_efficient", SDPBackend.EFFICIENT_ATTENTION),
             _backend("sdpa_cudnn", SDPBackend.CUDNN_ATTENTION),

@@ -9,7 +9,7 @@ import torch
 
 from rocm_sd.arch import MatrixUnit
 from rocm_sd.ops.attention import reference
-from rocm_sd.ops.registry import Bucket, KernelPromise, Tuning, Verification, Work
+from rocm_sd.ops.registry import Beside, Bucket, KernelPromise, Tuning, Verification, Work
 from rocm_sd.ops.samples import Draw, Sample, dtype_name
 
 if TYPE_CHECKING:
@@ -106,8 +106,8 @@ _TENSOR_CORE = {
         _Tile(32, 32, 4, (3,)), _Tile(64, 64, 8, (2,)),
     ),
 }  # fmt: skip
-# Few keys: what counts is how few of the loads and products are padding, and that the grid is large. Never one stage: in
-# 64x128 Triton 3.6 then lets wgmma read beyond the shared memory now and then (seen by compute-sanitizer on an H200).
+# Few keys: what counts is how few of the loads and products are padding, and that the grid is large. Never one stage:
+# in 64x128 Triton 3.6 then lets wgmma read beyond the shared memory now and then (by compute-sanitizer, on an H200).
 _TENSOR_CORE_CROSS = {
     128: (
         _Tile(128, 128, 8, (2,)), _Tile(128, 64, 4, (2,)), _Tile(128, 32, 4, (3,)), _Tile(64, 128, 4, (2,)),
@@ -196,10 +196,19 @@ VERIFICATION = Verification(
     promises={
         "_attend": KernelPromise(uses_dot=True),
         "_attend_wide": KernelPromise(uses_dot=True),
+        "_softmax_rows": KernelPromise(bound_by_memory=True),
         "_merge": KernelPromise(
             bound_by_memory=True, narrow_loads_because="maxima and sums are one number for each row of a part"
         ),
     },
+    beside=(
+        Beside(
+            "gemm_softmax",
+            small=(_sample(1, 5, 37, 1, 256), _sample(1, 3, 17000, 1, 256, torch.bfloat16)),
+            # Few queries: the products run on the CPU here, and a row is the same however many there are.
+            real=(_sample(1, 16, 4096, 1, 512), _sample(1, 16, 16384, 1, 512), _sample(1, 16, 32768, 1, 512)),
+        ),
+    ),
 )
 
 TUNING = Tuning(

@@ -8,7 +8,7 @@ import torch
 
 from rocm_sd.arch import MatrixUnit
 from rocm_sd.ops.conv2d import reference
-from rocm_sd.ops.registry import Bucket, KernelPromise, Tuning, Verification, Work
+from rocm_sd.ops.registry import Beside, Bucket, KernelPromise, Tuning, Verification, Work
 from rocm_sd.ops.samples import Draw, Sample, dtype_name
 
 if TYPE_CHECKING:
@@ -206,6 +206,11 @@ VERIFICATION = Verification(
         "_conv2d": KernelPromise(uses_dot=True),
         "_finish": KernelPromise(bound_by_memory=True),
     },
+    # Small maps: the library's part runs on the CPU here.
+    beside=(
+        Beside("library_epilogue", (_sample((2, 20, 4, 5), 17),), (_unet(640, 640, 8),)),
+        Beside("library_gemm", (_sample((2, 40, 3, 5), 20, 1),), (_unet(640, 640, 8, 1),)),
+    ),
 )
 
 _MOST = 2**31

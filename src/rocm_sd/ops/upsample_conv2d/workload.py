@@ -8,7 +8,7 @@ import torch
 
 from rocm_sd.arch import MatrixUnit
 from rocm_sd.ops.conv2d.workload import fitting_stages
-from rocm_sd.ops.registry import Bucket, KernelPromise, Tuning, Verification, Work
+from rocm_sd.ops.registry import Beside, Bucket, KernelPromise, Tuning, Verification, Work
 from rocm_sd.ops.samples import Draw, Sample, dtype_name
 from rocm_sd.ops.upsample_conv2d import reference
 from rocm_sd.ops.upsample_conv2d.parity import parity_weights
@@ -122,6 +122,8 @@ VERIFICATION = Verification(
         "_upsample_conv2d": KernelPromise(uses_dot=True),
         "_interleave": KernelPromise(bound_by_memory=True),
     },
+    # A small map: the library's part runs on the CPU here.
+    beside=(Beside("parity_library", (_sample((2, 20, 3, 2), 17),), (_real(2, 640, 8),)),),
 )
 
 TUNING = Tuning(
