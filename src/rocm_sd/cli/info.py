@@ -89,19 +89,31 @@ def _ops(device: torch.device, architecture: str) -> list[dict[str, Any]]:
 
     rows = []
     for op in OPS.values():
-        choice = lookup(op.name, architecture, {})
+        assert op.tuning is not None
+        assert op.verification is not None
+        typical = op.tuning.buckets[0].sample
+        problem = op.verification.problem(*typical.make(filled=False))
+        choice = lookup(op.name, architecture, problem)
         implementations = []
         for implementation in op.implementations:
             proven = [p for p in proofs() if (p.op, p.implementation) == (op.name, implementation.name)]
             implementations.append(
                 {
                     "name": implementation.name,
-                    "why_not_here": implementation.why_not({"dtype": "float16"}, device),
+                    "why_not_here": implementation.why_not(problem, device),
                     "chosen_here": implementation.name == choice.implementation,
                     "proven": [{"arch": p.arch, "rung": p.rung, "evidence": p.evidence} for p in proven],
                 }
             )
-        rows.append({"name": op.name, "summary": op.summary, "why": choice.why, "implementations": implementations})
+        rows.append(
+            {
+                "name": op.name,
+                "summary": op.summary,
+                "typical_call": typical.name,
+                "why": choice.why,
+                "implementations": implementations,
+            }
+        )
     return rows
 
 
@@ -127,10 +139,14 @@ def _show(facts: dict[str, Any]) -> None:
         machine.add_row("", "torch does not see it: see INSTALL.md for the torch build that does")
     console.print(machine)
 
-    ops = Table("op", "implementation", "here", "proven", title="Operators", title_justify="left")
+    ops = Table("op", "used here", "beside it", "proven here", title="Operators", title_justify="left")
     for op in facts["ops"]:
-        for implementation in op["implementations"]:
-            here = "used" if implementation["chosen_here"] else implementation["why_not_here"] or "available"
-            proven = ", ".join(f"{p['arch']} {p['rung']}" for p in implementation["proven"]) or "not yet"
-            ops.add_row(op["name"], implementation["name"], here, proven)
+        known = op["implementations"]
+        used = next(i["name"] for i in known if i["chosen_here"])
+        beside = [i["name"] for i in known if not i["chosen_here"] and not i["why_not_here"]]
+        proven = [p["rung"] for i in known for p in i["proven"] if p["arch"] == device["arch"]]
+        ops.add_row(op["name"], used, ", ".join(beside) or "nothing", ", ".join(proven) or "no")
     console.print(ops)
+    console.print(
+        "At a typical call of each; --json has every implementation, with the reason that it cannot run here."
+    )

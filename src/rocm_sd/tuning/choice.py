@@ -40,7 +40,7 @@ def _table(op: str, arch: str) -> Mapping[str, Any] | None:
     return table
 
 
-def _within(limits: Mapping[str, Any], problem: Problem) -> bool:
+def within(limits: Mapping[str, Any], problem: Problem) -> bool:
     """Each limit is a value that must be equal, or a [low, high] range, both ends included."""
     for name, limit in limits.items():
         value = problem.get(name)
@@ -62,7 +62,7 @@ def lookup(op: str, arch: str, problem: Problem) -> Choice:
         return Choice(STOCK, why=f"no data for {op} on {arch}")
     for source in ("exact", "bucket"):
         for entry in table.get(source, ()):
-            if _within(entry["when"], problem):
+            if within(entry["when"], problem):
                 return Choice(entry["implementation"], entry.get("config", {}), source, entry["why"])
     static = table["static"]
     return Choice(static["implementation"], static.get("config", {}), "static", static["why"])

@@ -22,7 +22,7 @@ from rocm_sd import arch as archs
 from rocm_sd.arch import MatrixUnit
 from rocm_sd.errors import InvalidOption, MissingDependency, RocmSdError, Unsupported
 from rocm_sd.ops import OPS
-from rocm_sd.tuning.choice import _within
+from rocm_sd.tuning.choice import within
 from rocm_sd.tuning.ranking import Candidate, Code, Part, Program, model
 from rocm_sd.verify import workers
 from rocm_sd.verify.compiler import targets
@@ -130,7 +130,7 @@ def _searches(op: Op, architectures: Iterable[Arch]) -> list[_Search]:
 
 
 def _first(limits: Iterable[Mapping[str, Any]], problem: Problem) -> int | None:
-    return next((index for index, when in enumerate(limits) if _within(when, problem)), None)
+    return next((index for index, when in enumerate(limits) if within(when, problem)), None)
 
 
 def tune(
