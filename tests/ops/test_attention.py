@@ -6,6 +6,7 @@ import torch.nn.functional as F
 
 from rocm_sd.errors import InvalidOption, Unsupported
 from rocm_sd.ops import attention
+from rocm_sd.ops.attention import op as attention_op
 from rocm_sd.ops.attention import reference
 from rocm_sd.ops.attention.op import OP
 from rocm_sd.ops.registry import needs_no_dispatcher
@@ -68,6 +69,27 @@ def check(q, k, v, implementation, scale=None):
 @pytest.mark.usefixtures("poison_memory")
 def test_as_accurate_as_stock(shape, dtype, implementation, device):
     check(*inputs(shape, dtype, device), implementation)
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=dtype_id)
+@pytest.mark.parametrize("shape", [(1, 10, 37, 1, 512), (2, 33, 70, 2, 256), (1, 2, 17000, 1, 256)], ids=shape_id)
+@pytest.mark.usefixtures("poison_memory")
+def test_products_of_the_library_with_a_softmax_between(shape, dtype, device, monkeypatch):
+    """Queries in turns of a few, the last one shorter, and keys of which a row does not fit one block."""
+    monkeypatch.setattr(attention_op, "_SCORES", 256)
+    q, k, v = inputs(shape, dtype, device)
+    for scale in (None, -0.5, 0.0):
+        check(q, k, v, "gemm_softmax", scale)
+    packed = torch.stack([k, v], dim=2)
+    check(q, packed[:, :, 0], packed[:, :, 1], "gemm_softmax")
+    loud = check(q * 200, k * 200, v, "gemm_softmax")
+    assert loud.isfinite().all()
+
+
+def test_narrow_heads_have_no_scores_in_memory():
+    q = torch.zeros(1, 4, 1, 40, dtype=torch.float16)
+    with pytest.raises(Unsupported, match="scores would be written to memory for nothing"):
+        attention(q, q, q, implementation="gemm_softmax")
 
 
 @pytest.mark.gpu
@@ -169,9 +191,10 @@ def test_any_scale(scale, implementation, device):
     check(*inputs((1, 9, 37, 2, 24), torch.float16, device), implementation, scale)
 
 
-def test_large_half_precision_values_stay_finite(device):
-    """The products of these pass the largest float16 by far; the scores are float32."""
-    q, k, v = inputs((1, 17, 40, 2, 40), torch.float16, device)
+@pytest.mark.parametrize("shape", [(1, 17, 40, 2, 40), (1, 5, 300, 1, 512)], ids=shape_id)
+def test_large_half_precision_values_stay_finite(shape, device):
+    """The products of these pass the largest float16 by far; the scores are float32, of 1e11."""
+    q, k, v = inputs(shape, torch.float16, device)
     q, k, v = (t.clamp(-4, 4) * 15000 for t in (q, k, v))
     y = attention(q, k, v, implementation="triton")
     assert y.isfinite().all()
@@ -285,7 +308,7 @@ def test_an_implementation_asked_for_by_name_never_falls_back(monkeypatch):
     for dtype in (torch.float32, torch.float64):
         with pytest.raises(Unsupported, match=dtype_id(dtype)):
             attention(q.to(dtype), q.to(dtype), q.to(dtype), implementation="triton")
-    with pytest.raises(InvalidOption, match="torch, triton, sdpa_flash"):
+    with pytest.raises(InvalidOption, match="torch, triton, gemm_softmax, sdpa_flash"):
         attention(q, q, q, implementation="xformers")
     for name in GPU_ONLY:
         with pytest.raises(Unsupported, match="a tensor on cpu"):

@@ -102,15 +102,12 @@ def test_compiles_as_one_graph(block):
 
 
 def test_gradients_flow_through_every_op(block):
+    """In float64, so that no rounding stands between the two."""
     stock, ours, inputs = block
-    for parameter in stock.parameters():
-        parameter.requires_grad_(True)
-    wanted = [tensor.clone().requires_grad_() for tensor in inputs]
+    stock = stock.double().requires_grad_(True)
+    wanted = [tensor.double().requires_grad_() for tensor in inputs]
     names = [name for name, _ in stock.named_parameters()]
     expected = torch.autograd.grad(stock(*wanted).square().sum(), [*wanted, *stock.parameters()])
-    found = torch.autograd.grad(ours(stock)(*wanted).square().sum(), [*wanted, *stock.parameters()], allow_unused=True)
+    found = torch.autograd.grad(ours(stock)(*wanted).square().sum(), [*wanted, *stock.parameters()])
     for name, a, b in zip(["x", "condition", *names], found, expected, strict=True):
-        # The packed weights are copies made when the block was built.
-        if name.endswith(("to_q.weight", "to_k.weight", "to_v.weight")) and a is None:
-            continue
-        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3, msg=lambda text, n=name: f"{n}: {text}")
+        torch.testing.assert_close(a, b, msg=lambda text, n=name: f"{n}: {text}")

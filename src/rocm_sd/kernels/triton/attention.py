@@ -232,7 +232,7 @@ def _attend_wide(
 
 @triton.jit
 def _merge(
-    parts, tops, totals, out, S, H, heads, splits,
+    parts, tops, totals, out, S, H, heads, splits, scale,
     D: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, ALIGN: tl.constexpr,
 ):  # fmt: skip
     m, head = tl.program_id(0), tl.program_id(1)
@@ -251,7 +251,7 @@ def _merge(
         part_total = tl.load(totals + at + row, mask=row < left, other=1.0)
         part = tl.load(parts + at * D + row[:, None] * D + column[None, :], mask=inside, other=0.0)
         new = tl.maximum(top, part_top)
-        old, add = tl.exp2(top - new), tl.exp2(part_top - new)
+        old, add = tl.exp2((top - new) * scale), tl.exp2((part_top - new) * scale)
         acc = acc * old[:, None] + part * add[:, None]
         total = total * old + part_total * add
         top = new
@@ -374,6 +374,6 @@ def launch(
         width = triton.next_power_of_2(D)
         rows = max(1, 2048 // width)
         _merge[(triton.cdiv(S, rows), B * H)](
-            parts, tops, totals, out, S, H, B * H, splits,
+            parts, tops, totals, out, S, H, B * H, splits, scale * LOG2_E,
             D=D, ROWS=rows, WIDTH=width, ALIGN=align, num_warps=4,
         )  # fmt: skip

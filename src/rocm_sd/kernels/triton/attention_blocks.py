@@ -58,10 +58,14 @@ def _scores(
 
 @triton.jit
 def softmax(s, top, total, scale):
-    """The block's weights, the new maximum and sum, and the factor that older sums shrink by."""
-    new = tl.maximum(top, tl.max(s, axis=1) * scale)
-    p = tl.exp2(s * scale - new[:, None])
-    shrink = tl.exp2(top - new)
+    """The block's weights, the new maximum and sum, and the factor that older sums shrink by.
+
+    The difference comes first: s * scale - top * scale, as one fused step, rounds only one of the two products, and at
+    scores of 1e10 what is left of the other is an exponent of a thousand.
+    """
+    new = tl.maximum(top, tl.max(s, axis=1))
+    p = tl.exp2((s - new[:, None]) * scale)
+    shrink = tl.exp2((top - new) * scale)
     return p, new, total * shrink + tl.sum(p, axis=1), shrink
 
 

@@ -73,6 +73,16 @@ def _dense(out: torch.Tensor) -> torch.Tensor:
     return out.transpose(1, 2).contiguous()
 
 
+def _positive(q: torch.Tensor, scale: float | None) -> tuple[torch.Tensor, float]:
+    """The same product with a scale above zero: kernels mask with -inf and take the largest score for the largest
+    product, and stock's flash kernels give NaN where the scale is 0 or less (torch 2.11 on an H200).
+    """
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if scale > 0:
+        return q, scale
+    return (-q, -scale) if scale else (torch.zeros_like(q), 1.0)
+
+
 def _stock(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -84,6 +94,7 @@ def _stock(
 ) -> torch.Tensor:
     if not q.numel():
         return _allocate(q)
+    q, scale = _positive(q, scale)
     heads = (q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
     if backend is None:
         return _dense(F.scaled_dot_product_attention(*heads, scale=scale))
@@ -134,10 +145,7 @@ def _triton(
 
     out = _allocate(q)
     if q.numel():
-        scale = q.shape[-1] ** -0.5 if scale is None else scale
-        if scale <= 0:
-            # The kernel takes the largest score times the scale for the largest product, and a masked score is -inf.
-            q, scale = (-q, -scale) if scale else (torch.zeros_like(q), 1.0)
+        q, scale = _positive(q, scale)
         q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
         units = arch.device_facts(q.device).compute_units or 1
         launch(q, k, v, out, scale, AttentionConfig.from_mapping(config), units)
@@ -160,11 +168,9 @@ def _gemm_softmax(
     from rocm_sd.kernels.triton.attention import softmax_rows  # noqa: PLC0415 -- needs Triton
 
     out = _allocate(q)
-    B, S, H, D = q.shape
+    B, S, H = q.shape[:3]
     T = k.shape[1]
-    scale = D**-0.5 if scale is None else scale
-    if scale < 0:
-        q, scale = -q, -scale
+    q, scale = _positive(q, scale)
     rows = min(S, max(1, _SCORES // T))
     for b, h, start in product(range(B), range(H), range(0, S, rows)):
         queries = q[b, start : start + rows, h]
