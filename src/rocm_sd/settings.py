@@ -13,7 +13,7 @@ from rocm_sd.errors import InvalidOption
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-__all__ = ["VARIABLES", "Settings", "Variable", "current"]
+__all__ = ["VARIABLES", "Settings", "Variable", "current", "implementation_for"]
 
 
 @dataclass(frozen=True)
@@ -114,6 +114,17 @@ def _plain(value: Any) -> Any:
 @lru_cache(maxsize=8)
 def _parsed(texts: tuple[str, ...]) -> Settings:
     return Settings.from_environment({v.name: text for v, text in zip(VARIABLES, texts, strict=True)})
+
+
+@lru_cache(maxsize=8)
+def _named_by(text: str) -> Settings:
+    return Settings.from_environment({"ROCM_SD_IMPLEMENTATION": text})
+
+
+def implementation_for(op: str) -> str | None:
+    """As of `current()`, at a tenth of its cost: every call of an op asks."""
+    text = os.environ.get("ROCM_SD_IMPLEMENTATION")
+    return _named_by(text).implementation_for(op) if text else None
 
 
 def current() -> Settings:

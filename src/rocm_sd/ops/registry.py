@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -132,6 +132,8 @@ class Op:
     default_config: Mapping[str, int]
     verification: Verification | None = None
     tuning: Tuning | None = None
+    # What was chosen before: looking it up again would take longer than launching a kernel.
+    _chosen: dict[tuple[Any, ...], Choice] = field(default_factory=dict, repr=False, compare=False)
 
     def implementation(self, name: str) -> Implementation:
         for candidate in self.implementations:
@@ -141,9 +143,16 @@ class Op:
 
     def choose(self, problem: Problem, device: torch.device, forced: str | None = None) -> Choice:
         """Asked for by name, an implementation that cannot do it raises. Chosen automatically, stock takes over."""
+        name = forced or settings.implementation_for(self.name)
+        key = (*problem.values(), device, name)
+        choice = self._chosen.get(key)
+        if choice is None:
+            choice = self._chosen[key] = self._choose(problem, device, name)
+        return choice
+
+    def _choose(self, problem: Problem, device: torch.device, name: str | None) -> Choice:
         architecture = arch.detect(device).name
         choice = lookup(self.name, architecture, problem)
-        name = forced or settings.current().implementation_for(self.name)
         if name:
             reason = self.implementation(name).why_not(problem, device)
             if reason:
