@@ -10,6 +10,7 @@ import torch
 import rocm_sd.tuning
 from rocm_sd.errors import InvalidOption, MissingDependency
 from rocm_sd.ops import OPS
+from rocm_sd.tuning import lookup
 from rocm_sd.verify import ladder
 from rocm_sd.verify.compiler import targets
 from rocm_sd.verify.emulator import OutOfBounds
@@ -27,7 +28,7 @@ def test_nothing_named_means_everything():
     assert len(tasks) == len(OPS) * (2 + 3 * len(names))
     assert {task.op for task in tasks} == set(OPS)
     assert {task.arch for task in tasks if task.rung <= 2} == {"cpu"}
-    assert [task.rung_name for task in ladder.plan(architectures=["gfx1100"])] == list(RUNGS)
+    assert [task.rung_name for task in ladder.plan(["conv2d"], ["gfx1100"])] == list(RUNGS)
 
 
 @pytest.mark.parametrize(
@@ -100,12 +101,13 @@ def test_the_reference_and_the_interpreted_kernels_are_as_near_to_float64_as_sto
         assert outcome.figures["samples"] == len(OPS["group_norm_silu"].verification.small)
 
 
-def test_where_nothing_runs_the_reason_is_told():
-    outcomes = ladder.verify(ladder.plan(["group_norm_silu"], ["gfx1030", "gfx906", "gfx1101"], [3, 4, 5])[:6])
+def test_where_nothing_runs_the_reason_is_told(monkeypatch):
+    monkeypatch.setattr(ladder, "lookup", lambda op, gfx, _problem: lookup(op, f"{gfx} of no data", {}))
+    outcomes = ladder.verify(ladder.plan(["group_norm_silu"], ["gfx1030", "gfx906", "gfx1101"], [3, 4, 5]))
     told = {(o.arch, o.rung): o.sentence for o in outcomes}
     assert {o.state for o in outcomes} == {"skipped"}
     assert "Triton does not compile for gfx1030" in told["gfx1030", "compiled"]
-    assert "no data for group_norm_silu on gfx906" in told["gfx906", "compiled"]
+    assert "no data for group_norm_silu on gfx906 of no data" in told["gfx906", "compiled"]
     assert told["gfx906", "tested"] == "never ran there"
 
 
@@ -120,10 +122,10 @@ def test_a_wrong_result_fails_and_a_nan_too():
     op = OPS["group_norm_silu"]
     right = op.verification.reference
     for wrong in (lambda *a: right(*a) * 1.01, lambda *a: right(*a) * float("nan")):
-        state, sentence, _ = ladder._numbers(op, op.verification, lambda arguments, f=wrong: f(*arguments))
+        state, sentence, _ = ladder._numbers(op, op.verification, lambda _name, arguments, f=wrong: f(*arguments))
         assert state == "failed"
         assert "largest error" in sentence
-    state, _, _ = ladder._numbers(op, op.verification, lambda arguments: right(*arguments))
+    state, _, _ = ladder._numbers(op, op.verification, lambda _name, arguments: right(*arguments))
     assert state == "passed"
 
 

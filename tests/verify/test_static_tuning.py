@@ -13,6 +13,7 @@ from rocm_sd.ops import OPS
 from rocm_sd.tuning import choice
 from rocm_sd.tuning.ranking import Candidate, Code, Part, Program, _trips
 from rocm_sd.verify import static_tuning, tuning_files, workers
+from rocm_sd.verify.compiler import targets
 from rocm_sd.verify.isa import Instruction, report
 from rocm_sd.verify.programs import counted
 from rocm_sd.verify.runner import emulated
@@ -122,12 +123,10 @@ def test_a_folder_that_cannot_be_written_to_is_refused_before_the_search(tmp_pat
     assert tune(static_tuning.Plan(()), tmp_path / "not" / "yet") == []
 
 
-def test_nothing_named_means_every_op_and_every_gfx_with_a_matrix_unit():
-    planned = plan(architectures=["gfx1100"])
+def test_nothing_named_means_every_op_and_every_gfx_that_triton_compiles_for():
+    planned = plan()
     assert {search.op for search in planned.searches} == {name for name, op in OPS.items() if op.tuning}
-    defaults = static_tuning.default_architectures()
-    assert len(defaults) == 12
-    assert "gfx906" not in defaults
+    assert {search.arch for search in planned.searches} == {a.name for a in targets()}
 
 
 def test_a_bucket_is_held_to_the_real_calls_that_fall_into_it():

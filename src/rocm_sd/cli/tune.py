@@ -24,7 +24,7 @@ def tune(
     ops: Annotated[list[str] | None, typer.Argument(metavar="[OP]...", help="Ops by name.", show_default="all")] = None,
     static: Annotated[bool, typer.Option("--static", help="With no GPU: compile every config and rank them.")] = False,
     arch: Annotated[
-        str | None, typer.Option(help="Architectures, e.g. gfx1100,gfx942. (default: all with a matrix unit)")
+        str | None, typer.Option(help="Architectures, e.g. gfx1100,gfx942. (default: all that Triton compiles for)")
     ] = None,
     out: Annotated[
         Path | None, typer.Option(help="Folder for GFX/OP.json. (default: the data of this installation)")

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 
 import rocm_sd.tuning
 from rocm_sd import arch as archs
-from rocm_sd.arch import MatrixUnit
 from rocm_sd.errors import InvalidOption, MissingDependency, RocmSdError, Unsupported
 from rocm_sd.ops import OPS
 from rocm_sd.tuning.choice import within
@@ -43,7 +42,7 @@ if TYPE_CHECKING:
     from rocm_sd.verify.programs import Known
     from rocm_sd.verify.runner import Call
 
-__all__ = ["DATA", "Plan", "default_architectures", "plan", "tune"]
+__all__ = ["DATA", "Plan", "plan", "tune"]
 
 DATA = Path(rocm_sd.tuning.__file__).parent / "data"
 TIMEOUT_S = 600.0  # one config: several kernels at several sizes, each allowed 180 s by the compiler
@@ -81,16 +80,10 @@ class Plan:
         return len(self.counts) + sum(len(search.configs) for search in self.searches)
 
 
-def default_architectures() -> list[str]:
-    """All that Triton compiles for and that have a matrix unit; the kernels are not written for others (gfx906)."""
-    units = {MatrixUnit.MFMA, MatrixUnit.WMMA_GFX11, MatrixUnit.WMMA_GFX12}
-    return [a.name for a in targets() if a.matrix_unit in units]
-
-
 def plan(ops: Iterable[str] = (), architectures: Iterable[str] = ()) -> Plan:
-    """Nothing named means every op that declares what to tune, and `default_architectures`."""
-    named = list(architectures) or default_architectures()
+    """Nothing named means every op that declares what to tune, on all that Triton compiles for."""
     known = [a.name for a in targets()]
+    named = list(architectures) or known
     for name in named:
         if name not in known:
             raise InvalidOption("architecture", name, known)

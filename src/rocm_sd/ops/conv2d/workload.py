@@ -114,7 +114,10 @@ _WMMA = (
     (64, 64, 0, 32, 4, 2),
     (64, 32, 0, 64, 4, 2),
 )
+# Products by vector instructions: both operands of a tile come from LDS once for each step.
+_DOT = ((64, 64, 0, 32, 4, 1), (64, 32, 0, 32, 4, 1), (32, 32, 0, 32, 4, 1))
 _TILES = {
+    MatrixUnit.DOT: _DOT,
     MatrixUnit.TENSOR_CORE: _TENSOR_CORE,
     MatrixUnit.MFMA: _MFMA,
     MatrixUnit.WMMA_GFX11: _WMMA,

@@ -71,6 +71,8 @@ def _text(C: int, K: int) -> Sample:
 
 # block_m, block_n, block_k, warps, stages
 _TILES: Mapping[MatrixUnit, tuple[tuple[int, int, int, int, int], ...]] = {
+    # Products by vector instructions: both operands of a tile come from LDS once for each step.
+    MatrixUnit.DOT: ((64, 64, 32, 4, 1), (64, 32, 32, 4, 1), (32, 32, 32, 4, 1)),
     MatrixUnit.TENSOR_CORE: (
         (128, 256, 64, 8, 3),
         (128, 128, 64, 8, 4),
