@@ -245,14 +245,22 @@ def geomean(values):
     return math.exp(statistics.mean(math.log(v) for v in values)) if values else None
 
 
+CLEAR_GAIN = 1.02  # less than this over stock is within what two runs differ by
+
+
 def entry(sample_name, timing, rest):
     """A line of tuning data from a measurement: the kernel's best config stands beside the winner."""
     microseconds, implementation, config = timing
-    configs = [c for _, _, c in rest if c]
-    stock = [m for m, i, _ in rest if i.name == "torch"]
-    why = f"measured: {microseconds:.1f} us at {sample_name}"
-    why += f", stock {stock[0]:.1f} us" if stock and implementation.name != "torch" else ""
-    return {"implementation": implementation.name, "config": config or (configs[0] if configs else {}), "why": why}
+    config = config or next((c for _, _, c in rest if c), {})
+    stock = next((m for m, i, _ in rest if i.name == "torch"), None)
+    if stock is None or implementation.name == "torch":
+        why = f"measured: {microseconds:.1f} us at {sample_name}"
+    elif stock < CLEAR_GAIN * microseconds:
+        why = f"measured: {stock:.1f} us at {sample_name}, {implementation.name} {microseconds:.1f} us: no clear gain"
+        return {"implementation": "torch", "config": config, "why": why}
+    else:
+        why = f"measured: {microseconds:.1f} us at {sample_name}, stock {stock:.1f} us"
+    return {"implementation": implementation.name, "config": config, "why": why}
 
 
 def tuned(clock, op, options, dropped):

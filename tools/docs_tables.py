@@ -21,6 +21,7 @@ from rocm_sd.arch.types import UNCONFIRMED
 from rocm_sd.cli.main import app
 from rocm_sd.ops import OPS
 from rocm_sd.settings import VARIABLES, Settings
+from rocm_sd.verify.compiler import targets
 from rocm_sd.verify.proofs import RUNGS, Proof, proofs
 
 if TYPE_CHECKING:
@@ -88,18 +89,25 @@ def _proofs(*, linked: bool) -> str:
         reached[proof.op][proof.rung].append(proof)
     rows = []
     for op, rungs in reached.items():
-        cells = [", ".join(proof.arch for proof in rungs[rung]) for rung in ("compiled", "emulated")]
+        cells = [_names([proof.arch for proof in rungs[rung]]) for rung in ("emulated", "compiled")]
         ran = []
         for proof in rungs["tested"]:
             told = _measured(proof.evidence) or proof.arch
             ran.append(f"[{told}]({proof.evidence})" if linked else told)
         rows.append((f"`{op}`", *cells, ", ".join(ran)))
     meanings = [f"- **{rung}**: {RUNG_MEANINGS[rung]}." for rung in ("compiled", "emulated", "tested")]
-    table = _table(("op", "compiled", "emulated", "tested"), rows)
+    table = _table(("op", "emulated", "compiled", "tested"), rows)
+    names = ", ".join(a.name for a in targets())
     below = (
-        "Each is also compared with float64 as plain torch and in Triton's interpreter, on a CPU, in every test run."
+        f"Triton compiles for {names}. Every op is also compared with float64 as plain torch and in Triton's interpreter, "
+        "on a CPU, in every test run."
     )
     return f"{_on_amd(proofs())}\n\n{table}\n" + "\n".join(meanings) + f"\n\n{below}\n"
+
+
+def _names(architectures: list[str]) -> str:
+    few = 4
+    return ", ".join(architectures) if len(architectures) <= few else f"{len(architectures)} more"
 
 
 def _ops() -> str:
