@@ -99,8 +99,8 @@ def _proofs(*, linked: bool) -> str:
     table = _table(("op", "emulated", "compiled", "tested"), rows)
     names = ", ".join(a.name for a in targets())
     below = (
-        f"Triton compiles for {names}. Every op is also compared with float64 as plain torch and in Triton's interpreter, "
-        "on a CPU, in every test run."
+        f"Triton compiles for {names}. Every op is also compared with float64 as plain torch and in Triton's "
+        "interpreter, on a CPU, in every test run."
     )
     return f"{_on_amd(proofs())}\n\n{table}\n" + "\n".join(meanings) + f"\n\n{below}\n"
 
