@@ -23,6 +23,7 @@ class Rule:
     """`applies` says whether a module is of the kind; `why_not` gives the reason to leave such a module alone.
 
     A rule with `channels_last` uses ops of that layout: where convolutions keep another, each use would cost copies.
+    `undo` takes back what the rule's forward has done to the module (weights laid together), once forward is gone.
     """
 
     name: str
@@ -31,6 +32,11 @@ class Rule:
     applies: Callable[[nn.Module], bool]
     why_not: Callable[[nn.Module], str | None]
     forward: Callable[..., Any]
+    undo: Callable[[nn.Module], None] | None = None
+
+    def __post_init__(self) -> None:
+        # Pickle finds a bound method by its name: a pickled model comes back with its class's own forward.
+        self.forward.__name__ = "forward"
 
 
 @dataclass(frozen=True)
@@ -48,12 +54,12 @@ class Change:
         return self.left_because is None
 
 
-def _replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Callable[[], None]:
+def _replace_forward(module: nn.Module, rule: Rule) -> Callable[[], None]:
     # accelerate's offload hooks wrap `forward` and keep what they wrapped in `_old_forward`: go inside the wrapper.
     attribute = "_old_forward" if "_old_forward" in module.__dict__ else "forward"
     missing = object()
     before = module.__dict__.get(attribute, missing)
-    ours = MethodType(forward, module)
+    ours = MethodType(rule.forward, module)
     setattr(module, attribute, ours)
 
     def restore() -> None:
@@ -64,6 +70,8 @@ def _replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Callable
                     delattr(module, name)
                 else:
                     setattr(module, name, MethodType(type(module).forward, module) if before is missing else before)
+        if rule.undo is not None:
+            rule.undo(module)
 
     return restore
 
@@ -80,7 +88,7 @@ def apply(
             kind = type(module).__name__
             reason = (not_channels_last if rule.channels_last else None) or rule.why_not(module)
             if reason is None:
-                changes.append(Change(path, kind, rule.name, restore=_replace_forward(module, rule.forward)))
+                changes.append(Change(path, kind, rule.name, restore=_replace_forward(module, rule)))
                 break
             changes.append(Change(path, kind, rule.name, left_because=reason))
     return changes

@@ -128,7 +128,8 @@ def test_group_norm_silu(gfx):
     assert set(figures["kernels"]) == set(op.verification.promises)
     # Lanes that read the same bytes count each of them, so that the figure may pass 1.
     assert all(kernel["coalescing_efficiency"] > 0 for kernel in figures["kernels"].values())
-    assert figures["kernels"]["_apply"]["bytes_stored"] == sum(
+    # Each picture is written once, by the one or the other.
+    assert sum(figures["kernels"][name]["bytes_stored"] for name in ("_whole", "_apply")) == sum(
         sample.make()[0].numel() * sample.make()[0].element_size() for sample in op.verification.small
     )
 

@@ -1,0 +1,181 @@
+"""What rules of convolutional blocks share: convolutions and norms through their weights, or as the layers they are.
+
+A layer is looked at anew in every call: a LoRA, an offload hook or another padding may have come since the last one.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from rocm_sd import settings
+from rocm_sd.ops import OPS, conv2d, group_norm_silu
+from rocm_sd.ops.conv2d.workload import problem
+from rocm_sd.rewrite.layers import is_plain
+
+if TYPE_CHECKING:
+    from rocm_sd.tuning import Problem
+
+__all__ = [
+    "convolution",
+    "convolution_norm_silu",
+    "is_diffusers",
+    "left_to_stock",
+    "norm_silu",
+    "of_kind",
+    "takes",
+    "unusual",
+]
+
+_TENSORS = (torch.Tensor, nn.Parameter)
+_KERNELS = ((1, 1), (3, 3))
+
+
+def is_diffusers(module: nn.Module, name: str) -> bool:
+    """By name: the rules import no host program."""
+    return type(module).__name__ == name and type(module).__module__.startswith("diffusers.")
+
+
+def left_to_stock(x: torch.Tensor, weight: torch.Tensor | None, op: str, worth_it_on_cpu: int = 0) -> bool:
+    """Whether a call is stock's own, whatever the layers are. `op` is the one that the rule is for.
+
+    Size: on a CPU, what is saved outweighs the questions to the layers from x of so many values on.
+    Gradients: the ops have them, but nothing says that they are faster, and each would go through the dispatcher.
+    Autocast: it chooses a dtype for each of stock's operations, and knows none of the ops.
+    """
+    if x.dim() != 4 or torch.is_autocast_enabled(x.device.type):
+        return True
+    if x.numel() < worth_it_on_cpu and not through_op(op, x):
+        return True
+    return torch.is_grad_enabled() and (x.requires_grad or (weight is not None and weight.requires_grad))
+
+
+def through_op(name: str, x: torch.Tensor) -> bool:
+    """Whether to ask the op of that name. On a CPU each is stock torch unless the settings name another, and asking
+    costs 15 us a call, which the small blocks of a small model feel.
+    """
+    if x.device.type != "cpu":
+        return True
+    return not torch.compiler.is_compiling() and settings.implementation_for(name) is not None
+
+
+def unusual(layer: nn.Module) -> str | None:
+    """What keeps a convolution from `conv2d`, in words; None of a layer that is none, as a LoRA's wrapper is."""
+    if not isinstance(layer, nn.Conv2d):
+        return None
+    if layer.padding_mode != "zeros":
+        return f"its convolution pads with {layer.padding_mode}"
+    if layer.groups != 1 or layer.dilation != (1, 1):
+        return f"its convolution has {layer.groups} groups and dilation {layer.dilation}"
+    if layer.kernel_size not in _KERNELS or isinstance(layer.padding, str):
+        return f"its convolution is {layer.kernel_size} with padding {layer.padding}"
+    if layer.stride[0] != layer.stride[1] or layer.padding[0] != layer.padding[1]:
+        return f"its convolution has stride {layer.stride} and padding {layer.padding}"
+    return None
+
+
+def takes(layer: Any, x: torch.Tensor) -> bool:
+    """Whether layer(x) is `conv2d` of its weights, now."""
+    # Scripts that make seamless textures give layers another padding, or another `_conv_forward`, while in use.
+    if type(layer) is not nn.Conv2d or not is_plain(layer) or "_conv_forward" in layer.__dict__:
+        return False
+    return unusual(layer) is None and of_kind(layer.weight, x)
+
+
+def of_kind(weight: torch.Tensor, x: torch.Tensor) -> bool:
+    """Of x's dtype and device, and no quantised or distributed tensor. Otherwise the layer knows what to do or say."""
+    return type(weight) in _TENSORS and weight.dtype == x.dtype and weight.device == x.device
+
+
+def _fits(add: torch.Tensor, x: torch.Tensor, channels: int) -> bool:
+    """Stock broadcasts and promotes in its sums; the ops take one value for each picture and channel, of x's dtype."""
+    return add.dtype == x.dtype and add.shape == (x.shape[0], channels)
+
+
+def convolution(
+    layer: Any, x: torch.Tensor, add: torch.Tensor | None = None, residual: torch.Tensor | None = None
+) -> torch.Tensor:
+    """layer(x) + add + residual; add: [N, C]; residual: like layer(x)."""
+    return _convolved(layer, x, add, residual) if takes(layer, x) else _summed(layer(x), add, residual)
+
+
+def _summed(y: torch.Tensor, add: torch.Tensor | None, residual: torch.Tensor | None) -> torch.Tensor:
+    if add is not None:
+        y = y + add[:, :, None, None]
+    return y if residual is None else residual + y
+
+
+def _convolved(
+    layer: nn.Conv2d, x: torch.Tensor, add: torch.Tensor | None, residual: torch.Tensor | None
+) -> torch.Tensor:
+    """`convolution` of a layer that its weights stand for."""
+    weight, bias, stride, padding = layer.weight, layer.bias, layer.stride, layer.padding
+    fits = add is None or _fits(add, x, weight.shape[0])
+    if residual is not None:
+        fits = fits and _like_output(residual, x, layer)
+    if through_op("conv2d", x):
+        parts = (add, residual) if fits else (None, None)
+        y = conv2d(x, weight, bias, *parts, stride[0], int(padding[0]))
+        return y if fits else _summed(y, add, residual)
+    y = F.conv2d(x, weight, bias, stride, padding)
+    if not fits:
+        return _summed(y, add, residual)
+    if add is not None:
+        y += add[:, :, None, None]
+    if residual is not None:
+        y += residual
+    return y
+
+
+def _like_output(residual: torch.Tensor, x: torch.Tensor, layer: nn.Conv2d) -> bool:
+    """Of a convolution that keeps the size of the picture; other residuals are added by themselves."""
+    same_size = layer.stride[0] == 1 and 2 * int(layer.padding[0]) == layer.kernel_size[0] - 1
+    N, _, H, W = x.shape
+    return same_size and residual.dtype == x.dtype and residual.shape == (N, layer.weight.shape[0], H, W)
+
+
+def norm_silu(norm: Any, x: torch.Tensor, add: torch.Tensor | None = None, *, silu: bool = True) -> torch.Tensor:
+    """silu(norm(x + add)); add: [N, C]."""
+    if add is not None and not _fits(add, x, x.shape[1]):
+        x, add = x + add[:, :, None, None], None
+    plain = _is_plain_norm(norm, x)
+    if plain and through_op("group_norm_silu", x):
+        return group_norm_silu(x, norm.num_groups, norm.weight, norm.bias, add, norm.eps, silu)
+    y: torch.Tensor = norm(x if add is None else x + add[:, :, None, None])
+    # In place only where nobody else can hold what the norm returned.
+    return F.silu(y, inplace=plain) if silu else y
+
+
+def _is_plain_norm(norm: Any, x: torch.Tensor) -> bool:
+    if type(norm) is not nn.GroupNorm or "forward" in norm.__dict__ or hasattr(norm, "_hf_hook"):
+        return False
+    if norm._forward_hooks or norm._forward_pre_hooks:  # noqa: SLF001 -- torch has no public question for it
+        return False
+    return norm.weight is None or of_kind(norm.weight, x)
+
+
+def convolution_norm_silu(layer: Any, norm: Any, x: torch.Tensor, add: torch.Tensor | None) -> torch.Tensor:
+    """silu(norm(layer(x) + add)), with bias and add where they cost no pass over memory of their own.
+
+    The kernel of `conv2d` has them in its epilogue, and on a CPU that op adds in place. A GPU's library would go over
+    the picture again, for the bias alone too: there the norm adds both, as it reads the picture in any case.
+    """
+    if not takes(layer, x):
+        return norm_silu(norm, layer(x), add)
+    if not _needs_another_pass(layer, x) or (add is not None and not _fits(add, x, layer.weight.shape[0])):
+        return norm_silu(norm, _convolved(layer, x, add, None))
+    if layer.bias is not None:
+        add = layer.bias.expand(x.shape[0], -1) if add is None else add + layer.bias
+    y = conv2d(x, layer.weight, None, None, None, layer.stride[0], layer.padding[0])
+    return norm_silu(norm, y, add)
+
+
+def _needs_another_pass(layer: nn.Conv2d, x: torch.Tensor) -> bool:
+    # What an op chooses cannot be asked for while it is traced; in place is then the better guess for any device.
+    if x.device.type == "cpu" or torch.compiler.is_compiling():
+        return False
+    asked: Problem = problem(x, layer.weight, stride=layer.stride[0], padding=int(layer.padding[0]))
+    return OPS["conv2d"].choose(asked, x.device).implementation != "triton"

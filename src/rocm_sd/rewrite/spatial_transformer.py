@@ -1,0 +1,115 @@
+"""Spatial transformer of a UNet (GroupNorm, projection, transformer blocks, projection, residual) without permutes: a
+channels-last map [B, C, H, W] is the tokens [B, HW, C] as it lies, and a 1x1 convolution is a linear on them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from rocm_sd.ops import group_norm_silu, linear_residual
+from rocm_sd.rewrite.apply import Rule
+from rocm_sd.rewrite.layers import is_plain
+from rocm_sd.rewrite.transformer import one_dtype, untouched
+
+__all__ = ["RULE"]
+
+
+def _applies(module: nn.Module) -> bool:
+    return type(module).__name__ == "Transformer2DModel" and type(module).__module__.startswith("diffusers.")
+
+
+def _why_not(module: Any) -> str | None:
+    if not module.is_input_continuous:
+        return "its input is not a map of features"
+    for name, layer in (("proj_in", module.proj_in), ("proj_out", module.proj_out)):
+        # A LoRA wrapper is asked for what it wraps.
+        plain = getattr(layer, "base_layer", layer)
+        if isinstance(plain, nn.Conv2d) and (
+            plain.kernel_size != (1, 1) or plain.stride != (1, 1) or plain.padding != (0, 0) or plain.groups != 1
+        ):
+            return f"its {name} is a convolution of more than a point"
+    return None
+
+
+# Named as the method that it stands in for: pickle looks a bound method up by that name, and finds the class's own.
+def forward(
+    self: Any,
+    hidden_states: torch.Tensor,
+    encoder_hidden_states: torch.Tensor | None = None,
+    timestep: torch.Tensor | None = None,
+    added_cond_kwargs: dict[str, torch.Tensor] | None = None,
+    class_labels: torch.Tensor | None = None,
+    cross_attention_kwargs: dict[str, Any] | None = None,
+    attention_mask: torch.Tensor | None = None,
+    encoder_attention_mask: torch.Tensor | None = None,
+    return_dict: bool = True,
+) -> Any:
+    x = hidden_states
+    masked = attention_mask is not None or encoder_attention_mask is not None
+    checkpointed = self.gradient_checkpointing and torch.is_grad_enabled()
+    # Stock answers a caller who wants an instance of its output class; UNets do not.
+    if return_dict or cross_attention_kwargs or masked or checkpointed or not one_dtype(x):
+        return type(self).forward(
+            self, hidden_states, encoder_hidden_states, timestep, added_cond_kwargs, class_labels,
+            cross_attention_kwargs, attention_mask, encoder_attention_mask, return_dict,
+        )  # fmt: skip
+    _, _, height, width = x.shape
+    tokens = _project_in(self.proj_in, _norm(self.norm, x), takes_tokens=self.use_linear_projection)
+    for block in self.transformer_blocks:
+        tokens = block(
+            tokens,
+            attention_mask=None,
+            encoder_hidden_states=encoder_hidden_states,
+            encoder_attention_mask=None,
+            timestep=timestep,
+            cross_attention_kwargs=cross_attention_kwargs,
+            class_labels=class_labels,
+        )
+    layer = self.proj_out
+    if is_plain(layer):
+        return (_map(linear_residual(tokens, _matrix(layer), layer.bias, _tokens(x)), height, width),)
+    if self.use_linear_projection:
+        return (_map(layer(tokens), height, width) + x,)
+    return (layer(_map(tokens, height, width)) + x,)
+
+
+def _norm(norm: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    if type(norm) is nn.GroupNorm and untouched(norm):
+        return group_norm_silu(x, norm.num_groups, norm.weight, norm.bias, None, norm.eps, silu=False)
+    y: torch.Tensor = norm(x)
+    return y
+
+
+def _project_in(layer: Any, x: torch.Tensor, *, takes_tokens: bool) -> torch.Tensor:
+    if is_plain(layer):
+        return linear_residual(_tokens(x), _matrix(layer), layer.bias)
+    tokens: torch.Tensor = layer(_tokens(x)) if takes_tokens else _tokens(layer(x))
+    return tokens
+
+
+def _matrix(layer: nn.Linear | nn.Conv2d) -> torch.Tensor:
+    """The weight as [N, K]: of a 1x1 convolution it is a view, in either layout."""
+    return layer.weight.flatten(1)
+
+
+def _tokens(x: torch.Tensor) -> torch.Tensor:
+    """[B, C, H, W] -> [B, HW, C]; a view where x is channels-last."""
+    return x.permute(0, 2, 3, 1).flatten(1, 2)
+
+
+def _map(tokens: torch.Tensor, height: int, width: int) -> torch.Tensor:
+    """[B, HW, C] -> [B, C, H, W] that is channels-last."""
+    return tokens.reshape(tokens.shape[0], height, width, tokens.shape[2]).permute(0, 3, 1, 2)
+
+
+RULE = Rule(
+    name="spatial_transformer",
+    summary="GroupNorm, projections and residual on the channels-last map as it lies, without permutes",
+    channels_last=True,
+    applies=_applies,
+    why_not=_why_not,
+    forward=forward,
+)
