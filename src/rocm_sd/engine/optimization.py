@@ -51,15 +51,20 @@ def optimize(target: Target, level: str = "auto", quality: str = "exact") -> Tar
         raise InvalidOption("quality", quality, list(QUALITIES))
     modules = list(_modules(target))
     restore(target)
-    architecture = arch.detect(_device(modules))
+    device = _device(modules)
+    architecture = arch.detect(device)
     layout = lookup("memory_format", architecture.name, {})
     channels_last = layout.implementation == CHANNELS_LAST
     reason = None if channels_last else f"its convolutions keep their layout ({layout.why})"
+    rules = [rule for rule in RULES if rule.on_cpu or device.type != "cpu"]
     changes = [
-        change for name, module in modules for change in apply(module, RULES, prefix=name, not_channels_last=reason)
+        change for name, module in modules for change in apply(module, rules, prefix=name, not_channels_last=reason)
     ]
     relaid = _channels_last(modules) if channels_last else ()
     notes = [f"{len(relaid)} convolutions run channels-last ({layout.why})"] if channels_last else []
+    if len(rules) < len(RULES):
+        idle = ", ".join(rule.name for rule in RULES if rule not in rules)
+        notes.append(f"the rules {idle} are not applied: on a CPU their ops are stock torch")
     slicing_was_on = None
     vae: Any = getattr(target, "vae", None)
     if level == "memory" and hasattr(vae, "enable_slicing"):

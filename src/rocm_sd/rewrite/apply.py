@@ -23,6 +23,7 @@ class Rule:
     """`applies` says whether a module is of the kind; `why_not` gives the reason to leave such a module alone.
 
     A rule with `channels_last` uses ops of that layout: where convolutions keep another, each use would cost copies.
+    One that is not `on_cpu` would call stock's own forward there every time.
     `undo` takes back what the rule's forward has done to the module (weights laid together), once forward is gone.
     """
 
@@ -33,6 +34,7 @@ class Rule:
     why_not: Callable[[nn.Module], str | None]
     forward: Callable[..., Any]
     undo: Callable[[nn.Module], None] | None = None
+    on_cpu: bool = True
 
     def __post_init__(self) -> None:
         # Pickle finds a bound method by its name: a pickled model comes back with its class's own forward.

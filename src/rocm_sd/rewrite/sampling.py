@@ -109,6 +109,7 @@ UPSAMPLE = Rule(
     applies=lambda module: is_diffusers(module, "Upsample2D"),
     why_not=_upsample_why_not,
     forward=_upsample,
+    on_cpu=False,
 )
 
 DOWNSAMPLE = Rule(
@@ -118,4 +119,5 @@ DOWNSAMPLE = Rule(
     applies=lambda module: is_diffusers(module, "Downsample2D"),
     why_not=_downsample_why_not,
     forward=_downsample,
+    on_cpu=False,
 )
