@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rocm_sd.arch import Arch
     from rocm_sd.tuning import Problem
 
-__all__ = ["TUNING", "VERIFICATION", "problem"]
+__all__ = ["TILES", "TUNING", "VERIFICATION", "fitting_stages", "output_size", "problem"]
 
 
 def output_size(size: int, kernel: int, stride: int, padding: int) -> int:
@@ -116,7 +116,7 @@ _WMMA = (
 )
 # Products by vector instructions: both operands of a tile come from LDS once for each step.
 _DOT = ((64, 64, 0, 32, 4, 1), (64, 32, 0, 32, 4, 1), (32, 32, 0, 32, 4, 1))
-_TILES = {
+TILES = {
     MatrixUnit.DOT: _DOT,
     MatrixUnit.TENSOR_CORE: _TENSOR_CORE,
     MatrixUnit.MFMA: _MFMA,
@@ -131,7 +131,7 @@ def _space(problem: Problem, arch: Arch) -> Iterator[Mapping[str, int]]:
     steps = int(problem["kernel"]) ** 2
     tensor_core = arch.matrix_unit is MatrixUnit.TENSOR_CORE
     seen = set()
-    for tile_m, tile_n, block_n2, tile_k, warps, stages in _TILES.get(arch.matrix_unit or MatrixUnit.NONE, ()):
+    for tile_m, tile_n, block_n2, tile_k, warps, stages in TILES.get(arch.matrix_unit or MatrixUnit.NONE, ()):
         if block_n2 and cout % (tile_n + block_n2):
             continue
         block_m = max(32, min(tile_m, _power_of_2(pixels)))

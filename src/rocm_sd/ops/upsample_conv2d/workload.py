@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rocm_sd.arch import MatrixUnit
-from rocm_sd.ops.conv2d.workload import fitting_stages
+from rocm_sd.ops.conv2d.workload import TILES, fitting_stages
 from rocm_sd.ops.registry import Beside, Bucket, KernelPromise, Tuning, Verification, Work
 from rocm_sd.ops.samples import Draw, Sample, dtype_name
 from rocm_sd.ops.upsample_conv2d import reference
@@ -46,46 +46,8 @@ def _real(n: int, channels: int, size: int) -> Sample:
     return _sample((n, channels, size, size), channels)
 
 
-# block_m, block_n, block_n2, block_k, warps, stages
-_TENSOR_CORE = (
-    (128, 256, 0, 64, 8, 3),
-    (256, 128, 0, 64, 8, 3),
-    (128, 128, 32, 64, 8, 4),
-    (128, 128, 0, 64, 8, 4),
-    (64, 128, 32, 64, 4, 4),
-    (128, 64, 0, 64, 4, 4),
-    (64, 128, 0, 64, 4, 4),
-    (64, 64, 0, 64, 4, 5),
-)
-_MFMA = (
-    (256, 128, 0, 32, 8, 2),
-    (128, 128, 32, 32, 8, 2),
-    (128, 128, 0, 64, 8, 2),
-    (128, 128, 0, 32, 4, 2),
-    (64, 128, 0, 64, 4, 2),
-    (64, 64, 0, 64, 4, 2),
-)
-_WMMA = (
-    (128, 128, 32, 32, 8, 2),
-    (128, 128, 0, 32, 8, 2),
-    (128, 64, 0, 32, 4, 2),
-    (64, 128, 0, 32, 4, 2),
-    (64, 64, 0, 64, 4, 2),
-    (64, 64, 0, 32, 4, 2),
-)
-# Products by vector instructions: both operands of a tile come from LDS once for each step.
-_DOT = ((64, 64, 0, 32, 4, 1), (64, 32, 0, 32, 4, 1), (32, 32, 0, 32, 4, 1))
-_TILES = {
-    MatrixUnit.DOT: _DOT,
-    MatrixUnit.TENSOR_CORE: _TENSOR_CORE,
-    MatrixUnit.MFMA: _MFMA,
-    MatrixUnit.WMMA_GFX11: _WMMA,
-    MatrixUnit.WMMA_GFX12: _WMMA,
-}
-
-
 def _space(problem: Problem, arch: Arch) -> Iterator[Mapping[str, int]]:
-    for block_m, block_n, block_n2, block_k, warps, stages in _TILES.get(arch.matrix_unit or MatrixUnit.NONE, ()):
+    for block_m, block_n, block_n2, block_k, warps, stages in TILES.get(arch.matrix_unit or MatrixUnit.NONE, ()):
         if block_n2 and int(problem["cout"]) % (block_n + block_n2):
             continue
         fitting = fitting_stages(stages, (block_m + block_n + block_n2) * block_k * 2, arch)
