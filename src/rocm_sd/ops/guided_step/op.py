@@ -223,7 +223,7 @@ def _triton_why_not(problem: Problem, device: torch.device) -> str | None:
 OP = register(
     Op(
         name="guided_step",
-        summary="Guidance, a linear scheduler's update and the next model input, from a table on the device",
+        summary="guidance, a linear scheduler's update and the next model input, from a table on the device",
         implementations=(
             Implementation(STOCK, _stock, lambda _problem, _device: None),
             Implementation("triton", _triton, _triton_why_not),

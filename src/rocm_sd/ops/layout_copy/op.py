@@ -69,7 +69,7 @@ def _triton_why_not(problem: Problem, device: torch.device) -> str | None:
 OP = register(
     Op(
         name="layout_copy",
-        summary="Copies between contiguous and channels-last, coalesced on both sides",
+        summary="copies between contiguous and channels-last, coalesced on both sides",
         implementations=(
             Implementation(STOCK, _stock, lambda _problem, _device: None),
             Implementation("triton", _triton, _triton_why_not),

@@ -80,7 +80,7 @@ def _triton_why_not(problem: Problem, device: torch.device) -> str | None:
 OP = register(
     Op(
         name="upsample",
-        summary="Nearest and bilinear enlargement by a whole number, channels-last",
+        summary="nearest and bilinear enlargement by a whole number, channels-last",
         implementations=(
             Implementation(STOCK, _stock, lambda _problem, _device: None),
             Implementation("triton", _triton, _triton_why_not),
