@@ -79,6 +79,7 @@ def _measured(evidence: str) -> str:
     return (
         f"{record['machine']['gpu']}, {record['geomean']['against_stock']:.2f} times stock torch "
         f"({len(speeds)} shapes, {min(speeds):.2f} to {max(speeds):.2f})"
+        + (f", {record['note']}" if "note" in record else "")
     )
 
 

@@ -11,8 +11,8 @@ from torch import nn
 
 from rocm_sd.ops import group_norm_silu, linear_residual
 from rocm_sd.rewrite.apply import Rule
-from rocm_sd.rewrite.layers import is_plain
-from rocm_sd.rewrite.transformer import one_dtype, untouched
+from rocm_sd.rewrite.layers import is_plain, untouched
+from rocm_sd.rewrite.transformer import one_dtype
 
 __all__ = ["RULE"]
 

@@ -15,10 +15,10 @@ from torch import nn
 from rocm_sd.ops import attention, geglu, layer_norm_residual, linear_residual
 from rocm_sd.ops.linear_residual.packing import split_heads
 from rocm_sd.rewrite.apply import Rule
-from rocm_sd.rewrite.layers import is_plain
+from rocm_sd.rewrite.layers import is_plain, untouched
 from rocm_sd.rewrite.packing import packed_linear, unpack
 
-__all__ = ["RULE", "one_dtype", "untouched"]
+__all__ = ["RULE", "one_dtype"]
 
 _KIND = "BasicTransformerBlock"
 _PROCESSORS = "diffusers.models.attention_processor"
@@ -156,20 +156,6 @@ def one_dtype(x: torch.Tensor) -> bool:
     """False under autocast, which gives each step of stock a dtype of its own, and for tensors without data."""
     device = x.device.type
     return device != "meta" and not torch.is_autocast_enabled(device)
-
-
-def untouched(*modules: nn.Module) -> bool:
-    """True where calling each module is nothing but its class's forward, now: no hook, no offload, no other forward."""
-    for module in modules:
-        if module._forward_hooks or module._forward_pre_hooks:  # noqa: SLF001 -- torch has no public question for it
-            return False
-        if module._backward_hooks or module._backward_pre_hooks or "_hf_hook" in module.__dict__:  # noqa: SLF001
-            return False
-        own = module.__dict__.get("forward")
-        # A hook that was taken off again leaves the class's own forward on the instance.
-        if own is not None and getattr(own, "__func__", None) is not type(module).forward:
-            return False
-    return True
 
 
 RULE = Rule(

@@ -1,48 +1,23 @@
-"""The GEMM libraries of a GPU build of torch, by name. Which vendor has which is the table `LIBRARIES`, and only that.
+"""The GEMM libraries of a GPU build of torch: the switch between them, and why one cannot be switched to here.
 
-torch has one switch for both vendors and calls it by CUDA's names: "cublas" is rocBLAS in a ROCm build, "cublaslt" is
-hipBLASLt. The switch is global to the process: it is set around one call and put back.
+The switch is global to the process: it is set around one call and put back.
 """
 
 from __future__ import annotations
 
 import warnings
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
 
+from rocm_sd.arch.gemm_libraries import LIBRARIES, Library, build_of_torch
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 __all__ = ["LIBRARIES", "Library", "preferred", "why_not"]
-
-
-@dataclass(frozen=True)
-class Library:
-    """`switch` is torch's word for it; `adds_bias` where its GEMM can add a bias on the way out."""
-
-    name: str
-    build: str
-    switch: str
-    adds_bias: bool
-
-
-LIBRARIES = (
-    Library("cublas", "CUDA", "cublas", adds_bias=False),
-    Library("cublaslt", "CUDA", "cublaslt", adds_bias=True),
-    Library("rocblas", "ROCm", "cublas", adds_bias=False),
-    Library("hipblaslt", "ROCm", "cublaslt", adds_bias=True),
-    Library("ck", "ROCm", "ck", adds_bias=False),
-)
-
-
-def _build() -> str | None:
-    if torch.version.hip is not None:
-        return "ROCm"
-    return "CUDA" if torch.version.cuda is not None else None
 
 
 @contextmanager
@@ -73,7 +48,7 @@ def _refusal(library: Library) -> str | None:
 
 
 def why_not(library: Library, device: torch.device) -> str | None:
-    build = _build()
+    build = build_of_torch()
     if build != library.build:
         return f"{library.name}, a library of {library.build}, in a {build or 'CPU'} build of torch"
     if device.type != "cuda":
