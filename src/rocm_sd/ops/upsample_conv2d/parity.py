@@ -6,8 +6,9 @@ import torch
 
 __all__ = ["parity_weights"]
 
-# What an output line of even and of odd number sees of the three filter rows, in its two lines of x.
-_ROWS = (((0,), (1, 2)), ((0, 1), (2,)))
+# What an output line of even and of odd number sees of the three filter rows, in its two lines of x. Slices: an index
+# of numbers would be copied to the device in every call, which a graph cannot capture.
+_ROWS = ((slice(0, 1), slice(1, 3)), (slice(0, 2), slice(2, 3)))
 
 
 def parity_weights(weight: torch.Tensor) -> torch.Tensor:
