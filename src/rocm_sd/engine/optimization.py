@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from rocm_sd import arch
+from rocm_sd.engine.installed import Installed
 from rocm_sd.engine.reporting import Report
 from rocm_sd.errors import InvalidOption, Unsupported
 from rocm_sd.rewrite import RULES, apply, undo
@@ -30,9 +31,8 @@ Target = TypeVar("Target")
 @dataclass(frozen=True)
 class _Optimized:
     report: Report
-    # Convolution weights that were given the channels-last layout; the others had it, or have no layout to change.
-    relaid: tuple[nn.Parameter, ...]
-    slicing_was_on: bool | None
+    # In the order in which they were installed; taken back in the opposite one.
+    installed: tuple[Installed, ...]
 
 
 # Kept beside the user's objects, not on them: nothing to pickle, nothing that outlives them.
@@ -60,21 +60,20 @@ def optimize(target: Target, level: str = "auto", quality: str = "exact") -> Tar
     changes = [
         change for name, module in modules for change in apply(module, rules, prefix=name, not_channels_last=reason)
     ]
-    relaid = _channels_last(modules) if channels_last else ()
-    notes = [f"{len(relaid)} convolutions run channels-last ({layout.why})"] if channels_last else []
+    installed = [Installed(tuple, lambda: undo(changes))]
+    if channels_last:
+        installed.append(_channels_last(modules, layout.why))
+    notes = []
     if len(rules) < len(RULES):
         idle = ", ".join(rule.name for rule in RULES if rule not in rules)
         notes.append(f"the rules {idle} are not applied: on a CPU their ops are stock torch")
-    slicing_was_on = None
     vae: Any = getattr(target, "vae", None)
     if level == "memory" and hasattr(vae, "enable_slicing"):
-        slicing_was_on = bool(getattr(vae, "use_slicing", False))
-        vae.enable_slicing()
-        notes.append("the VAE decodes one picture at a time, which needs less memory and gives the same picture")
+        installed.append(_slicing(vae))
     if quality != "exact":
         notes.append(f"quality {quality} allows approximations; none exists in this version, so the result is exact")
     _OPTIMIZED[target] = _Optimized(
-        Report(architecture.name, level, quality, tuple(changes), tuple(notes)), relaid, slicing_was_on
+        Report(architecture.name, level, quality, tuple(changes), tuple(notes)), tuple(installed)
     )
     return target
 
@@ -84,11 +83,8 @@ def restore(target: Target) -> Target:
     state = _OPTIMIZED.pop(target, None)
     if state is None:
         return target
-    undo(state.report.changes)
-    for weight in state.relaid:
-        weight.data = weight.data.contiguous()
-    if state.slicing_was_on is False:
-        target.vae.disable_slicing()  # type: ignore[attr-defined]
+    for installed in reversed(state.installed):
+        installed.restore()
     return target
 
 
@@ -97,7 +93,8 @@ def report(target: Any) -> Report:
     state = _OPTIMIZED.get(target) if _weakly_held(target) else None
     if state is None:
         raise Unsupported("report", "a pipeline that was not optimised", hint="Call rocm_sd.optimize(pipe) first.")
-    return state.report
+    told = [note for installed in state.installed for note in installed.notes()]
+    return replace(state.report, notes=(*told, *state.report.notes))
 
 
 def _weakly_held(target: Any) -> bool:
@@ -127,7 +124,8 @@ def _device(modules: list[tuple[str, nn.Module]]) -> torch.device:
     return torch.device("cpu")
 
 
-def _channels_last(modules: list[tuple[str, nn.Module]]) -> tuple[nn.Parameter, ...]:
+def _channels_last(modules: list[tuple[str, nn.Module]], why: str) -> Installed:
+    # The others had that layout, or have none to change.
     relaid = []
     for _, module in modules:
         for layer in module.modules():
@@ -135,4 +133,16 @@ def _channels_last(modules: list[tuple[str, nn.Module]]) -> tuple[nn.Parameter, 
             if isinstance(layer, nn.Conv2d) and weight is not None and weight.is_contiguous() and weight.numel():
                 weight.data = weight.data.contiguous(memory_format=torch.channels_last)
                 relaid.append(weight)
-    return tuple(relaid)
+
+    def restore() -> None:
+        for weight in relaid:
+            weight.data = weight.data.contiguous()
+
+    return Installed(lambda: (f"{len(relaid)} convolutions run channels-last ({why})",), restore)
+
+
+def _slicing(vae: Any) -> Installed:
+    was_on = bool(getattr(vae, "use_slicing", False))
+    vae.enable_slicing()
+    note = "the VAE decodes one picture at a time, which needs less memory and gives the same picture"
+    return Installed(lambda: (note,), lambda: None if was_on else vae.disable_slicing())
