@@ -56,6 +56,12 @@ VARIABLES: tuple[Variable, ...] = (
         _implementations,
         "Implementation per op by name, e.g. group_norm_silu=torch,attention=triton; never falls back.",
     ),
+    Variable(
+        "ROCM_SD_STEP_GRAPH",
+        "step_graph",
+        _flag,
+        "0 captures no graphs and leaves schedulers alone; 1 records calls on a CPU, too, which only tests need.",
+    ),
     Variable("ROCM_SD_CACHE", "cache_dir", Path, "Folder for compiled code and measurements."),
     Variable(
         "ROCM_SD_TORCH", "torch_build", str, "Read by set-up only: auto, rocm, cuda, cpu, a gfx id or an index URL."
@@ -76,6 +82,7 @@ class Settings:
     log_level: str = "WARNING"
     debug: bool = False
     implementations: tuple[tuple[str, str], ...] = ()
+    step_graph: bool | None = None
     cache_dir: Path | None = None
     torch_build: str | None = None
     triton_interpret: bool = False

@@ -10,10 +10,11 @@ import torch
 from torch import nn
 
 from rocm_sd import arch
+from rocm_sd.engine import denoising
 from rocm_sd.engine.installed import Installed
 from rocm_sd.engine.reporting import Report
 from rocm_sd.errors import InvalidOption, Unsupported
-from rocm_sd.rewrite import RULES, apply, undo
+from rocm_sd.rewrite import RULES, RULES_FOR_GRAPHS, apply, undo
 from rocm_sd.tuning import lookup
 
 if TYPE_CHECKING:
@@ -56,16 +57,20 @@ def optimize(target: Target, level: str = "auto", quality: str = "exact") -> Tar
     layout = lookup("memory_format", architecture.name, {})
     channels_last = layout.implementation == CHANNELS_LAST
     reason = None if channels_last else f"its convolutions keep their layout ({layout.why})"
-    rules = [rule for rule in RULES if rule.on_cpu or device.type != "cpu"]
+    graphs = denoising.is_wanted(device)
+    available = (*RULES, *RULES_FOR_GRAPHS) if graphs else RULES
+    rules = [rule for rule in available if rule.on_cpu or device.type != "cpu"]
     changes = [
         change for name, module in modules for change in apply(module, rules, prefix=name, not_channels_last=reason)
     ]
     installed = [Installed(tuple, lambda: undo(changes))]
     if channels_last:
         installed.append(_channels_last(modules, layout.why))
+    if graphs:
+        installed.append(denoising.install(target, denoising.recorded_models(target)))
     notes = []
-    if len(rules) < len(RULES):
-        idle = ", ".join(rule.name for rule in RULES if rule not in rules)
+    if len(rules) < len(available):
+        idle = ", ".join(rule.name for rule in available if rule not in rules)
         notes.append(f"the rules {idle} are not applied: on a CPU their ops are stock torch")
     vae: Any = getattr(target, "vae", None)
     if level == "memory" and hasattr(vae, "enable_slicing"):

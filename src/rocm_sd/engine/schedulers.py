@@ -39,6 +39,7 @@ class Plan:
     draws: which calls take noise from the pipeline's generator, in this order and nowhere else between them; a call
     that draws may still have no use for it. noise_dtype: what the noise is drawn in, the prediction's dtype where None.
     start: the scheduler's step_index at call 0, None where it keeps none.
+    wide_pictures: the picture that the scheduler's step returns beside the next sample is float32 at least.
     """
 
     table: StepTable
@@ -46,6 +47,7 @@ class Plan:
     draws: tuple[bool, ...]
     noise_dtype: torch.dtype | None = None
     start: int | None = None
+    wide_pictures: bool = False
 
     @property
     def calls(self) -> int:
@@ -148,7 +150,8 @@ def _lcm(run: _Run) -> Built:
         raise _refusal(run.scheduler, f"{len(times)} timesteps for {run.scheduler.num_inference_steps} steps")
     table = tables.lcm(run.alphas(times), times, run.config.prediction_type, run.config.timestep_scaling)
     draws = [run.start + call != len(times) - 1 for call in range(len(run.times))]
-    return replace(table, coefficients=table.coefficients[run.start :]), draws, None
+    left = replace(table, coefficients=table.coefficients[run.start :], pictures=(table.pictures or ())[run.start :])
+    return left, draws, None
 
 
 def _euler(run: _Run) -> Built:
@@ -188,12 +191,13 @@ def _unipc(run: _Run) -> Built:
 class _Known:
     """`options`: every option of the class and its accepted values; None: any, for its step does not read it.
 
-    `indexed`: its step counts by step_index, not by the timestep it is given.
+    `indexed`: its step counts by step_index, not by the timestep it is given. `wide_pictures`: as of Plan.
     """
 
     build: Callable[[_Run], Built]
     options: Mapping[str, tuple[object, ...] | None]
     indexed: bool = True
+    wide_pictures: bool = False
 
 
 def _any(*names: str) -> dict[str, tuple[object, ...] | None]:
@@ -238,9 +242,10 @@ _KNOWN = {
             **_any("interpolation_type", "sigma_min", "sigma_max", "timestep_type"),
             "prediction_type": (*_THREE, "original_sample"),
         },
+        wide_pictures=True,
     ),
     "EulerAncestralDiscreteScheduler": _Known(
-        _euler_ancestral, {**_BETAS, **_SPACING, **_ZERO_SNR, "prediction_type": _TWO}
+        _euler_ancestral, {**_BETAS, **_SPACING, **_ZERO_SNR, "prediction_type": _TWO}, wide_pictures=True
     ),
     "DPMSolverMultistepScheduler": _Known(
         _dpm_solver,
@@ -282,7 +287,8 @@ def _known(scheduler: Any) -> _Known:
     if known is None or not kind.__module__.startswith("diffusers.schedulers."):
         raise Unsupported("The step table", f"the scheduler {kind.__module__}.{kind.__qualname__}")
     for name in vars(scheduler):
-        if callable(getattr(kind, name, None)):
+        # Those of stepping.py stand in for the class's own, and call them where there is no plan.
+        if callable(getattr(kind, name, None)) and not hasattr(getattr(scheduler, name), "stands_in"):
             raise _refusal(scheduler, f"a {name} of its own")
     for name in _options_of(kind):
         if name not in known.options:
@@ -336,5 +342,5 @@ def step_table(scheduler: Any, timesteps: torch.Tensor | Sequence[float] | None 
     rows = table.coefficients[: len(times)]
     if len(rows) != len(times) or not bool(rows.isfinite().all()):
         raise _refusal(scheduler, "noise levels that have no finite step")
-    table = replace(table, coefficients=rows)
-    return Plan(table, of_the_loop, tuple(draws), noise_dtype, start if known.indexed else None)
+    table = replace(table, coefficients=rows, pictures=table.pictures and table.pictures[: len(times)])
+    return Plan(table, of_the_loop, tuple(draws), noise_dtype, start if known.indexed else None, known.wide_pictures)

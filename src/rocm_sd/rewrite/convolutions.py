@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from rocm_sd import settings
+from rocm_sd.errors import Unsupported
 from rocm_sd.ops import OPS, conv2d, group_norm_silu
 from rocm_sd.ops.conv2d.workload import problem
 from rocm_sd.rewrite.layers import is_plain
@@ -157,12 +158,17 @@ def _is_plain_norm(norm: Any, x: torch.Tensor) -> bool:
     return norm.weight is None or of_kind(norm.weight, x)
 
 
-def convolution_norm_silu(layer: Any, norm: Any, x: torch.Tensor, add: torch.Tensor | None) -> torch.Tensor:
+def convolution_norm_silu(
+    layer: Any, norm: Any, x: torch.Tensor, add: torch.Tensor | None, *, bias_in_add: bool = False
+) -> torch.Tensor:
     """silu(norm(layer(x) + add)), with bias and add where they cost no pass over memory of their own.
 
     The kernel of `conv2d` has them in its epilogue, and on a CPU that op adds in place. A GPU's library would go over
     the picture again, for the bias alone too: there the norm adds both, as it reads the picture in any case.
+    `bias_in_add`: the layer's bias is in `add` already.
     """
+    if bias_in_add:
+        return _with_ready_add(layer, norm, x, add)
     if not takes(layer, x):
         return norm_silu(norm, layer(x), add)
     if not _needs_another_pass(layer, x) or (add is not None and not _fits(add, x, layer.weight.shape[0])):
@@ -171,6 +177,14 @@ def convolution_norm_silu(layer: Any, norm: Any, x: torch.Tensor, add: torch.Ten
         add = layer.bias.expand(x.shape[0], -1) if add is None else add + layer.bias
     y = conv2d(x, layer.weight, None, None, None, layer.stride[0], layer.padding[0])
     return norm_silu(norm, y, add)
+
+
+def _with_ready_add(layer: Any, norm: Any, x: torch.Tensor, add: torch.Tensor | None) -> torch.Tensor:
+    if not takes(layer, x):
+        raise Unsupported("A bias that was added in advance", f"a convolution that is a {type(layer).__name__}")
+    epilogue, later = (None, add) if _needs_another_pass(layer, x) else (add, None)
+    y = conv2d(x, layer.weight, None, epilogue, None, layer.stride[0], layer.padding[0])
+    return norm_silu(norm, y, later)
 
 
 def _needs_another_pass(layer: nn.Conv2d, x: torch.Tensor) -> bool:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from rocm_sd.ops import group_norm_silu, linear_residual
+from rocm_sd.rewrite import transformer
 from rocm_sd.rewrite.apply import Rule
 from rocm_sd.rewrite.layers import is_plain, untouched
 from rocm_sd.rewrite.transformer import one_dtype
@@ -58,7 +59,8 @@ def forward(
         )  # fmt: skip
     _, _, height, width = x.shape
     tokens = _project_in(self.proj_in, _norm(self.norm, x), takes_tokens=self.use_linear_projection)
-    for block in self.transformer_blocks:
+    chained = transformer.chain(self.transformer_blocks, tokens, encoder_hidden_states)
+    for block in self.transformer_blocks if chained is None else ():
         tokens = block(
             tokens,
             attention_mask=None,
@@ -68,6 +70,7 @@ def forward(
             cross_attention_kwargs=cross_attention_kwargs,
             class_labels=class_labels,
         )
+    tokens = tokens if chained is None else chained
     layer = self.proj_out
     if is_plain(layer):
         return (_map(linear_residual(tokens, _matrix(layer), layer.bias, _tokens(x)), height, width),)

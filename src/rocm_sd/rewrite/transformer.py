@@ -7,18 +7,22 @@ not, the piece itself is called, as stock does.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from rocm_sd.ops import attention, geglu, layer_norm_residual, linear_residual
 from rocm_sd.ops.linear_residual.packing import split_heads
+from rocm_sd.rewrite import conditioning
 from rocm_sd.rewrite.apply import Rule
 from rocm_sd.rewrite.layers import is_plain, untouched
 from rocm_sd.rewrite.packing import packed_linear, unpack
 
-__all__ = ["RULE", "one_dtype"]
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+__all__ = ["RULE", "chain", "hoistable", "keys_values", "one_dtype"]
 
 _KIND = "BasicTransformerBlock"
 _PROCESSORS = "diffusers.models.attention_processor"
@@ -70,20 +74,74 @@ def forward(
     added_cond_kwargs: dict[str, torch.Tensor] | None = None,
 ) -> torch.Tensor:
     x, text = hidden_states, encoder_hidden_states
-    # Token merging (tomesd) gives a block another class when it is switched on.
-    known = type(self).__name__ == _KIND and self._chunk_size is None
-    if cross_attention_kwargs or not known or x.dim() != 3 or not one_dtype(x):
+    if cross_attention_kwargs or not _known(self, x):
         stock: torch.Tensor = type(self).forward(
             self, hidden_states, attention_mask, encoder_hidden_states, encoder_attention_mask, timestep,
             cross_attention_kwargs, class_labels, added_cond_kwargs,
         )  # fmt: skip
         return stock
-    h = _attend(self.attn1, self.norm1(x), text if self.only_cross_attention else None, attention_mask)
-    if self.attn2 is not None:
-        h, x = _add_and_norm(self.norm2, h, x)
-        h = _attend(self.attn2, h, text, encoder_attention_mask)
-    h, x = _add_and_norm(self.norm3, h, x)
+    h, x = _before_feed_forward(self, None, x, text, attention_mask, encoder_attention_mask)
     return _feed_forward(self.ff, h, x)
+
+
+def chain(blocks: Iterable[Any], x: torch.Tensor, text: torch.Tensor | None) -> torch.Tensor | None:
+    """Block after block, each one's last residual added in the next one's first norm; None where one is not plain."""
+    every = list(blocks)
+    if not every or not all(_is_ours(block) and _known(block, x) for block in every):
+        return None
+    pending = None
+    for block in every:
+        h, x = _before_feed_forward(block, pending, x, text, None, None)
+        if block is every[-1]:
+            return _feed_forward(block.ff, h, x)
+        pending = _feed_forward(block.ff, h, None)
+    return None
+
+
+def _is_ours(block: Any) -> bool:
+    own = block.__dict__
+    if own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]:
+        return False
+    return "_hf_hook" not in own and getattr(own.get("forward"), "__func__", None) is forward
+
+
+def _known(block: Any, x: torch.Tensor) -> bool:
+    # Token merging (tomesd) gives a block another class when it is switched on.
+    return type(block).__name__ == _KIND and block._chunk_size is None and x.dim() == 3 and one_dtype(x)  # noqa: SLF001
+
+
+def _before_feed_forward(
+    block: Any,
+    pending: torch.Tensor | None,
+    x: torch.Tensor,
+    text: torch.Tensor | None,
+    mask: torch.Tensor | None,
+    text_mask: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of the tokens x, or pending + x: what the feed-forward takes, and the residual that is added to its result."""
+    if pending is None:
+        h = block.norm1(x)
+    else:
+        h, x = _add_and_norm(block.norm1, pending, x)
+    h = _attend(block.attn1, h, text if block.only_cross_attention else None, mask)
+    if block.attn2 is not None:
+        h, x = _add_and_norm(block.norm2, h, x)
+        h = _attend(block.attn2, h, text, text_mask)
+    return _add_and_norm(block.norm3, h, x)
+
+
+def keys_values(attn: Any, text: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """[B, S, H, D] of the text, as an attention that `hoistable` says yes to reads them."""
+    k, v = _project(text, attn.heads, attn.to_k, attn.to_v)
+    return k, v
+
+
+def hoistable(block: nn.Module) -> nn.Module | None:
+    """The block's attention to the text, where its keys and values depend on nothing but the text, now."""
+    attn: nn.Module | None = getattr(block, "attn2", None)
+    if attn is None or not _is_ours(block) or not (_is_default(attn) and untouched(attn)):
+        return None
+    return attn
 
 
 def _attend(attn: Any, x: torch.Tensor, text: torch.Tensor | None, mask: torch.Tensor | None) -> torch.Tensor:
@@ -96,7 +154,7 @@ def _attend(attn: Any, x: torch.Tensor, text: torch.Tensor | None, mask: torch.T
         q, k, v = _project(x, heads, to_q, to_k, to_v)
     else:
         (q,) = _project(x, heads, to_q)
-        k, v = _project(text, heads, to_k, to_v)
+        k, v = conditioning.keys_values(attn) or keys_values(attn, text)
     scale = attn.scale if type(attn.processor).__name__ == "AttnProcessor" else None
     return _linear(out, attention(q, k, v, scale).flatten(2))
 
@@ -129,11 +187,11 @@ def _add_and_norm(norm: nn.LayerNorm, h: torch.Tensor, x: torch.Tensor) -> tuple
     return norm(total), total
 
 
-def _feed_forward(ff: Any, h: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+def _feed_forward(ff: Any, h: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
     gate, dropout, out, *last = ff.net
     if not (untouched(ff, gate) and _idle(dropout, *last)):
-        stock: torch.Tensor = ff(h) + residual
-        return stock
+        stock: torch.Tensor = ff(h)
+        return stock if residual is None else stock + residual
     projection = gate.proj
     h, bias = (
         (linear_residual(h, projection.weight), projection.bias) if is_plain(projection) else (projection(h), None)

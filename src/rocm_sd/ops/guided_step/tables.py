@@ -35,13 +35,15 @@ class StepTable:
     """`coefficients`: float32 [steps, states + 1, states + 2], on the CPU.
 
     A run starts from `states` states, the sample first and zeros behind it, and from the model input
-    `first_scale * sample`. Where `noisy`, each step takes standard normal noise.
+    `first_scale * sample`. Where `noisy`, each step takes standard normal noise. `pictures`: for each step the
+    coefficients of e and of the sample in the picture that it goes towards, for schedulers which return that, too.
     """
 
     coefficients: torch.Tensor
     states: int
     first_scale: float = 1.0
     noisy: bool = False
+    pictures: tuple[tuple[float, float], ...] | None = None
 
 
 def _unit_vectors(states: int) -> tuple[Vector, Vector, list[Vector]]:
@@ -50,9 +52,12 @@ def _unit_vectors(states: int) -> tuple[Vector, Vector, list[Vector]]:
     return e, noise, known
 
 
-def _table(steps: list[list[Vector]], first_scale: float = 1.0, noisy: bool = False) -> StepTable:
+def _table(
+    steps: list[list[Vector]], first_scale: float = 1.0, noisy: bool = False, pictures: list[Vector] | None = None
+) -> StepTable:
     coefficients = torch.stack([torch.stack(rows) for rows in steps]).to(torch.float32)
-    return StepTable(coefficients, coefficients.shape[1] - 1, first_scale, noisy)
+    known = None if pictures is None else tuple((float(picture[0]), float(picture[2])) for picture in pictures)
+    return StepTable(coefficients, coefficients.shape[1] - 1, first_scale, noisy, known)
 
 
 def _floats(values: Numbers) -> list[float]:
@@ -90,7 +95,7 @@ def ddim(
     _known(prediction)
     alphas = _floats(alphas_cumprod)
     e, noise, (x,) = _unit_vectors(1)
-    steps = []
+    steps, pictures = [], []
     for t in map(int, timesteps):
         at, to = alphas[t], alphas[t - stride] if t >= stride else final_alpha_cumprod
         picture = _picture(prediction, e, x, sqrt(at), sqrt(1 - at))
@@ -98,7 +103,8 @@ def ddim(
         drawn = eta * sqrt((1 - to) / (1 - at) * (1 - at / to))
         new = sqrt(to) * picture + sqrt(1 - to - drawn**2) * direction + drawn * noise
         steps.append([new, new])
-    return _table(steps, noisy=eta > 0)
+        pictures.append(picture)
+    return _table(steps, noisy=eta > 0, pictures=pictures)
 
 
 def pndm(
@@ -143,15 +149,16 @@ def lcm(
     _known(prediction)
     alphas, times = _floats(alphas_cumprod), [int(t) for t in timesteps]
     e, noise, (x,) = _unit_vectors(1)
-    steps = []
+    steps, pictures = [], []
     for t, after in zip(times, [*times[1:], None], strict=True):
         scaled = t * timestep_scaling
         skip, out = sigma_data**2 / (scaled**2 + sigma_data**2), scaled / sqrt(scaled**2 + sigma_data**2)
         new = out * _picture(prediction, e, x, sqrt(alphas[t]), sqrt(1 - alphas[t])) + skip * x
+        pictures.append(new)
         if after is not None:
             new = sqrt(alphas[after]) * new + sqrt(1 - alphas[after]) * noise
         steps.append([new, new])
-    return _table(steps, noisy=True)
+    return _table(steps, noisy=True, pictures=pictures)
 
 
 def _input_scale(sigma: float) -> float:
@@ -163,14 +170,15 @@ def _euler(sigmas: Numbers, prediction: str, ancestral: bool) -> StepTable:
     _known(prediction)
     levels = _floats(sigmas)
     e, noise, (x,) = _unit_vectors(1)
-    steps = []
+    steps, pictures = [], []
     for at, to in pairwise(levels):
         up = to * sqrt(at * at - to * to) / at if ancestral else 0.0
         alpha = _input_scale(at)
         picture = _picture(prediction, e, alpha * x, alpha, alpha * at)
         new = x + (x - picture) * ((sqrt(to * to - up * up) - at) / at) + up * noise
         steps.append([new, _input_scale(to) * new])
-    return _table(steps, _input_scale(levels[0]), ancestral)
+        pictures.append(picture)
+    return _table(steps, _input_scale(levels[0]), ancestral, pictures)
 
 
 def euler(sigmas: Numbers, prediction: str = "epsilon") -> StepTable:

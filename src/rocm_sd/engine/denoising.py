@@ -1,0 +1,149 @@
+"""The denoising loop of a pipeline: its models' forwards from recordings, its scheduler's steps from a table.
+
+The loop stays the pipeline's own, so callbacks, progress bars, interrupts and whatever else it does work as before; it
+only finds its calls answered sooner. Each replay is the whole forward of a model. What the pipeline does between two
+of them (guidance, one kernel for the scheduler's step) is launched while the GPU is busy with the one before.
+"""
+
+from __future__ import annotations
+
+from types import MethodType
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary, WeakSet, ref
+
+from rocm_sd import settings
+from rocm_sd.engine.captured import CapturedForward
+from rocm_sd.engine.installed import Installed
+from rocm_sd.engine.stepping import hook, unhook
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import torch
+    from torch import nn
+
+    from rocm_sd.engine.runs import Run
+
+__all__ = ["install", "is_wanted", "recorded_models"]
+
+_CAPTURED: WeakKeyDictionary[nn.Module, CapturedForward] = WeakKeyDictionary()
+# Parts of a pipeline that are called in every step.
+_PARTS = ("unet", "transformer", "controlnet")
+_KINDS = ("UNet2DConditionModel", "ControlNetModel", "ControlNetUnionModel", "SD3Transformer2DModel",
+          "SD3ControlNetModel", "FluxTransformer2DModel", "FluxControlNetModel")  # fmt: skip
+
+
+def is_wanted(device: torch.device) -> bool:
+    """On a GPU unless switched off, and on a CPU only where asked for: there it saves no launches."""
+    asked = settings.current().step_graph
+    return device.type == "cuda" if asked is None else asked
+
+
+def install(target: Any, models: Sequence[nn.Module]) -> Installed:
+    """`target`: the pipeline, or the bare model; `models`: those of it whose forwards are recorded."""
+    follow = _Follow(target)
+    # Where two pipelines share a model, the recordings of the one that came first serve both.
+    captured = [_replace_forward(model, follow.run) for model in models if model not in _CAPTURED]
+    scheduler = getattr(target, "scheduler", None)
+    if scheduler is not None:
+        follow.hook(scheduler)
+
+    def notes() -> list[str]:
+        return [*(note for forward, _ in captured for note in forward.notes()), *follow.notes()]
+
+    def restore() -> None:
+        for forward, put_back in captured:
+            put_back()
+            forward.clear()
+            _forget(forward)
+        follow.unhook_all()
+
+    return Installed(notes, restore)
+
+
+def _forget(captured: CapturedForward) -> None:
+    for model, forward in list(_CAPTURED.items()):
+        if forward is captured:
+            del _CAPTURED[model]
+
+
+def recorded_models(target: Any) -> list[nn.Module]:
+    """Of a pipeline the parts that its loop calls; of anything else itself."""
+    parts = [getattr(target, name, None) for name in _PARTS] if hasattr(target, "components") else [target]
+    several = [getattr(part, "nets", [part]) for part in parts if part is not None]
+    return [part for group in several for part in group if _is_known(part)]
+
+
+def _is_known(model: Any) -> bool:
+    return type(model).__name__ in _KINDS and type(model).__module__.startswith("diffusers.")
+
+
+class _Follow:
+    """The scheduler that a pipeline has at the moment: users put another one there at any time."""
+
+    def __init__(self, target: Any) -> None:
+        self._target = ref(target)
+        self._hooked: WeakSet[Any] = WeakSet()
+
+    def hook(self, scheduler: Any) -> Any:
+        known = hook(scheduler, user=self)
+        if known is not None:
+            self._hooked.add(scheduler)
+        return known
+
+    def run(self) -> Run | None:
+        scheduler = getattr(self._target(), "scheduler", None)
+        if scheduler is None:
+            return None
+        known = self.hook(scheduler)
+        found: Run | None = None if known is None else known.run(scheduler)
+        return found
+
+    def notes(self) -> list[str]:
+        scheduler = getattr(self._target(), "scheduler", None)
+        known = None if scheduler is None else hook(scheduler, user=self)
+        if known is None:
+            return []
+        kind = type(scheduler).__name__
+        if known.left_to_stock is not None:
+            return [f"{kind}: steps as stock does, because {known.left_to_stock}"]
+        return [f"{kind}: {known.planned_steps} steps from a table on the device"] if known.planned_steps else []
+
+    def unhook_all(self) -> None:
+        for scheduler in list(self._hooked):
+            unhook(scheduler, user=self)
+
+
+def _forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    captured = _CAPTURED.get(self)
+    # A copy of the model has no recordings.
+    return type(self).forward(self, *args, **kwargs) if captured is None else captured(*args, **kwargs)
+
+
+# Pickle finds a bound method by its name: a pickled model comes back with its class's own forward.
+_forward.__name__ = "forward"
+
+
+def _replace_forward(model: nn.Module, run: Callable[[], Run | None]) -> tuple[CapturedForward, Callable[[], None]]:
+    # accelerate's offload hooks wrap `forward` and keep what they wrapped in `_old_forward`: go inside the wrapper.
+    attribute = "_old_forward" if "_old_forward" in model.__dict__ else "forward"
+    inner = getattr(model, attribute)
+    had = attribute in model.__dict__
+    captured = _CAPTURED[model] = CapturedForward(model, inner, run)
+    setattr(model, attribute, MethodType(_forward, model))
+    # The registry must not keep the model alive.
+    held = ref(model)
+    before = inner.__func__ if getattr(inner, "__self__", None) is model else inner
+    was_method = before is not inner
+    del model, inner
+
+    def put_back() -> None:
+        alive = held()
+        for name in ("forward", "_old_forward") if alive is not None else ():
+            if getattr(alive.__dict__.get(name), "__func__", None) is _forward:
+                if not had and name == "forward":
+                    delattr(alive, name)
+                else:
+                    setattr(alive, name, MethodType(before, alive) if was_method else before)
+
+    return captured, put_back

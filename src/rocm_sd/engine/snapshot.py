@@ -1,0 +1,96 @@
+"""Everything of a model that a recording has baked in, and whether it still is so.
+
+A recording keeps the addresses of the weights and every decision that Python took: which modules there are, their
+hooks, a LoRA's scale, a convolution's padding, training or not. All of it is state of the modules, so all of their
+attributes are compared, with no list of the ones that matter. The weights' values are read at each replay: they may
+change.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING, Any
+from weakref import ref
+
+import torch
+
+if TYPE_CHECKING:
+    from torch import nn
+
+__all__ = ["Snapshot", "global_state"]
+
+_MISSING = object()
+
+
+class Snapshot:
+    """Of a model at the time when it was recorded. It does not keep the model alive."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = ref(model)
+        self._own = _copied(_unbound(model))
+        inside = [(path, module) for path, module in model.named_modules() if module is not model]
+        self._inside = [(path, module.__dict__, _copied(module.__dict__)) for path, module in inside]
+        self._tensors = [*model.named_parameters(), *model.named_buffers()]
+        self._addresses = [tensor.data_ptr() for _, tensor in self._tensors]
+
+    def difference(self) -> str | None:
+        """What has changed since then, in words; None where nothing has."""
+        model = self._model()
+        if model is None:
+            return "the model is gone"
+        for path, now, then in (("the model", _unbound(model), self._own), *self._inside):
+            # Values are compared by identity first, so this is a pass in C over what has not changed.
+            try:
+                same = now == then
+            except (RuntimeError, ValueError, TypeError):  # tensors and arrays have no one answer
+                same = False
+            if not same:
+                return f"{path}: {_which(now, then)} has changed"
+        for (name, tensor), address in zip(self._tensors, self._addresses, strict=True):
+            if tensor.data_ptr() != address:
+                return f"{name} has moved in memory"
+        return None
+
+
+def _unbound(model: nn.Module) -> dict[str, Any]:
+    """Its attributes, without the methods on it that hold the model itself."""
+    return {name: getattr(value, "__func__", value) for name, value in model.__dict__.items()}
+
+
+def _copied(attributes: dict[str, Any]) -> dict[str, Any]:
+    # Hooks, children and a LoRA's scales are dicts inside, which change in place.
+    return {name: dict(value) if isinstance(value, dict) else _kept(value) for name, value in attributes.items()}
+
+
+def _kept(value: Any) -> Any:
+    return value.copy() if isinstance(value, (list, set)) else value
+
+
+def _which(now: dict[str, Any], then: dict[str, Any]) -> str:
+    for name in sorted(now.keys() | then.keys()):
+        before, after = then.get(name, _MISSING), now.get(name, _MISSING)
+        if before is after:
+            continue
+        try:
+            if before == after:
+                continue
+        except (RuntimeError, ValueError, TypeError):
+            pass
+        return name
+    return "an attribute"
+
+
+def global_state() -> tuple[Any, ...]:
+    """What outside of the model decides which kernels a recording has."""
+    return (
+        os.environ.get("ROCM_SD_IMPLEMENTATION"),
+        torch.is_inference_mode_enabled(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.get_float32_matmul_precision(),
+        torch.backends.cudnn.allow_tf32,
+        torch.backends.cudnn.deterministic,
+        torch.backends.cuda.flash_sdp_enabled(),  # type: ignore[no-untyped-call]
+        torch.backends.cuda.mem_efficient_sdp_enabled(),  # type: ignore[no-untyped-call]
+        torch.backends.cuda.math_sdp_enabled(),  # type: ignore[no-untyped-call]
+        torch.backends.cuda.cudnn_sdp_enabled(),  # type: ignore[no-untyped-call]
+    )
