@@ -60,7 +60,7 @@ class _Entry:
     def memory(self) -> int:
         held = sum(tensor.nbytes for tensor in self.inputs)
         if self.hoisted is not None:
-            held += self.hoisted.row.nbytes + self.hoisted.text_memory
+            held += self.hoisted.memory
         return held + (self.recording.memory if self.recording is not None else 0)
 
 
@@ -71,16 +71,16 @@ class _Hoisted:
     hoist: Hoist
     row: torch.Tensor
     text: torch.Tensor
-    keys_values: list[torch.Tensor]
+    of_the_run: list[torch.Tensor]
     batch: int
-    text_recording: Recording | None = None
+    run_recording: Recording | None = None
     prompt: _Identity | None = None
     table: torch.Tensor | None = None
     table_of: _Identity | None = None
 
     @property
-    def text_memory(self) -> int:
-        return self.text.nbytes + sum(tensor.nbytes for tensor in self.keys_values)
+    def memory(self) -> int:
+        return sum(tensor.nbytes for tensor in (self.row, self.text, *self.of_the_run))
 
 
 class CapturedForward:
@@ -170,9 +170,9 @@ class CapturedForward:
         self._fill(entry, call, module, args, kwargs)
         hoisted = entry.hoisted
         if hoisted is not None:
-            recorded = record(partial(hoisted.hoist.keys_values, hoisted.text), self._device)
+            recorded = record(partial(hoisted.hoist.of_the_run, hoisted.text), self._device)
             recorded.replay()
-            hoisted.text_recording, hoisted.keys_values = recorded, recorded.outputs
+            hoisted.run_recording, hoisted.of_the_run = recorded, recorded.outputs
         recording = record(entry.body, self._device)
         recording.replay()
         changed = entry.snapshot.difference() if entry.snapshot is not None else None
@@ -193,9 +193,12 @@ class CapturedForward:
             result = self._inner(*args, **kwargs)
         else:
             hoist = hoisted.hoist
-            ready = hoist.conditioning(hoisted.row, hoisted.batch, hoisted.keys_values)
+            ready = hoist.conditioning(hoisted.row, hoisted.batch, hoisted.of_the_run)
             with conditioning.given(ready), hoist.substituted(hoist.embedding(hoisted.row, hoisted.batch)):
                 result = self._inner(*args, **kwargs)
+            if hoisted.run_recording is None and ready.asked_for:
+                hoist.upsamplers += ready.asked_for
+                hoisted.of_the_run = hoist.of_the_run(hoisted.text)
         leaves, entry.output_tree = pytree.tree_flatten(result)
         if not leaves or not all(isinstance(leaf, torch.Tensor) for leaf in leaves):
             raise TypeError(f"{type(result).__name__} is not made of tensors alone")
@@ -209,7 +212,7 @@ class CapturedForward:
         inputs = _time_inputs(named)
         row = hoist.time_rows(_timesteps(named["timestep"], inputs), inputs)[0].clone()
         text = named["encoder_hidden_states"].detach().clone()
-        return _Hoisted(hoist, row, text, hoist.keys_values(text), inputs.batch)
+        return _Hoisted(hoist, row, text, hoist.of_the_run(text), inputs.batch)
 
     def _fill(
         self, entry: _Entry, call: Call, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -225,10 +228,10 @@ class CapturedForward:
         prompt = None if run is None else _Identity.of(run, text)
         if prompt is None or not prompt.same_as(hoisted.prompt):
             hoisted.text.copy_(text)
-            if hoisted.text_recording is None:
-                hoisted.keys_values = hoisted.hoist.keys_values(hoisted.text)
+            if hoisted.run_recording is None:
+                hoisted.of_the_run = hoisted.hoist.of_the_run(hoisted.text)
             else:
-                hoisted.text_recording.replay()
+                hoisted.run_recording.replay()
             hoisted.prompt = prompt
         inputs, timestep = _time_inputs(named), named["timestep"]
         number = None if run is None else run.number_of(timestep)

@@ -27,10 +27,9 @@ if TYPE_CHECKING:
 __all__ = ["install", "is_wanted", "recorded_models"]
 
 _CAPTURED: WeakKeyDictionary[nn.Module, CapturedForward] = WeakKeyDictionary()
-# Parts of a pipeline that are called in every step.
-_PARTS = ("unet", "transformer", "controlnet")
+_PARTS = ("unet", "transformer", "controlnet", "vae")
 _KINDS = ("UNet2DConditionModel", "ControlNetModel", "ControlNetUnionModel", "SD3Transformer2DModel",
-          "SD3ControlNetModel", "FluxTransformer2DModel", "FluxControlNetModel")  # fmt: skip
+          "SD3ControlNetModel", "FluxTransformer2DModel", "FluxControlNetModel", "Decoder")  # fmt: skip
 
 
 def is_wanted(device: torch.device) -> bool:
@@ -68,10 +67,11 @@ def _forget(captured: CapturedForward) -> None:
 
 
 def recorded_models(target: Any) -> list[nn.Module]:
-    """Of a pipeline the parts that its loop calls; of anything else itself."""
+    """Of a pipeline the parts that its loop calls and its VAE's decoder; of a model itself, or its decoder."""
     parts = [getattr(target, name, None) for name in _PARTS] if hasattr(target, "components") else [target]
-    several = [getattr(part, "nets", [part]) for part in parts if part is not None]
-    return [part for group in several for part in group if _is_known(part)]
+    # Several ControlNets are one part; a VAE is called once a picture, but for hundreds of launches.
+    models = [model for part in parts for model in getattr(part, "nets", [getattr(part, "decoder", part)])]
+    return [model for model in models if _is_known(model)]
 
 
 def _is_known(model: Any) -> bool:

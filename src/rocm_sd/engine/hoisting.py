@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from rocm_sd.ops.upsample_conv2d import parity_weights
 from rocm_sd.rewrite import resblock, transformer
 from rocm_sd.rewrite.conditioning import Conditioning, TimeAdd
 from rocm_sd.rewrite.convolutions import is_diffusers, of_kind, unusual
@@ -56,6 +57,8 @@ class Hoist:
         self._unet = ref(unet)
         self.blocks = blocks
         self.attentions = attentions
+        # Convolutions after nearest 2x that asked for their summed weights.
+        self.upsamplers: list[Any] = []
 
     @property
     def unet(self) -> Any:
@@ -119,23 +122,27 @@ class Hoist:
             return False
         return of_kind(layer.bias, block.time_emb_proj.weight)
 
-    def conditioning(self, row: torch.Tensor, batch: int, keys_values: Sequence[torch.Tensor]) -> Conditioning:
-        """Views of a row of `time_rows`, and of keys and values in the order of `keys_values`."""
+    def conditioning(self, row: torch.Tensor, batch: int, of_the_run: Sequence[torch.Tensor]) -> Conditioning:
+        """Views of a row of `time_rows`, and what `of_the_run` gave."""
         adds, at = {}, self.embedding(row, batch).numel()
         for block in self.blocks:
             channels = block.conv1.out_channels
             value = row[at : at + batch * channels].view(batch, channels)
             adds[block] = TimeAdd(value, with_bias=self._bias_in_add(block))
             at += batch * channels
+        keys_values = of_the_run[: 2 * len(self.attentions)]
         pairs = zip(keys_values[::2], keys_values[1::2], strict=True)
-        return Conditioning(adds, dict(zip(self.attentions, pairs, strict=True)))
+        weights = dict(zip(self.upsamplers, of_the_run[len(keys_values) :], strict=True))
+        return Conditioning(adds, dict(zip(self.attentions, pairs, strict=True)), weights)
 
     def embedding(self, row: torch.Tensor, batch: int) -> torch.Tensor:
         width = row.numel() - batch * sum(block.conv1.out_channels for block in self.blocks)
         return row[:width].view(batch, -1)
 
-    def keys_values(self, text: torch.Tensor) -> list[torch.Tensor]:
-        return [tensor for attn in self.attentions for tensor in transformer.keys_values(attn, text)]
+    def of_the_run(self, text: torch.Tensor) -> list[torch.Tensor]:
+        """What changes with the prompt and the weights only: keys and values, then summed weights."""
+        keys_values = [tensor for attn in self.attentions for tensor in transformer.keys_values(attn, text)]
+        return [*keys_values, *(parity_weights(layer.weight) for layer in self.upsamplers)]
 
     @contextmanager
     def substituted(self, embedding: torch.Tensor) -> Iterator[None]:

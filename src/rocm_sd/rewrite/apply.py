@@ -11,7 +11,7 @@ from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from torch import nn
 
@@ -25,6 +25,8 @@ class Rule:
     A rule with `channels_last` uses ops of that layout: where convolutions keep another, each use would cost copies.
     One that is not `on_cpu` would call stock's own forward there every time.
     `undo` takes back what the rule's forward has done to the module (weights laid together), once forward is gone.
+    `forward` is the module's own, or for a rule of several submodules at once a forward for each of them by name.
+    `begin` is told the module before any forward is replaced: a submodule does not know whose it is.
     """
 
     name: str
@@ -32,13 +34,19 @@ class Rule:
     channels_last: bool
     applies: Callable[[nn.Module], bool]
     why_not: Callable[[nn.Module], str | None]
-    forward: Callable[..., Any]
+    forward: Callable[..., Any] | Mapping[str, Callable[..., Any]]
     undo: Callable[[nn.Module], None] | None = None
     on_cpu: bool = True
+    begin: Callable[[nn.Module], None] | None = None
 
     def __post_init__(self) -> None:
-        # Pickle finds a bound method by its name: a pickled model comes back with its class's own forward.
-        self.forward.__name__ = "forward"
+        for forward in self.parts().values():
+            # Pickle finds a bound method by its name: a pickled model comes back with its class's own forward.
+            forward.__name__ = "forward"
+
+    def parts(self) -> Mapping[str, Callable[..., Any]]:
+        """What is replaced, by path inside the module; the module itself is the empty path."""
+        return {"": self.forward} if callable(self.forward) else self.forward
 
 
 @dataclass(frozen=True)
@@ -56,12 +64,26 @@ class Change:
         return self.left_because is None
 
 
-def _replace_forward(module: nn.Module, rule: Rule) -> Callable[[], None]:
+def _replace(module: nn.Module, rule: Rule) -> Callable[[], None]:
+    if rule.begin is not None:
+        rule.begin(module)
+    restores = [_replace_forward(module.get_submodule(path), forward) for path, forward in rule.parts().items()]
+
+    def restore() -> None:
+        for one in restores:
+            one()
+        if rule.undo is not None:
+            rule.undo(module)
+
+    return restore
+
+
+def _replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Callable[[], None]:
     # accelerate's offload hooks wrap `forward` and keep what they wrapped in `_old_forward`: go inside the wrapper.
     attribute = "_old_forward" if "_old_forward" in module.__dict__ else "forward"
     missing = object()
     before = module.__dict__.get(attribute, missing)
-    ours = MethodType(rule.forward, module)
+    ours = MethodType(forward, module)
     setattr(module, attribute, ours)
 
     def restore() -> None:
@@ -72,8 +94,6 @@ def _replace_forward(module: nn.Module, rule: Rule) -> Callable[[], None]:
                     delattr(module, name)
                 else:
                     setattr(module, name, MethodType(type(module).forward, module) if before is missing else before)
-        if rule.undo is not None:
-            rule.undo(module)
 
     return restore
 
@@ -89,10 +109,12 @@ def apply(
                 continue
             kind = type(module).__name__
             reason = (not_channels_last if rule.channels_last else None) or rule.why_not(module)
-            if reason is None:
-                changes.append(Change(path, kind, rule.name, restore=_replace_forward(module, rule)))
+            if reason is not None:
+                changes.append(Change(path, kind, rule.name, left_because=reason))
+                continue
+            changes.append(Change(path, kind, rule.name, restore=_replace(module, rule)))
+            if "" in rule.parts():
                 break
-            changes.append(Change(path, kind, rule.name, left_because=reason))
     return changes
 
 

@@ -1,8 +1,8 @@
-"""What blocks need of the prompt and of the timestep, worked out before the blocks run.
+"""What blocks need of the prompt, of the timestep and of their weights, worked out before the blocks run.
 
-The projections of the time embedding depend on the timestep alone, and the keys and values of the text on the prompt
-alone: the engine computes them once and hands them over here while it runs or captures a model. The rules ask; where
-nothing was handed over, they compute them as stock does.
+The projections of the time embedding depend on the timestep alone, the keys and values of the text on the prompt
+alone, and the summed weights of an upsampler on its weights alone: the engine computes them once per run and hands
+them over here while it runs or captures a model. The rules ask; where nothing was handed over, they compute it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-__all__ = ["Conditioning", "TimeAdd", "given", "keys_values", "time_add"]
+__all__ = ["Conditioning", "TimeAdd", "given", "keys_values", "parity_weight", "time_add"]
 
 
 @dataclass(frozen=True)
@@ -32,10 +32,14 @@ class TimeAdd:
 
 @dataclass(frozen=True)
 class Conditioning:
-    """For each block its time embedding's add, for each attention its keys and values, [B, S, H, D]."""
+    """For each block its time embedding's add, for each attention its keys and values, [B, S, H, D], and for each
+    upsampler's convolution its summed weights; `asked_for`: those that were not here.
+    """
 
     adds: dict[nn.Module, TimeAdd] = field(default_factory=dict)
     keys_values: dict[nn.Module, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    parity_weights: dict[nn.Module, torch.Tensor] = field(default_factory=dict)
+    asked_for: list[nn.Module] = field(default_factory=list)
 
 
 _GIVEN: ContextVar[Conditioning | None] = ContextVar("rocm_sd_conditioning", default=None)
@@ -63,3 +67,13 @@ def time_add(block: nn.Module) -> TimeAdd | None:
 def keys_values(attention: nn.Module) -> tuple[torch.Tensor, torch.Tensor] | None:
     conditioning = _given()
     return None if conditioning is None else conditioning.keys_values.get(attention)
+
+
+def parity_weight(convolution: nn.Module) -> torch.Tensor | None:
+    conditioning = _given()
+    if conditioning is None:
+        return None
+    found = conditioning.parity_weights.get(convolution)
+    if found is None:
+        conditioning.asked_for.append(convolution)
+    return found

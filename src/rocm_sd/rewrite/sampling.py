@@ -10,6 +10,7 @@ from torch import nn
 
 from rocm_sd.ops import OPS, conv2d, upsample, upsample_conv2d
 from rocm_sd.ops.upsample_conv2d.workload import problem
+from rocm_sd.rewrite import conditioning
 from rocm_sd.rewrite.apply import Rule
 from rocm_sd.rewrite.convolutions import convolution, is_diffusers, left_to_stock, takes, through_op, unusual
 from rocm_sd.tuning.choice import STOCK
@@ -57,7 +58,7 @@ def _upsample(self: Any, hidden_states: torch.Tensor, output_size: Any = None, *
     ):
         return type(self).forward(self, hidden_states, output_size, *args, **kwargs)
     if _as_one_op(hidden_states, layer.weight):
-        return upsample_conv2d(hidden_states, layer.weight, layer.bias)
+        return upsample_conv2d(hidden_states, layer.weight, layer.bias, conditioning.parity_weight(layer))
     return conv2d(upsample(hidden_states), layer.weight, layer.bias, padding=1)
 
 

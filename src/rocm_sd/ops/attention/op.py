@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from rocm_sd import arch
+from rocm_sd.arch.attention_backends import why_not_fused
 from rocm_sd.errors import Unsupported
 from rocm_sd.kernels import triton as triton_kernels
 from rocm_sd.ops.attention.workload import TUNING, VERIFICATION, problem
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
     from rocm_sd.tuning import Problem
 
-__all__ = ["OP", "attention"]
+__all__ = ["OP", "attention", "scratch_bytes"]
 
 
 def attention(
@@ -95,11 +96,32 @@ def _stock(
     if not q.numel():
         return _allocate(q)
     q, scale = _positive(q, scale)
+    if backend is None and _kept_from_fused(q.shape[-1], q.device):
+        return _in_slices(q, k, v, scale)
     heads = (q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
     if backend is None:
         return _dense(F.scaled_dot_product_attention(*heads, scale=scale))
     with sdpa_kernel([backend]):
         return _dense(F.scaled_dot_product_attention(*heads, scale=scale))
+
+
+@lru_cache(maxsize=1024)
+def _kept_from_fused(head: int, device: torch.device) -> str | None:
+    return why_not_fused(arch.detect(device), head)
+
+
+def _in_slices(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+    """Torch's unfused attention, so many queries at a time that their scores are bounded."""
+    out = _allocate(q)
+    B, S, H = q.shape[:3]
+    rows = max(1, _SCORES // (B * H * k.shape[1]))
+    keys, values = k.transpose(1, 2), v.transpose(1, 2)
+    with sdpa_kernel([SDPBackend.MATH]):
+        for start in range(0, S, rows):
+            queries = q[:, start : start + rows].transpose(1, 2)
+            part = F.scaled_dot_product_attention(queries, keys, values, scale=scale)
+            out[:, start : start + rows] = part.transpose(1, 2)
+    return out
 
 
 _CAN_USE = {
@@ -127,6 +149,9 @@ def _backend_takes(
 def _stock_why_not(problem: Problem, device: torch.device, *, backend: SDPBackend) -> str | None:
     if device.type != "cuda":
         return f"a tensor on {device.type}: this backend of torch is for GPUs"
+    reason = _kept_from_fused(int(problem["d"]), device)
+    if reason:
+        return reason
     sizes = {name: int(problem[name]) for name in ("b", "s", "t", "h", "d")}
     if not _backend_takes(backend, **sizes, dtype=str(problem["dtype"]), device=device):
         shown = ", ".join(f"{name}={value}" for name, value in problem.items())
@@ -206,6 +231,25 @@ def _gemm_softmax_why_not(problem: Problem, device: torch.device) -> str | None:
     if reason is None and not _multiplies_into_float32(str(problem["dtype"]), device):
         reason = f"torch {torch.__version__} has no product of {problem['dtype']} into float32 on this GPU"
     return reason
+
+
+def scratch_bytes(problem: Problem, device: torch.device, implementation: str) -> int:
+    """What scores take in memory, which can be more than all else in a model where a picture attends to itself."""
+    scores = int(problem["b"]) * int(problem["h"]) * int(problem["s"]) * int(problem["t"])
+    sizes = {name: int(problem[name]) for name in ("b", "s", "t", "h", "d")}
+    dtype = str(problem["dtype"])
+    if implementation == "gemm_softmax":
+        return min(scores, _SCORES) * (4 + int(getattr(torch, dtype).itemsize))
+    # Torch's unfused attention has them twice, before the softmax and after it, in float32 at least.
+    unfused = 8 if dtype != "float64" else 16
+    if implementation == "sdpa_math":
+        return scores * unfused
+    if implementation != STOCK or device.type != "cuda":
+        return 0
+    if _kept_from_fused(sizes["d"], device):
+        return min(scores, _SCORES) * unfused
+    fused = any(_backend_takes(backend, **sizes, dtype=dtype, device=device) for backend in _CAN_USE)
+    return 0 if fused else scores * unfused
 
 
 def _triton_why_not(problem: Problem, device: torch.device) -> str | None:

@@ -1,0 +1,331 @@
+"""How much memory a decode or encode needs, before it runs, and which way of running it fits.
+
+`predicted_peak` goes through the steps of the model at hand and takes and gives back memory in the order in which the
+modules do: what Python names keep alive is as much a part of it as what is computed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rocm_sd import settings
+from rocm_sd.arch import detect
+from rocm_sd.arch.attention_backends import why_not_fused
+from rocm_sd.engine.vae_steps import Kind, Step, decoder_steps, encoder_steps, rewritten
+from rocm_sd.ops import OPS
+from rocm_sd.ops.attention.op import scratch_bytes
+from rocm_sd.ops.conv2d.workload import problem as conv2d_problem
+from rocm_sd.ops.samples import dtype_name
+from rocm_sd.ops.upsample_conv2d.workload import problem as upsample_problem
+from rocm_sd.tuning.choice import STOCK
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rocm_sd.tuning import Problem
+
+__all__ = ["MIB", "Plan", "Way", "is_channels_last", "plan", "predicted_peak", "scores_bytes"]
+
+MIB = 2**20
+# What a prediction may be wrong by (15 percent is the promise), and what the allocator rounds up and cannot join.
+_UNCERTAIN, _SLACK = 0.15, 64 * MIB
+# At level memory a decode may take this much: a step of SDXL's UNet at 1024x1024 takes about as much beside its
+# weights, so a decode that takes less would lower nobody's peak.
+_MEMORY_LEVEL = 512 * MIB
+
+
+class Way(Enum):
+    WHOLE = "whole"
+    SLICED = "sliced"
+    TILED = "tiled"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """`needed` is the predicted peak of the way; `budget` is what strips and maps of the tiled way may take."""
+
+    way: Way
+    needed: int
+    budget: int | None
+
+    def smaller(self, batch: int, *, tiles: bool) -> Plan | None:
+        """What to try when this one has run out of memory."""
+        if self.way is Way.WHOLE and batch > 1:
+            return Plan(Way.SLICED, self.needed // batch, self.budget)
+        if not tiles:
+            return None
+        # The prediction was wrong, or another program took the memory: what was free is no guide any more.
+        budget = (self.budget if self.way is Way.TILED and self.budget else self.needed) // 2
+        return Plan(Way.TILED, budget, budget) if budget >= 16 * MIB else None
+
+
+def plan(
+    whole: int, one: int, *, batch: int, free: int | None, level: str = "auto", tiles: bool = True, slices: bool = False
+) -> Plan:
+    """The fastest way that fits: `whole` and `one` are the peaks of the batch and of one picture of it.
+
+    `free` is None where nobody knows it. `tiles`: whether the model can be run in strips. `slices`: one picture at a
+    time is asked for.
+    """
+    limit = _usable(free, level)
+    if limit is None or (whole <= limit and not (slices and batch > 1)):
+        return Plan(Way.SLICED, one, None) if slices and batch > 1 else Plan(Way.WHOLE, whole, limit)
+    if batch > 1 and (one <= limit or not tiles):
+        return Plan(Way.SLICED, one, limit)
+    return Plan(Way.TILED, limit, limit) if tiles else Plan(Way.WHOLE, whole, limit)
+
+
+def _usable(free: int | None, level: str) -> int | None:
+    usable = None if free is None else max(0, int(free / (1 + _UNCERTAIN)) - _SLACK)
+    if level != "memory":
+        return usable
+    return _MEMORY_LEVEL if usable is None else min(usable, _MEMORY_LEVEL)
+
+
+def predicted_peak(
+    vae: Any,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    *,
+    device: torch.device | None = None,
+    encode: bool = False,
+) -> int:
+    """Bytes above the weights and the input at the highest point of decoding latents (encoding pictures) of `shape`."""
+    place = next(vae.parameters()).device if device is None else device
+    walk = _Walk(dtype, place, channels_last=is_channels_last(vae.decoder.conv_in))
+    steps = encoder_steps(vae) if encode else decoder_steps(vae)
+    N, C, H, W = shape
+    walk.through(steps, _Map(N, C, H, W))
+    return walk.peak
+
+
+def is_channels_last(layer: Any) -> bool:
+    """Whether a convolution, or the one inside a LoRA's wrapper, works on that layout."""
+    weight = _base(layer).weight
+    return not weight.is_contiguous() and weight.is_contiguous(memory_format=torch.channels_last)
+
+
+def _base(layer: Any) -> Any:
+    """The layer inside a LoRA's wrapper."""
+    return getattr(layer, "base_layer", layer)
+
+
+@dataclass(frozen=True)
+class _Map:
+    N: int
+    C: int
+    H: int
+    W: int
+
+    @property
+    def values(self) -> int:
+        return self.N * self.C * self.H * self.W
+
+    def of(self, channels: int) -> _Map:
+        return _Map(self.N, channels, self.H, self.W)
+
+    def sized(self, H: int, W: int) -> _Map:
+        return _Map(self.N, self.C, H, W)
+
+    def on_meta(self, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty((self.N, self.C, self.H, self.W), dtype=dtype, device="meta")
+
+
+@dataclass
+class _Walk:
+    """Takes and gives back what each step does; a step's method leaves its result taken, and its input too."""
+
+    dtype: torch.dtype
+    device: torch.device
+    channels_last: bool
+    alive: int = 0
+    peak: int = 0
+    # What a block was called with stays until it returns, as its caller still has a name for it.
+    held: list[tuple[str, int]] = field(default_factory=list)
+
+    def through(self, steps: tuple[Step, ...], x: _Map) -> None:
+        taken = 0  # The input is the caller's.
+        for step in steps:
+            if self.held and self.held[-1][0] != step.block:
+                self.alive -= self.held.pop()[1]
+            if step.block and not self.held:
+                self.held.append((step.block, taken))
+                taken = 0
+            y = self._step(step, x)
+            # The last step's input has no name left once its norm has returned.
+            self.alive -= 0 if step.kind is Kind.OUT else taken
+            x, taken = y, self._bytes(y)
+
+    def _step(self, step: Step, x: _Map) -> _Map:
+        module = step.module
+        if step.kind is Kind.RESNET:
+            return self._rewritten_resnet(module, x) if rewritten(module) else self._stock_resnet(module, x)
+        if step.kind is Kind.ATTENTION:
+            return self._attention(module, x)
+        if step.kind is Kind.UPSAMPLE:
+            return self._upsample(module, x)
+        if step.kind is Kind.DOWNSAMPLE:
+            return self._downsample(module, x)
+        if step.kind is Kind.OUT:
+            return self._out(module, x)
+        return self._convolution(module, x)
+
+    def _bytes(self, x: _Map, dtype: torch.dtype | None = None) -> int:
+        return x.values * (dtype or self.dtype).itemsize
+
+    def _take(self, size: int) -> int:
+        self.alive += size
+        self.peak = max(self.peak, self.alive)
+        return size
+
+    def _map(self, x: _Map) -> int:
+        return self._take(self._bytes(x))
+
+    def _give(self, *sizes: int) -> None:
+        self.alive -= sum(sizes)
+
+    def _for_a_moment(self, *sizes: int) -> None:
+        self._give(*[self._take(size) for size in sizes])
+
+    # Layers.
+
+    def _convolution(self, layer: Any, x: _Map, *, op: bool = False) -> _Map:
+        """A convolution that keeps the size; `op` where a rule calls it."""
+        weight = _base(layer).weight
+        y = x.of(weight.shape[0])
+        self._map(y)
+        self._for_a_moment(self._workspace(weight, x, y, 1, weight.shape[-1] // 2, op=op))
+        return y
+
+    def _workspace(self, weight: torch.Tensor, x: _Map, y: _Map, stride: int, padding: int, *, op: bool) -> int:
+        if self.device.type == "cpu":
+            return 0
+        if op and self._asks("conv2d"):
+            asked = conv2d_problem(x.on_meta(self.dtype), weight, None, None, None, stride, padding)
+            choice = OPS["conv2d"].choose(asked, self.device)
+            if choice.implementation == "triton":
+                splits = int(choice.config.get("split_k", 1))
+                return self._bytes(y, torch.float32) * splits if splits > 1 else 0
+        # A library's tensor units read channels-last: of another layout they work on copies. Counted, not measured.
+        half = self.dtype in {torch.float16, torch.bfloat16} and weight.shape[-1] > 1
+        return 0 if self.channels_last or not half else self._bytes(x) + self._bytes(y)
+
+    def _asks(self, op: str) -> bool:
+        """Whether a rule would call the op of that name: on a CPU only where the settings name an implementation."""
+        return self.device.type != "cpu" or settings.implementation_for(op) is not None
+
+    def _stock_norm(self, x: _Map) -> int:
+        """GroupNorm of torch, which on a GPU wants another layout and answers in it."""
+        copy = self._take(self._bytes(x)) if self.channels_last and self.device.type != "cpu" else 0
+        y = self._map(x)
+        self._give(copy)
+        return y
+
+    # Steps.
+
+    def _stock_resnet(self, module: Any, x: _Map) -> _Map:
+        normed = self._stock_norm(x)
+        active = self._map(x)
+        self._give(normed)
+        y = self._convolution(module.conv1, x)
+        self._give(active)
+        normed = self._stock_norm(y)
+        self._give(self._bytes(y))
+        active = self._map(y)
+        self._give(normed)
+        self._convolution(module.conv2, y)
+        self._give(active)
+        if module.conv_shortcut is not None:
+            self._convolution(module.conv_shortcut, x)
+        # The sum, and the sum divided by the output's scale, which stock does for a scale of one as well.
+        total = self._map(y)
+        self._map(y)
+        self._give(total, self._bytes(y), 0 if module.conv_shortcut is None else self._bytes(y))
+        return y
+
+    def _rewritten_resnet(self, module: Any, x: _Map) -> _Map:
+        active = self._map(x)
+        y = self._convolution(module.conv1, x, op=True)
+        second = self._map(y)
+        self._give(active, self._bytes(y))
+        if module.conv_shortcut is not None:
+            self._convolution(module.conv_shortcut, x, op=True)
+        self._convolution(module.conv2, y, op=True)
+        self._give(second, 0 if module.conv_shortcut is None else self._bytes(y))
+        if module.output_scale_factor != 1.0:
+            self._for_a_moment(self._bytes(y))
+        return y
+
+    def _attention(self, module: Any, x: _Map) -> _Map:
+        ours = rewritten(module)
+        normed = self._map(x) if ours else self._stock_norm(x)
+        q_k_v = [self._map(x) for _ in range(3)]
+        mixed = self._map(x)
+        head = x.C // module.heads
+        self._for_a_moment(scores_bytes(x.N, x.H * x.W, module.heads, head, self.dtype, self.device, op=ours))
+        if ours:
+            self._map(x)
+            self._give(normed, *q_k_v, mixed)
+            return x
+        # Projected, with the residual, and divided by the output's scale.
+        parts = [self._map(x) for _ in range(3)]
+        self._give(normed, *q_k_v, mixed, *parts[:2])
+        return x
+
+    def _upsample(self, module: Any, x: _Map) -> _Map:
+        large = x.sized(2 * x.H, 2 * x.W)
+        layer = module.conv if module.name == "conv" else module.Conv2d_0
+        weight = _base(layer).weight
+        ours = rewritten(module) and self._asks("upsample_conv2d")
+        way = STOCK
+        if ours:
+            asked = upsample_problem(x.on_meta(self.dtype), weight)
+            way = OPS["upsample_conv2d"].choose(asked, self.device).implementation
+        if way == STOCK:
+            enlarged = self._map(large)
+            y = self._convolution(layer, large, op=ours)
+            self._give(enlarged)
+            return y
+        y = large.of(weight.shape[0])
+        # Sums of the weights for each parity, and for a library the four parities side by side.
+        sums = 16 * weight.shape[0] * weight.shape[1] * self.dtype.itemsize
+        parts = _Map(x.N, 4 * y.C, x.H + 1, x.W + 1).values * self.dtype.itemsize if way == "parity_library" else 0
+        self._map(y)
+        self._for_a_moment(sums + parts)
+        return y
+
+    def _downsample(self, module: Any, x: _Map) -> _Map:
+        weight = _base(module.conv).weight
+        padded = self._map(x.sized(x.H + 1, x.W + 1)) if module.padding == 0 else 0
+        y = x.of(weight.shape[0]).sized(x.H // 2, x.W // 2)
+        self._map(y)
+        self._for_a_moment(self._workspace(weight, x, y, 2, 0, op=rewritten(module)))
+        self._give(padded)
+        return y
+
+    def _out(self, module: Any, x: _Map) -> _Map:
+        # Each result takes the name of the one before it, which is gone then.
+        normed = self._map(x) if rewritten(module.conv_norm_out) else self._stock_norm(x)
+        self._give(self._bytes(x))
+        if not rewritten(module.conv_act):
+            self._map(x)
+            self._give(normed)
+        y = self._convolution(module.conv_out, x)
+        self._give(self._bytes(x))
+        return y
+
+
+def scores_bytes(
+    batch: int, tokens: int, heads: int, head: int, dtype: torch.dtype, device: torch.device, *, op: bool
+) -> int:
+    """What the scores of attention of a picture to itself take, by stock's module or by the op."""
+    asked: Problem = {"b": batch, "s": tokens, "t": tokens, "h": heads, "d": head, "dtype": dtype_name(dtype)}
+    if op:
+        implementation = OPS["attention"].choose(asked, device).implementation
+    else:
+        implementation = "sdpa_math" if why_not_fused(detect(device), head) else STOCK
+    return scratch_bytes(asked, device, implementation)
