@@ -51,7 +51,9 @@ def test_restore_brings_back_the_same_bits(pipe):
 def test_optimizing_twice_is_optimizing_once(pipe):
     first = latents(rocm_sd.optimize(pipe))
     replaced = len(rocm_sd.report(pipe).replaced)
-    assert torch.equal(latents(rocm_sd.optimize(pipe, level="memory")), first)
+    assert torch.equal(latents(rocm_sd.optimize(pipe)), first)
+    # Halves of a batch round in another order.
+    torch.testing.assert_close(latents(rocm_sd.optimize(pipe, level="memory")), first, rtol=1e-4, atol=1e-4)
     assert len(rocm_sd.report(pipe).replaced) == replaced
     assert rocm_sd.report(pipe).level == "memory"
 

@@ -32,10 +32,12 @@ _KINDS = ("UNet2DConditionModel", "ControlNetModel", "ControlNetUnionModel", "SD
           "SD3ControlNetModel", "FluxTransformer2DModel", "FluxControlNetModel", "Decoder")  # fmt: skip
 
 
-def is_wanted(device: torch.device) -> bool:
-    """On a GPU unless switched off, and on a CPU only where asked for: there it saves no launches."""
+def is_wanted(device: torch.device, *, allowed: bool) -> bool:
+    """On a GPU, where the level allows it, unless switched off; on a CPU only where asked for: it saves no launches."""
     asked = settings.current().step_graph
-    return device.type == "cuda" if asked is None else asked
+    if device.type == "cpu":
+        return bool(asked)
+    return allowed and asked is not False
 
 
 def install(target: Any, models: Sequence[nn.Module]) -> Installed:

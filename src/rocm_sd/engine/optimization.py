@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from rocm_sd import arch
-from rocm_sd.engine import denoising
+from rocm_sd.engine import denoising, levels
 from rocm_sd.engine.installed import Installed
+from rocm_sd.engine.levels import LEVELS
 from rocm_sd.engine.reporting import Report
 from rocm_sd.errors import InvalidOption, Unsupported
 from rocm_sd.rewrite import RULES, RULES_FOR_GRAPHS, apply, undo
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 
 __all__ = ["LEVELS", "QUALITIES", "optimize", "report", "restore"]
 
-LEVELS = ("auto", "performance", "memory")
 QUALITIES = ("exact", "high", "balanced")
 CHANNELS_LAST = "channels_last"
 
@@ -52,12 +52,13 @@ def optimize(target: Target, level: str = "auto", quality: str = "exact") -> Tar
         raise InvalidOption("quality", quality, list(QUALITIES))
     modules = list(_modules(target))
     restore(target)
-    device = _device(modules)
+    decision = levels.decide(target, level)
+    device = decision.device
     architecture = arch.detect(device)
     layout = lookup("memory_format", architecture.name, {})
     channels_last = layout.implementation == CHANNELS_LAST
     reason = None if channels_last else f"its convolutions keep their layout ({layout.why})"
-    graphs = denoising.is_wanted(device)
+    graphs = denoising.is_wanted(device, allowed=decision.graphs)
     available = (*RULES, *RULES_FOR_GRAPHS) if graphs else RULES
     rules = [rule for rule in available if rule.on_cpu or device.type != "cpu"]
     changes = [
@@ -72,8 +73,9 @@ def optimize(target: Target, level: str = "auto", quality: str = "exact") -> Tar
     if len(rules) < len(available):
         idle = ", ".join(rule.name for rule in available if rule not in rules)
         notes.append(f"the rules {idle} are not applied: on a CPU their ops are stock torch")
+    installed.append(levels.install(target, decision))
     vae: Any = getattr(target, "vae", None)
-    if level == "memory" and hasattr(vae, "enable_slicing"):
+    if decision.level == "memory" and hasattr(vae, "enable_slicing"):
         installed.append(_slicing(vae))
     if quality != "exact":
         notes.append(f"quality {quality} allows approximations; none exists in this version, so the result is exact")
@@ -120,13 +122,6 @@ def _modules(target: Any) -> Iterator[tuple[str, nn.Module]]:
     for name, component in components.items():
         if isinstance(component, nn.Module):
             yield name, component
-
-
-def _device(modules: list[tuple[str, nn.Module]]) -> torch.device:
-    for _, module in modules:
-        for parameter in module.parameters():
-            return parameter.device
-    return torch.device("cpu")
 
 
 def _channels_last(modules: list[tuple[str, nn.Module]], why: str) -> Installed:

@@ -14,6 +14,8 @@ class Run:
 
     def __init__(self, timesteps: torch.Tensor) -> None:
         self.timesteps = timesteps
+        # Read before the run's first launch: later, the host would wait for the GPU.
+        self.values: list[float] = timesteps.tolist()
         self._version = None if timesteps.is_inference() else timesteps._version  # noqa: SLF001
 
     def is_last(self, timestep: object) -> bool:

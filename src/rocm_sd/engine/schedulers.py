@@ -89,6 +89,7 @@ class _Run:
     """A scheduler and the part of its schedule that a loop goes through."""
 
     scheduler: Any
+    every: list[float]
     times: list[float]
     start: int
     eta: float
@@ -145,7 +146,7 @@ def _pndm(run: _Run) -> Built:
 
 def _lcm(run: _Run) -> Built:
     # A step needs the timestep after its own, and the noise stops by the number of steps, not by the last timestep.
-    times = _numbers(run.scheduler.timesteps)
+    times = run.every
     if run.scheduler.num_inference_steps != len(times):
         raise _refusal(run.scheduler, f"{len(times)} timesteps for {run.scheduler.num_inference_steps} steps")
     table = tables.lcm(run.alphas(times), times, run.config.prediction_type, run.config.timestep_scaling)
@@ -299,12 +300,11 @@ def _known(scheduler: Any) -> _Known:
     return known
 
 
-def _first_index(scheduler: Any, first: float | None) -> int:
+def _first_index(scheduler: Any, every: list[float], first: float | None) -> int:
     """The step_index of the first call, found as the scheduler's own step finds it."""
     for index in (scheduler.step_index, scheduler.begin_index):
         if index is not None:
             return int(index)
-    every = _numbers(scheduler.timesteps)
     places = [place for place, time in enumerate(every) if time == (every[0] if first is None else first)]
     if not places:
         raise _refusal(scheduler, f"a first timestep {first} that is not one of its own")
@@ -312,28 +312,46 @@ def _first_index(scheduler: Any, first: float | None) -> int:
     return places[min(1, len(places) - 1)]
 
 
-def step_table(scheduler: Any, timesteps: torch.Tensor | Sequence[float] | None = None, eta: float = 0.0) -> Plan:
+def _loop(
+    scheduler: Any, timesteps: torch.Tensor | Sequence[float] | int | None, every: list[float]
+) -> tuple[list[float] | None, torch.Tensor]:
+    """The values of the timesteps that were asked for, if any were, and the tensor that they are in."""
+    if timesteps is None:
+        return None, scheduler.timesteps
+    if isinstance(timesteps, int):
+        return every[timesteps:], scheduler.timesteps[timesteps:]
+    asked = torch.as_tensor(timesteps)
+    return _numbers(asked), asked
+
+
+def step_table(
+    scheduler: Any,
+    timesteps: torch.Tensor | Sequence[float] | int | None = None,
+    eta: float = 0.0,
+    every: Sequence[float] | None = None,
+) -> Plan:
     """The plan of a loop over `timesteps`, or from where the scheduler would begin to its end; Unsupported if none.
 
     To be called after set_timesteps and set_begin_index and before the first step. `timesteps`: a part of the
-    scheduler's own without a gap, as image-to-image or a split between two models leaves it. `eta`: as the pipeline's.
+    scheduler's own without a gap, as image-to-image or a split between two models leaves it, or the number of the first
+    one. `eta`: as the pipeline's. `every`: the values of scheduler.timesteps, where reading them would wait for a GPU.
     """
     known = _known(scheduler)
     if scheduler.num_inference_steps is None:
         raise _refusal(scheduler, "no timesteps set")
     if getattr(scheduler, "lower_order_nums", 0) or getattr(scheduler, "counter", 0):
         raise _refusal(scheduler, "a run that has begun")
-    times = None if timesteps is None else _numbers(torch.as_tensor(timesteps))
-    start = _first_index(scheduler, times[0] if times else None) if known.indexed else 0
+    all_times = _numbers(scheduler.timesteps) if every is None else list(every)
+    times, of_the_loop = _loop(scheduler, timesteps, all_times)
+    start = _first_index(scheduler, all_times, times[0] if times else None) if known.indexed else 0
     if times is None:
-        times = _numbers(scheduler.timesteps[start:])
+        times = all_times[start:]
     if not times:
         raise _refusal(scheduler, "no timestep to run")
-    run = _Run(scheduler, times, start, float(eta))
-    of_the_loop = torch.as_tensor(scheduler.timesteps if timesteps is None else timesteps)
+    run = _Run(scheduler, all_times, times, start, float(eta))
     if known.indexed:
         of_the_loop = scheduler.timesteps[start : start + len(times)]
-        if times != _numbers(of_the_loop):
+        if times != all_times[start : start + len(times)]:
             raise _refusal(scheduler, f"timesteps that are not its own from number {start} on")
     try:
         table, draws, noise_dtype = known.build(run)

@@ -9,6 +9,7 @@ change.
 from __future__ import annotations
 
 import os
+import sys
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
@@ -80,9 +81,16 @@ def _which(now: dict[str, Any], then: dict[str, Any]) -> str:
     return "an attribute"
 
 
+def _attention_backend() -> Any:
+    """Diffusers' own choice for all models of those that take one; None where Diffusers is not in use."""
+    dispatch = sys.modules.get("diffusers.models.attention_dispatch")
+    return getattr(getattr(dispatch, "_AttentionBackendRegistry", None), "_active_backend", None)
+
+
 def global_state() -> tuple[Any, ...]:
     """What outside of the model decides which kernels a recording has."""
     return (
+        _attention_backend(),
         os.environ.get("ROCM_SD_IMPLEMENTATION"),
         torch.is_inference_mode_enabled(),
         torch.are_deterministic_algorithms_enabled(),

@@ -107,6 +107,7 @@ class SchedulerHook:
     def set_timesteps(self, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
         result = type(scheduler).set_timesteps(scheduler, *args, **kwargs)
         self._run, self._stepper, self._steps, self._over = None, None, 0, False
+        self.run(scheduler)
         return result
 
     def step(self, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
@@ -136,18 +137,20 @@ class SchedulerHook:
             return None
 
     def _plan(self, scheduler: Any, given: dict[str, Any]) -> Plan:
-        reason = _unusual(scheduler, given)
-        run, times = self.run(scheduler), scheduler.timesteps
-        number = None if run is None else run.number_of(given["timestep"])
-        if number is not None:
-            times = times[number:]
-        elif reason is None and _value(given["timestep"]) != float(times[0]):
+        reason, run = _unusual(scheduler, given), self.run(scheduler)
+        if reason is None and run is None:
+            reason = "no timesteps set"
+        if reason is None and run is not None:
+            number = run.number_of(given["timestep"])
+            # A scheduler that counts its steps begins where it says, whatever timestep it is given.
+            if hasattr(scheduler, "step_index"):
+                return step_table(scheduler, None, given.get("eta", 0.0), run.values)
+            if number is None and run.values[0] == _value(given["timestep"]):
+                number = 0
+            if number is not None:
+                return step_table(scheduler, number, given.get("eta", 0.0), run.values)
             reason = "a timestep that is not one of its own"
-        if reason is not None:
-            raise Unsupported("The step table", f"{type(scheduler).__name__} with {reason}")
-        # A scheduler that counts its steps begins where it says, whatever timestep it is given.
-        counts = hasattr(scheduler, "step_index")
-        return step_table(scheduler, None if counts else times, given.get("eta", 0.0))
+        raise Unsupported("The step table", f"{type(scheduler).__name__} with {reason}")
 
 
 def _unusual(scheduler: Any, given: dict[str, Any]) -> str | None:
@@ -214,6 +217,7 @@ class _Stepper:
         expected = self.plan.timesteps[self._calls]
         if isinstance(timestep, torch.Tensor) and timestep.data_ptr() == expected.data_ptr():
             return True
+        # Both may be on the GPU: this waits for it.
         return _value(timestep) == float(expected)
 
     def _states_with(self, sample: torch.Tensor) -> torch.Tensor:

@@ -19,6 +19,7 @@ from rocm_sd.engine.vae_steps import Kind, Step, decoder_steps, encoder_steps, r
 from rocm_sd.ops import OPS
 from rocm_sd.ops.attention.op import scratch_bytes
 from rocm_sd.ops.conv2d.workload import problem as conv2d_problem
+from rocm_sd.ops.group_norm_silu.workload import problem as norm_problem
 from rocm_sd.ops.samples import dtype_name
 from rocm_sd.ops.upsample_conv2d.workload import problem as upsample_problem
 from rocm_sd.tuning.choice import STOCK
@@ -218,6 +219,18 @@ class _Walk:
         """Whether a rule would call the op of that name: on a CPU only where the settings name an implementation."""
         return self.device.type != "cpu" or settings.implementation_for(op) is not None
 
+    def _norm_silu(self, norm: Any, x: _Map) -> int:
+        """GroupNorm, with or without SiLU, by a rule."""
+        if not self._asks("group_norm_silu"):
+            return self._map(x)
+        asked = norm_problem(x.on_meta(self.dtype), norm.num_groups)
+        if OPS["group_norm_silu"].choose(asked, self.device).implementation != STOCK:
+            return self._map(x)
+        # Torch's own answer and a map of the layout that the op promises.
+        normed = self._stock_norm(x)
+        self._for_a_moment(self._bytes(x))
+        return normed
+
     def _stock_norm(self, x: _Map) -> int:
         """GroupNorm of torch, which on a GPU wants another layout and answers in it."""
         copy = self._take(self._bytes(x)) if self.channels_last and self.device.type != "cpu" else 0
@@ -248,9 +261,9 @@ class _Walk:
         return y
 
     def _rewritten_resnet(self, module: Any, x: _Map) -> _Map:
-        active = self._map(x)
+        active = self._norm_silu(module.norm1, x)
         y = self._convolution(module.conv1, x, op=True)
-        second = self._map(y)
+        second = self._norm_silu(module.norm2, y)
         self._give(active, self._bytes(y))
         if module.conv_shortcut is not None:
             self._convolution(module.conv_shortcut, x, op=True)
@@ -262,18 +275,17 @@ class _Walk:
 
     def _attention(self, module: Any, x: _Map) -> _Map:
         ours = rewritten(module)
-        normed = self._map(x) if ours else self._stock_norm(x)
+        normed = self._norm_silu(module.group_norm, x) if ours else self._stock_norm(x)
         q_k_v = [self._map(x) for _ in range(3)]
         mixed = self._map(x)
         head = x.C // module.heads
         self._for_a_moment(scores_bytes(x.N, x.H * x.W, module.heads, head, self.dtype, self.device, op=ours))
-        if ours:
-            self._map(x)
-            self._give(normed, *q_k_v, mixed)
-            return x
-        # Projected, with the residual, and divided by the output's scale.
-        parts = [self._map(x) for _ in range(3)]
-        self._give(normed, *q_k_v, mixed, *parts[:2])
+        # Projected; with the residual; divided by the output's scale, which the rule leaves out. In stock's module each
+        # takes the name of the one before it.
+        for number in range(2 if ours else 3):
+            before = self._map(x)
+            self._give(0 if ours and number == 0 else before)
+        self._give(normed, *q_k_v, mixed if ours else 0)
         return x
 
     def _upsample(self, module: Any, x: _Map) -> _Map:
@@ -309,7 +321,8 @@ class _Walk:
 
     def _out(self, module: Any, x: _Map) -> _Map:
         # Each result takes the name of the one before it, which is gone then.
-        normed = self._map(x) if rewritten(module.conv_norm_out) else self._stock_norm(x)
+        norm = module.conv_norm_out
+        normed = self._norm_silu(norm, x) if rewritten(norm) else self._stock_norm(x)
         self._give(self._bytes(x))
         if not rewritten(module.conv_act):
             self._map(x)

@@ -1,4 +1,4 @@
-"""Encode or decode one picture in strips of rows, layer by layer, in memory that does not grow with the picture.
+"""Encode or decode one picture in strips of rows, layer by layer, within a budget of the device's memory.
 
 Tiles that go through the whole model one by one have two faults: each norm sees a tile's own mean and spread, and each
 convolution sees zeros where the neighbour is. Here a layer is finished for all rows before the next one begins: a strip
@@ -201,7 +201,10 @@ def _attention(strips: _Strips, module: Any, x: _Map) -> _Map:
     def tokens(start: int, stop: int) -> torch.Tensor:
         return norm(x.rows(start, stop, dtype)).to(dtype).permute(0, 2, 3, 1).flatten(1, 2)
 
-    keys, values = (torch.empty((1, H * W, C), dtype=dtype, device=strips.store.device) for _ in range(2))
+    store, size = strips.store, H * W * C * dtype.itemsize
+    # Always on the device: 32 MB of SDXL at 1024x1024, where the maps of the last block take 512 MB each.
+    keys, values = (torch.empty((1, H * W, C), dtype=dtype, device=store.device) for _ in range(2))
+    store.used += 2 * size
     for start, stop in strips.of(H, W * C * (3 * dtype.itemsize + 4)):
         rows = tokens(start, stop)
         keys[:, start * W : stop * W] = strips.call(module.to_k, rows)
@@ -218,6 +221,7 @@ def _attention(strips: _Strips, module: Any, x: _Map) -> _Map:
         if module.residual_connection:
             rows = rows + x.rows(start, stop, dtype)
         y.write(start, rows if module.rescale_output_factor == 1.0 else rows / module.rescale_output_factor)
+    store.used -= 2 * size
     return y
 
 

@@ -192,7 +192,7 @@ def _mix(streams: Sequence[Heads], rotary: Rotary | None) -> torch.Tensor:
 def _rotated(parts: Sequence[torch.Tensor], cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """x * cos + swapped(x) * sin in float32, x: the parts one after the other, [B, S, H, D]; cos, sin: [S, D].
 
-    Three passes over x; stock takes nine, most of them in float32, and copies the parts together before.
+    Three passes over x; stock takes eight, most of them in float32, and copies the parts together before.
     """
     first = parts[0]
     B, _, H, D = first.shape

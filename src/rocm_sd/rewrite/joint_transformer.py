@@ -245,7 +245,7 @@ def _head_norm(norm: Any, x: torch.Tensor) -> torch.Tensor:
     """norm(x) over the columns of each head; x: [B, S, H, D]."""
     if norm is None:
         return x
-    # Stock's RMSNorm is eight passes in Python, its arithmetic float32 too.
+    # Stock's is eight steps in Python, in float32 as well; torch has one kernel for it on GPUs.
     if is_diffusers(norm, "RMSNorm") and norm.bias is None and untouched(norm):
         weight = norm.weight
         if weight is None or of_kind(weight, x):

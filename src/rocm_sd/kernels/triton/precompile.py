@@ -53,10 +53,7 @@ MOST_WORKERS = 16
 # The slowest variant met takes 3 s on one core.
 ANSWER_S = 120.0
 IDLE_S = 60.0
-_SERVE = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    f"from {OURS}.precompile import serve; serve(*json.loads(sys.argv[2]))"
-)
+_SERVE = f"import json, sys; sys.path[:] = json.loads(sys.argv[1]); from {OURS}.precompile import serve; serve()"
 
 
 @dataclass
@@ -78,11 +75,6 @@ def _cores() -> int:
     return len(usable(0)) if usable else os.cpu_count() or 1
 
 
-def _target() -> tuple[Any, ...]:
-    target = driver.active.get_current_target()
-    return target.backend, target.arch, target.warp_size
-
-
 class _CompilingProcess:
     """Asks the process that `serve` runs in. Each question is a line of JSON, each answer a number and a word."""
 
@@ -93,7 +85,7 @@ class _CompilingProcess:
         self._number = 0
         self._owner = os.getpid()
         self._process = subprocess.Popen(
-            [sys.executable, "-c", _SERVE, json.dumps(sys.path), json.dumps(_target())],
+            [sys.executable, "-c", _SERVE, json.dumps(sys.path)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -129,6 +121,10 @@ class _CompilingProcess:
 
     def _read(self) -> None:
         assert self._process.stdout is not None
+        # Half a second of hashing, and a module in C: done before the first answer, not by every thread that gets one.
+        triton_key()
+        with suppress(Exception):
+            _ = driver.active
         for line in self._process.stdout:
             number, word = line.split()
             with self._lock:
@@ -220,8 +216,15 @@ class _Block:
         variant = (id(kernel), compile["device"], str(compile["key"]))
         if variant not in self._wanted:
             self._wanted.add(variant)
-            question = {"kernel": kernel.__name__, "module": kernel.__module__, "target": _target()}
-            question["variant"] = compile["specialization_data"]
+            target = driver.active.get_current_target()
+            question = {
+                "module": kernel.__module__,
+                "kernel": kernel.__name__,
+                # Of Triton 3.6 it depends on which kernel is asked first: here and there that is the order of launches.
+                "source": kernel.cache_key,
+                "target": (target.backend, target.arch, target.warp_size),
+                "variant": compile["specialization_data"],
+            }
             self.pool.submit(self._compile, kernel, compile["device"], question)
 
     def _compile(self, kernel: Any, device: int, question: dict[str, Any]) -> None:
@@ -278,21 +281,21 @@ class _NoDevice:
     """Stands for Triton's driver where there is a target and no GPU is touched."""
 
     def __init__(self, target: GPUTarget) -> None:
-        self._target = target
+        self.target = target
 
     def get_current_device(self) -> int:
         return 0
 
     def get_current_target(self) -> GPUTarget:
-        return self._target
+        return self.target
 
 
-def serve(backend: str, architecture: str | int, warp_size: int) -> None:
+def serve() -> None:
     """What the compiling process runs, in one thread: reads questions, forks for each, tells how it ended."""
     answers = os.dup(1)
     # Compilers write to standard output from C++.
     os.dup2(2, 1)
-    _get_ready(GPUTarget(backend, architecture, warp_size))
+    _get_ready()
     wake, woken = os.pipe()
     os.set_blocking(woken, False)
     signal.set_wakeup_fd(woken)
@@ -312,24 +315,31 @@ def serve(backend: str, architecture: str | int, warp_size: int) -> None:
             *lines, pending = (pending + read).split(b"\n")
             for line in lines:
                 question = json.loads(line)
+                kernel = _aimed(question)
                 fork = os.fork()
                 if fork == 0:
-                    _compile_and_exit(question)
+                    _compile_and_exit(kernel, question["variant"])
                 forks[fork] = question["number"]
         if not ready and not forks:
             return
 
 
-def _get_ready(target: GPUTarget) -> None:
-    """Do once what every fork would have to do for itself: imports, and a second's hashing of Triton's own files."""
-    driver.set_active(_NoDevice(target))
+def _get_ready() -> None:
+    """Do once what every fork would have to do for itself: imports, and half a second's hashing of Triton's files."""
     triton_key()
-    make_backend(target).hash()
     package = importlib.import_module(OURS)
     for module in pkgutil.iter_modules(package.__path__, OURS + "."):
-        for value in vars(importlib.import_module(module.name)).values():
-            if hasattr(value, "device_caches"):
-                _ = value.device_caches[0], value.cache_key
+        importlib.import_module(module.name)
+
+
+def _aimed(question: dict[str, Any]) -> Any:
+    """The kernel, with Triton set to compile for the target; None where the source here is another than there."""
+    target = GPUTarget(*question["target"])
+    driver.set_active(_NoDevice(target))
+    # Triton keeps it once it is known: the version of an assembler, which it has to be started for.
+    make_backend(target).hash()
+    kernel = getattr(importlib.import_module(question["module"]), question["kernel"], None)
+    return kernel if kernel is not None and kernel.cache_key == question["source"] else None
 
 
 def _ended(forks: dict[int, int]) -> Iterator[tuple[int, str]]:
@@ -340,16 +350,14 @@ def _ended(forks: dict[int, int]) -> Iterator[tuple[int, str]]:
         yield forks.pop(pid), "compiled" if status == 0 else "failed"
 
 
-def _compile_and_exit(question: dict[str, Any]) -> None:
+def _compile_and_exit(kernel: Any, variant: str) -> None:
     status = 1
     try:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        driver.set_active(_NoDevice(GPUTarget(*question["target"])))
-        kernel = getattr(importlib.import_module(question["module"]), question["kernel"])
-        kernel.device_caches.clear()
-        kernel.preload(question["variant"])
-        status = 0
+        if kernel is not None:
+            kernel.preload(variant)
+            status = 0
     finally:
         # Not sys.exit: what the process registered to be done at its end is not this fork's to do.
         os._exit(status)
