@@ -14,9 +14,31 @@ if TYPE_CHECKING:
 
     import torch
 
-__all__ = ["benchmark_attention", "optimize_sd_model", "optimized_attention", "register_rocm_ops"]
+    from rocm_sd.integrations.diffusers import ROCmOptimizedPipeline
+
+__all__ = [
+    "ROCmOptimizedPipeline",
+    "benchmark_attention",
+    "optimize_sd_model",
+    "optimized_attention",
+    "register_rocm_ops",
+]
 
 Model = TypeVar("Model")
+
+
+def __getattr__(name: str) -> Any:
+    if name != "ROCmOptimizedPipeline":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    # Resolved on first use: it needs Diffusers, which takes seconds to import.
+    from rocm_sd.integrations.diffusers import ROCmOptimizedPipeline  # noqa: PLC0415
+
+    globals()[name] = ROCmOptimizedPipeline
+    return ROCmOptimizedPipeline
+
+
+def __dir__() -> list[str]:
+    return __all__
 
 
 def register_rocm_ops() -> tuple[str, ...]:

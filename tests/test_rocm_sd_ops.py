@@ -2,10 +2,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from diffusers import DiffusionPipeline, EulerDiscreteScheduler, StableDiffusionPipeline
 
+import rocm_sd
 import rocm_sd_ops
-from rocm_sd.errors import NumericsFailure, Unsupported
+from pipelines import CASES, call
+from rocm_sd.errors import InvalidOption, ModelNotFound, NumericsFailure, Unsupported
 from rocm_sd.ops import OPS, attention
+from rocm_sd_ops import ROCmOptimizedPipeline
 
 
 def heads(device, *shape, seed=0):
@@ -73,3 +77,100 @@ def test_every_op_is_registered_with_torch():
     for name in rocm_sd_ops.register_rocm_ops():
         namespace, op = name.split("::")
         assert hasattr(getattr(torch.ops, namespace), op)
+
+
+class TestOptimizedPipeline:
+    case = CASES["sd15"]
+
+    @pytest.fixture
+    def stock(self, tmp_path):
+        return self.case.build(tmp_path)
+
+    def test_it_draws_what_the_optimized_pipeline_draws(self, stock, tmp_path):
+        pipe = ROCmOptimizedPipeline(stock, optimization_level="memory", quality="high")
+        assert pipe.pipeline is stock
+        assert (pipe.report().level, pipe.report().quality) == ("memory", "high")
+        wanted = call(rocm_sd.optimize(self.case.build(tmp_path), "memory"), self.case)
+        assert torch.equal(call(pipe, self.case), wanted)
+
+    @pytest.mark.parametrize("name", ["sd15", "sdxl", "refiner", "sd15-inpaint9"])
+    def test_a_folder_is_loaded_as_what_it_says_it_is(self, name, tmp_path):
+        case = CASES[name]
+        case.build(tmp_path).save_pretrained(tmp_path / "model")
+        pipe = ROCmOptimizedPipeline(tmp_path / "model", device="cpu")
+        assert type(pipe.pipeline).__name__ == case.kind
+        assert pipe.report().replaced
+        pipe.set_progress_bar_config(disable=True)
+        assert call(pipe, case).isfinite().all()
+
+    def test_a_dtype_may_be_named(self, stock, tmp_path):
+        stock.save_pretrained(tmp_path / "model")
+        pipe = ROCmOptimizedPipeline(str(tmp_path / "model"), device="cpu", dtype=torch.bfloat16)
+        assert pipe.unet.dtype == torch.bfloat16
+        assert ROCmOptimizedPipeline(stock, dtype=torch.float64).unet.dtype == torch.float64
+        assert rocm_sd.report(stock).replaced
+
+    def test_attributes_are_the_pipelines(self, stock):
+        pipe = ROCmOptimizedPipeline(stock)
+        pipe.scheduler = EulerDiscreteScheduler.from_config(pipe.scheduler.config)
+        assert stock.scheduler is pipe.scheduler
+        assert type(stock.scheduler) is EulerDiscreteScheduler
+        pipe.mark = 1
+        assert stock.mark == 1
+        del pipe.mark
+        assert not hasattr(stock, "mark")
+        assert {"unet", "load_lora_weights", "report", "restore"} <= set(dir(pipe))
+        assert repr(pipe).startswith("ROCmOptimizedPipeline of StableDiffusionPipeline")
+        with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+            _ = pipe.nothing
+
+    def test_restore_gives_the_stock_pipeline(self, stock, tmp_path):
+        pipe = ROCmOptimizedPipeline(stock)
+        call(pipe, self.case)
+        assert pipe.restore() is stock
+        assert torch.equal(call(pipe, self.case), call(self.case.build(tmp_path), self.case))
+        with pytest.raises(Unsupported, match="not optimised"):
+            pipe.report()
+
+    def test_it_stays_optimized_where_it_is_moved_to(self, stock):
+        pipe = ROCmOptimizedPipeline(stock, "memory")
+        assert pipe.to(torch.float64) is pipe
+        assert rocm_sd.report(stock).level == "memory"
+        assert call(pipe, self.case).dtype == torch.float64
+
+    def test_what_is_saved_is_the_stock_model(self, stock, tmp_path):
+        ROCmOptimizedPipeline(stock).save_pretrained(tmp_path / "saved")
+        assert type(DiffusionPipeline.from_pretrained(tmp_path / "saved")) is StableDiffusionPipeline
+
+    def test_the_functions_of_rocm_sd_take_it_for_the_pipeline(self, stock):
+        pipe = ROCmOptimizedPipeline(ROCmOptimizedPipeline(stock))
+        assert pipe.pipeline is stock
+        assert pipe == stock
+        assert rocm_sd.report(pipe).to_dict() == rocm_sd.report(stock).to_dict()
+        assert len(rocm_sd.report(rocm_sd.optimize(pipe, level="memory")).replaced) == len(pipe.report().replaced)
+        rocm_sd.restore(pipe)
+        assert "forward" not in stock.unet.mid_block.resnets[0].__dict__
+
+    @pytest.mark.parametrize("given", [3, torch.nn.Linear(2, 2)])
+    def test_what_is_no_pipeline_is_refused(self, given):
+        with pytest.raises(Unsupported, match="it takes a Diffusers pipeline, a folder, a file or a hub id"):
+            ROCmOptimizedPipeline(given)
+
+    def test_a_model_that_is_not_there_and_an_unknown_level_are_refused(self, stock, tmp_path):
+        with pytest.raises(ModelNotFound, match="no model at"):
+            ROCmOptimizedPipeline(tmp_path / "nowhere.safetensors")
+        with pytest.raises(InvalidOption, match="Use one of: auto"):
+            ROCmOptimizedPipeline(stock, "fast")
+
+
+def test_a_model_is_optimized_under_the_promised_name(tmp_path):
+    pipe = CASES["sd15"].build(tmp_path)
+    assert rocm_sd_ops.optimize_sd_model(pipe, "memory") is pipe
+    assert rocm_sd.report(pipe).level == "memory"
+    assert rocm_sd_ops.optimize_sd_model(pipe.unet, optimization_level="performance") is pipe.unet
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="no attribute 'ROCmMagic'"):
+        _ = rocm_sd_ops.ROCmMagic
+    assert "ROCmOptimizedPipeline" in dir(rocm_sd_ops)

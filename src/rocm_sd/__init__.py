@@ -12,14 +12,25 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "detect", "optimize", "report", "restore"]
+__all__ = [
+    "ROCmStableDiffusionPipeline",
+    "ROCmStableDiffusionXLPipeline",
+    "__version__",
+    "detect",
+    "optimize",
+    "report",
+    "restore",
+]
 
 if TYPE_CHECKING:
     from rocm_sd.arch import detect
     from rocm_sd.engine import optimize, report, restore
+    from rocm_sd.integrations.diffusers import ROCmStableDiffusionPipeline, ROCmStableDiffusionXLPipeline
 
 # Resolved on first use: importing rocm_sd costs nothing, and set-up reads arch/ before torch is installed.
 _LAZY = {
+    "ROCmStableDiffusionPipeline": "rocm_sd.integrations.diffusers",
+    "ROCmStableDiffusionXLPipeline": "rocm_sd.integrations.diffusers",
     "detect": "rocm_sd.arch",
     "optimize": "rocm_sd.engine",
     "report": "rocm_sd.engine",

@@ -161,17 +161,29 @@ def test_fuse_between_two_pictures_of_an_adapter_never_run(twins, files):
     assert differ(twins.check(), without)
 
 
-def test_weights_changed_in_place_are_seen(twins):
-    """As trainers and merging tools do it, with no word to anyone."""
+@pytest.mark.parametrize("way", ["in place", "elsewhere", "by name"])
+def test_weights_changed_with_no_word_to_anyone_are_seen(twins, way):
+    """As trainers and merging tools do it."""
     without = twins.check()
+    endings = ("to_k.weight", "linear_1.weight", "time_emb_proj.weight", "conv1.weight", "norm1.weight")
 
     def change(pipe):
+        changed = {}
         for name, weight in pipe.unet.named_parameters():
-            if name.endswith(("to_k.weight", "time_embedding.linear_1.weight", "time_emb_proj.weight")):
-                weight.data *= 1.5
+            if name.endswith(endings):
+                changed[name] = weight.detach() * 1.5
+                if way == "in place":
+                    weight.data *= 1.5
+                elif way == "elsewhere":
+                    weight.data = weight.data * 1.5
+        if way == "by name":
+            pipe.unet.load_state_dict(changed, strict=False, assign=True)
 
-    twins.each(change)
-    assert differ(twins.check(), without)
+    for _ in range(2):
+        twins.each(change)
+        with_changes = twins.check()
+        assert differ(with_changes, without)
+        without = with_changes
 
 
 def test_hot_swap(twins, files):

@@ -166,3 +166,25 @@ def test_the_decoded_picture_is_stocks_and_so_is_every_bit_after_restore(tmp_pat
         for path, weight in part.state_dict().items():
             assert weight.stride() == weights[key][path].stride()
             assert torch.equal(weight, weights[key][path])
+
+
+@pytest.mark.parametrize("name", ["sd15", "sdxl", "sd3", "flux-dev"])
+def test_a_bare_model_gives_answers_that_stay(tmp_path, name):
+    """Nothing is known of what the caller does with them, nor of the timesteps to come."""
+    pipe = pipeline(name, tmp_path)
+    part = pipe.unet if hasattr(pipe, "unet") else pipe.transformer
+    asked = []
+    handle = part.register_forward_pre_hook(lambda _, args, named: asked.append((args, named)), with_kwargs=True)
+    call(pipe, CASES[name])
+    handle.remove()
+    with torch.no_grad():
+        stock = [part(*args, **named)[0] for args, named in asked]
+        rocm_sd.optimize(part)
+        for order in (asked, asked[::-1], asked):
+            ours = [part(*args, **named)[0] for args, named in order]
+            ours = ours if order is asked else ours[::-1]
+            for mine, theirs in zip(ours, stock, strict=True):
+                assert float((mine - theirs).norm() / theirs.norm()) < 1e-5
+    rocm_sd.restore(part)
+    with torch.no_grad():
+        assert torch.equal(part(*asked[0][0], **asked[0][1])[0], stock[0])

@@ -148,7 +148,7 @@ def the_scheduler_of_another_config(session):
 
 def another_guidance(session):
     session.options["guidance_scale"] = session.random.choice([1.0, 3.0, 7.5])
-    if session.callback is fade_guidance:
+    if session.callback in (change_guidance, fade_guidance):
         session.callback = None
 
 
@@ -173,7 +173,7 @@ def change_latents_in_place(pipe, step, timestep, given):
 
 
 def change_the_prompt(pipe, step, timestep, given):
-    return {"prompt_embeds": given["prompt_embeds"].flip(1)} if step == 0 else {}
+    return {"prompt_embeds": given["prompt_embeds"].flip(-1)} if step == 0 else {}
 
 
 def change_the_prompt_in_place(pipe, step, timestep, given):
@@ -184,6 +184,11 @@ def change_the_prompt_in_place(pipe, step, timestep, given):
 
 def interrupt(pipe, step, timestep, given):
     pipe._interrupt = step >= 1
+    return {}
+
+
+def change_guidance(pipe, step, timestep, given):
+    pipe._guidance_scale = 2.0 + step
     return {}
 
 
@@ -201,7 +206,7 @@ def another_callback(session):
     if "prompt_embeds" in session.tensor_inputs:
         choice += [change_the_prompt, change_the_prompt_in_place]
     if session.name in DYNAMIC and session.guided():
-        choice.append(fade_guidance)
+        choice += [change_guidance, fade_guidance]
     session.callback = session.random.choice(choice)
 
 
@@ -276,3 +281,24 @@ def test_a_random_sequence_of_operations(tmp_path, monkeypatch, seed):
     rocm_sd.restore(session.twins.ours)
     ours, _, stock = session.twins.pictures(**session.arguments())
     assert torch.equal(ours, stock)
+
+
+CALLBACKS = (
+    change_latents, change_latents_in_place, change_the_prompt, change_the_prompt_in_place, change_guidance,
+    fade_guidance, interrupt,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("step_graph", ["0", "1"], ids=["stepwise", "captured"])
+@pytest.mark.parametrize("name", ["sd15", "sdxl"])
+def test_every_callback_by_itself(tmp_path, monkeypatch, name, step_graph):
+    small_blocks_too(monkeypatch, step_graph)
+    twins = Twins(CASES[name], tmp_path)
+    plain = twins.check()
+    inputs = twins.stock._callback_tensor_inputs
+    for callback in CALLBACKS:
+        called = {"callback_on_step_end": callback, "callback_on_step_end_tensor_inputs": inputs}
+        changed = twins.check(**called)
+        assert (changed - plain).norm() > 1e-3 * plain.norm(), callback.__name__
+        # A callback's changes end with its run.
+        assert (twins.check() - plain).norm() < 1e-4 * plain.norm(), callback.__name__

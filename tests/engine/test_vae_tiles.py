@@ -10,7 +10,7 @@ from torch import nn
 
 from live_memory import LiveMemory, live_peak
 from pipelines import tiny_vae
-from rocm_sd.engine import vae_tiles
+from rocm_sd.engine import denoising, vae_tiles
 from rocm_sd.engine.vae_plan import MIB
 from rocm_sd.engine.vae_steps import decoder_steps, encoder_steps, why_not_in_strips, why_unknown
 from rocm_sd.engine.vae_tiles import Store, in_strips
@@ -237,6 +237,16 @@ def test_what_strips_would_not_see_is_left_to_stock(touch, reason):
     assert why_not_in_strips(vae, decoder_steps(vae), CPU) is None
     touch(vae)
     assert reason in why_not_in_strips(vae, decoder_steps(vae), CPU)
+
+
+@torch.no_grad()
+def test_a_recorded_decoder_can_be_taken_layer_by_layer():
+    vae = tiny_vae().eval()
+    installed = denoising.install(vae, denoising.recorded_models(vae))
+    assert "forward" in vae.decoder.__dict__
+    z = torch.randn(1, 4, 8, 8)
+    torch.testing.assert_close(strips(vae, z, 16 * KIB), vae.decode(z).sample, rtol=1e-4, atol=1e-5)
+    installed.restore()
 
 
 def test_models_of_other_parts_are_named():

@@ -59,7 +59,7 @@ def test_undo_leaves_no_trace():
     unet = tiny_unet()
     before = {name: dict(module.__dict__) for name, module in unet.named_modules()}
     changes = apply(unet, RULES)
-    assert sum(c.replaced for c in changes) == 10
+    assert sum(c.replaced for c in changes) == 11
     undo(changes)
     after = {name: dict(module.__dict__) for name, module in unet.named_modules()}
     assert [set(v) for v in before.values()] == [set(v) for v in after.values()]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from inspect import Signature, signature
@@ -20,26 +21,26 @@ from weakref import ref
 import torch
 from torch.utils import _pytree as pytree
 
-from rocm_sd.engine import snapshot
+from rocm_sd.engine import snapshot, strangers, warmup
 from rocm_sd.engine.calls import Call, flatten
-from rocm_sd.engine.hoisting import Hoist, TimeInputs
+from rocm_sd.engine.prepared import Prepared
 from rocm_sd.engine.recording import Recording, record
 from rocm_sd.engine.shelf import Shelf, half_of_the_free_memory
-from rocm_sd.rewrite import conditioning
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
 
     from torch import nn
 
+    from rocm_sd.engine.hoisting import Hoist
     from rocm_sd.engine.runs import Run
 
 __all__ = ["CapturedForward", "bound"]
 
 log = logging.getLogger(__name__)
 
-# A model that changes itself at every call would be recorded anew at every call.
-_MOST_RECORDINGS_OF_A_KIND = 4
+# A model that changes itself at every call would be begun anew at every call.
+_MOST_BEGINNINGS = 4
 # Of the reference's norm, in units of the dtype's rounding. Products of other shapes round in another order: a whole
 # UNet differs by 2 units in float16 and by 8 in float32. A recording that reads the wrong memory differs by all of it.
 _ROUNDINGS = 32.0
@@ -50,7 +51,7 @@ class _Entry:
     """One kind of call: `body` runs it on `inputs`; `snapshot` is of the model after its first run."""
 
     inputs: list[torch.Tensor]
-    hoisted: _Hoisted | None
+    prepared: Prepared | None
     body: Callable[[], list[torch.Tensor]]
     output_tree: pytree.TreeSpec | None = None
     snapshot: snapshot.Snapshot | None = None
@@ -59,28 +60,9 @@ class _Entry:
     @property
     def memory(self) -> int:
         held = sum(tensor.nbytes for tensor in self.inputs)
-        if self.hoisted is not None:
-            held += self.hoisted.memory
+        if self.prepared is not None:
+            held += self.prepared.memory
         return held + (self.recording.memory if self.recording is not None else 0)
-
-
-@dataclass
-class _Hoisted:
-    """What the recording takes in place of the prompt and the timestep, and for which prompt it was filled."""
-
-    hoist: Hoist
-    row: torch.Tensor
-    text: torch.Tensor
-    of_the_run: list[torch.Tensor]
-    batch: int
-    run_recording: Recording | None = None
-    prompt: _Identity | None = None
-    table: torch.Tensor | None = None
-    table_of: _Identity | None = None
-
-    @property
-    def memory(self) -> int:
-        return sum(tensor.nbytes for tensor in (self.row, self.text, *self.of_the_run))
 
 
 class CapturedForward:
@@ -106,6 +88,7 @@ class CapturedForward:
         self._packed: Hoist | None = None
         self.replays = 0
         self.stale: str | None = None
+        self.left_eager: str | None = None
 
     def _inner(self, *args: Any, **kwargs: Any) -> Any:
         return self._function(self._module(), *args, **kwargs) if self._bound else self._function(*args, **kwargs)
@@ -127,36 +110,53 @@ class CapturedForward:
         call = flatten(args, kwargs, self._device)
         if call is None or call.key in self._refused:
             return self._inner(*args, **kwargs)
-        entry = self._entries.get(call.key)
-        if entry is not None and entry.snapshot is not None:
-            stale = entry.snapshot.difference()
-            if stale is not None:
-                self.stale, entry = stale, None
-                self._entries.drop(call.key)
+        entry = self._current(call.key)
+        if entry is not None and entry.recording is not None:
+            self._fill(entry, call, module, args, kwargs)
+            entry.recording.replay()
+            self.replays += 1
+            self._firsts[call.key] = 0
+            return _unflattened(entry, entry.recording.outputs)
+        self.left_eager = _why_eager(module)
+        if self.left_eager is not None:
+            return self._inner(*args, **kwargs)
+        return self._begin(module, entry, call, args, kwargs)
+
+    def _begin(
+        self, module: nn.Module, entry: _Entry | None, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """The first two calls of a kind. Whatever comes between, the model's own forward is there to answer."""
         try:
             if entry is None:
                 return self._first(module, call, args, kwargs)
-            if entry.recording is None:
-                return self._second(module, entry, call, args, kwargs)
+            return self._second(module, entry, call, args, kwargs)
         except Exception as error:  # noqa: BLE001 -- whatever it was, the model itself can say it, or do without
             self._entries.drop(call.key)
             result = self._inner(*args, **kwargs)
             self._refuse(call.key, f"{type(error).__name__}: {error}".splitlines()[0])
             return result
-        self._fill(entry, call, module, args, kwargs)
-        entry.recording.replay()
-        self.replays += 1
-        return _unflattened(entry, entry.recording.outputs)
+
+    def _current(self, key: Hashable) -> _Entry | None:
+        """The entry of that kind, if the model still is as it was."""
+        entry = self._entries.get(key)
+        stale = None if entry is None or entry.snapshot is None else entry.snapshot.difference()
+        if stale is None:
+            return entry
+        self.stale = stale
+        self._entries.drop(key)
+        return None
 
     def _first(self, module: nn.Module, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._firsts[call.key] += 1
-        if self._firsts[call.key] > _MOST_RECORDINGS_OF_A_KIND:
+        if self._firsts[call.key] > _MOST_BEGINNINGS:
             raise RuntimeError(f"the model keeps changing ({self.stale})")
-        named = bound(module, args, kwargs)
         inputs = [_buffer_for(tensor, self._device) for tensor in call.tensors]
-        entry = _Entry(inputs, self._hoisted(module, named), list)
+        entry = _Entry(inputs, Prepared.of(module, bound(module, args, kwargs)), list)
+        if entry.prepared is not None:
+            self._packed = entry.prepared.hoist
         entry.body = partial(self._body, entry, call)
         self._fill(entry, call, module, args, kwargs)
+        warmup.compile_kernels(entry.body, self._device)
         result = _unflattened(entry, entry.body())
         # Weights that are laid together have moved by now.
         entry.snapshot = snapshot.Snapshot(module)
@@ -168,11 +168,8 @@ class CapturedForward:
     ) -> Any:
         eager = self._inner(*args, **kwargs)
         self._fill(entry, call, module, args, kwargs)
-        hoisted = entry.hoisted
-        if hoisted is not None:
-            recorded = record(partial(hoisted.hoist.of_the_run, hoisted.text), self._device)
-            recorded.replay()
-            hoisted.run_recording, hoisted.of_the_run = recorded, recorded.outputs
+        if entry.prepared is not None:
+            entry.prepared.record(self._device)
         recording = record(entry.body, self._device)
         recording.replay()
         changed = entry.snapshot.difference() if entry.snapshot is not None else None
@@ -188,31 +185,12 @@ class CapturedForward:
 
     def _body(self, entry: _Entry, call: Call) -> list[torch.Tensor]:
         args, kwargs = call.with_tensors(entry.inputs)
-        hoisted = entry.hoisted
-        if hoisted is None:
+        with nullcontext() if entry.prepared is None else entry.prepared.in_use():
             result = self._inner(*args, **kwargs)
-        else:
-            hoist = hoisted.hoist
-            ready = hoist.conditioning(hoisted.row, hoisted.batch, hoisted.of_the_run)
-            with conditioning.given(ready), hoist.substituted(hoist.embedding(hoisted.row, hoisted.batch)):
-                result = self._inner(*args, **kwargs)
-            if hoisted.run_recording is None and ready.asked_for:
-                hoist.upsamplers += ready.asked_for
-                hoisted.of_the_run = hoist.of_the_run(hoisted.text)
         leaves, entry.output_tree = pytree.tree_flatten(result)
         if not leaves or not all(isinstance(leaf, torch.Tensor) for leaf in leaves):
             raise TypeError(f"{type(result).__name__} is not made of tensors alone")
         return leaves
-
-    def _hoisted(self, module: nn.Module, named: dict[str, Any]) -> _Hoisted | None:
-        hoist = Hoist.find(module, named) if named else None
-        if hoist is None:
-            return None
-        self._packed = hoist
-        inputs = _time_inputs(named)
-        row = hoist.time_rows(_timesteps(named["timestep"], inputs), inputs)[0].clone()
-        text = named["encoder_hidden_states"].detach().clone()
-        return _Hoisted(hoist, row, text, hoist.of_the_run(text), inputs.batch)
 
     def _fill(
         self, entry: _Entry, call: Call, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -220,28 +198,8 @@ class CapturedForward:
         self._wait_for_the_last_use()
         for buffer, tensor in zip(entry.inputs, call.tensors, strict=True):
             buffer.copy_(tensor, non_blocking=True)
-        if entry.hoisted is not None:
-            self._prepare(entry.hoisted, bound(module, args, kwargs))
-
-    def _prepare(self, hoisted: _Hoisted, named: dict[str, Any]) -> None:
-        run, text = self._run(), named["encoder_hidden_states"]
-        prompt = None if run is None else _Identity.of(run, text)
-        if prompt is None or not prompt.same_as(hoisted.prompt):
-            hoisted.text.copy_(text)
-            if hoisted.run_recording is None:
-                hoisted.of_the_run = hoisted.hoist.of_the_run(hoisted.text)
-            else:
-                hoisted.run_recording.replay()
-            hoisted.prompt = prompt
-        inputs, timestep = _time_inputs(named), named["timestep"]
-        number = None if run is None else run.number_of(timestep)
-        made_of = None if run is None else _Identity.of(run, *inputs.tensors)
-        if run is None or number is None or made_of is None:
-            hoisted.row.copy_(hoisted.hoist.time_rows(_timesteps(timestep, inputs), inputs)[0])
-            return
-        if hoisted.table is None or not made_of.same_as(hoisted.table_of):
-            hoisted.table, hoisted.table_of = hoisted.hoist.time_rows(run.timesteps, inputs), made_of
-        hoisted.row.copy_(hoisted.table[number])
+        if entry.prepared is not None:
+            entry.prepared.fill(self._run(), bound(module, args, kwargs))
 
     def _wait_for_the_last_use(self) -> None:
         if self._device.type != "cuda":
@@ -254,6 +212,11 @@ class CapturedForward:
     def _refuse(self, key: Hashable, reason: str) -> None:
         self._refused[key] = reason
         log.warning("A call of %s is not replayed from a graph: %s", type(self._module()).__name__, reason)
+
+    def holds(self, x: torch.Tensor) -> bool:
+        """Whether calls with such a first input are replayed, so that they take no memory but what is held already."""
+        recorded = [entry.inputs[0] for entry in self._entries if entry.recording is not None]
+        return any(known.shape == x.shape and known.dtype == x.dtype for known in recorded)
 
     def clear(self) -> None:
         """Give the memory back, and let each weight have its own again."""
@@ -275,12 +238,23 @@ class CapturedForward:
             )
         if self._entries.dropped:
             told.append(f"{kind}: {self._entries.dropped} graphs gave way to others, to keep half of the memory free")
+        if self.left_eager is not None:
+            told.append(f"{kind}: not captured for now, because {self.left_eager}")
         if self.stale is not None:
             told.append(f"{kind}: last captured anew because {self.stale}")
         told += [
             f"{kind}: a call is not captured, because {reason}" for reason in dict.fromkeys(self._refused.values())
         ]
         return told
+
+
+def _why_eager(module: nn.Module) -> str | None:
+    """What in the model has to be called every time, in words. Looked for before a recording: whatever comes later
+    makes the recording stale.
+    """
+    if strangers.moves_weights(module):
+        return "its weights are moved around its calls"
+    return strangers.found_in(module)
 
 
 def _must_run_eagerly(device: torch.device) -> bool:
@@ -327,48 +301,6 @@ def bound(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> d
         return {}
     arguments.apply_defaults()
     return arguments.arguments
-
-
-def _time_inputs(named: dict[str, Any]) -> TimeInputs:
-    sample = named["sample"]
-    return TimeInputs(
-        batch=sample.shape[0],
-        dtype=sample.dtype,
-        device=sample.device,
-        condition=named["timestep_cond"],
-        text=named["encoder_hidden_states"],
-        added=named["added_cond_kwargs"],
-    )
-
-
-def _timesteps(timestep: torch.Tensor, inputs: TimeInputs) -> torch.Tensor:
-    """[1]: a call's timestep, which must be one for the whole batch."""
-    if timestep.numel() != 1:
-        raise ValueError(f"{timestep.numel()} timesteps in a batch of {inputs.batch}")
-    return timestep.reshape(1)
-
-
-@dataclass(frozen=True, eq=False)
-class _Identity:
-    """Tensors as they were at a time of a run."""
-
-    run: Run
-    tensors: tuple[ref[torch.Tensor], ...]
-    states: tuple[tuple[int, int], ...]
-
-    @classmethod
-    def of(cls, run: Run, *tensors: torch.Tensor) -> _Identity | None:
-        """None where a tensor keeps no count of its changes."""
-        if any(tensor.is_inference() for tensor in tensors):
-            return None
-        states = tuple((tensor._version, tensor.data_ptr()) for tensor in tensors)  # noqa: SLF001
-        return cls(run, tuple(map(ref, tensors)), states)
-
-    def same_as(self, other: _Identity | None) -> bool:
-        if other is None or self.run is not other.run or self.states != other.states:
-            return False
-        # A tensor has one weak reference, and a dead tensor's is no other tensor's.
-        return all(mine is theirs for mine, theirs in zip(self.tensors, other.tensors, strict=True))
 
 
 def _difference(ours: Any, eager: Any) -> str | None:

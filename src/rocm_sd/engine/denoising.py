@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from rocm_sd.engine.runs import Run
 
-__all__ = ["install", "is_wanted", "recorded_models"]
+__all__ = ["holds", "install", "is_wanted", "recorded_models"]
 
 _CAPTURED: WeakKeyDictionary[nn.Module, CapturedForward] = WeakKeyDictionary()
 _PARTS = ("unet", "transformer", "controlnet", "vae")
@@ -60,6 +60,12 @@ def install(target: Any, models: Sequence[nn.Module]) -> Installed:
         follow.unhook_all()
 
     return Installed(notes, restore)
+
+
+def holds(model: nn.Module, x: torch.Tensor) -> bool:
+    """Whether the model's calls with such a first input are replayed from memory that is held already."""
+    captured = _CAPTURED.get(model)
+    return captured is not None and captured.holds(x)
 
 
 def _forget(captured: CapturedForward) -> None:

@@ -126,7 +126,7 @@ class Hoist:
         """Views of a row of `time_rows`, and what `of_the_run` gave."""
         adds, at = {}, self.embedding(row, batch).numel()
         for block in self.blocks:
-            channels = block.conv1.out_channels
+            channels = block.out_channels
             value = row[at : at + batch * channels].view(batch, channels)
             adds[block] = TimeAdd(value, with_bias=self._bias_in_add(block))
             at += batch * channels
@@ -136,7 +136,7 @@ class Hoist:
         return Conditioning(adds, dict(zip(self.attentions, pairs, strict=True)), weights)
 
     def embedding(self, row: torch.Tensor, batch: int) -> torch.Tensor:
-        width = row.numel() - batch * sum(block.conv1.out_channels for block in self.blocks)
+        width = row.numel() - batch * sum(block.out_channels for block in self.blocks)
         return row[:width].view(batch, -1)
 
     def of_the_run(self, text: torch.Tensor) -> list[torch.Tensor]:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import nn
 
 from rocm_sd import arch
-from rocm_sd.engine import denoising, levels
+from rocm_sd.engine import denoising, levels, vae, warmup
 from rocm_sd.engine.installed import Installed
 from rocm_sd.engine.levels import LEVELS
 from rocm_sd.engine.reporting import Report
@@ -68,15 +68,14 @@ def optimize(target: Target, level: str = "auto", quality: str = "exact") -> Tar
     if channels_last:
         installed.append(_channels_last(modules, layout.why))
     if graphs:
+        warmup.start(device)
         installed.append(denoising.install(target, denoising.recorded_models(target)))
     notes = []
     if len(rules) < len(available):
         idle = ", ".join(rule.name for rule in available if rule not in rules)
         notes.append(f"the rules {idle} are not applied: on a CPU their ops are stock torch")
     installed.append(levels.install(target, decision))
-    vae: Any = getattr(target, "vae", None)
-    if decision.level == "memory" and hasattr(vae, "enable_slicing"):
-        installed.append(_slicing(vae))
+    installed += [_planned_vae(module, decision.level) for name, module in modules if _is_vae(name, module)]
     if quality != "exact":
         notes.append(f"quality {quality} allows approximations; none exists in this version, so the result is exact")
     _OPTIMIZED[target] = _Optimized(
@@ -141,8 +140,16 @@ def _channels_last(modules: list[tuple[str, nn.Module]], why: str) -> Installed:
     return Installed(lambda: (f"{len(relaid)} convolutions run channels-last ({why})",), restore)
 
 
-def _slicing(vae: Any) -> Installed:
-    was_on = bool(getattr(vae, "use_slicing", False))
-    vae.enable_slicing()
-    note = "the VAE decodes one picture at a time, which needs less memory and gives the same picture"
-    return Installed(lambda: (note,), lambda: None if was_on else vae.disable_slicing())
+def _is_vae(name: str, module: nn.Module) -> bool:
+    """Under any name that a pipeline gives it, as long as it is one that both encodes and decodes."""
+    return name == "vae" or all(callable(getattr(module, part, None)) for part in ("encode", "decode"))
+
+
+def _planned_vae(module: Any, level: str) -> Installed:
+    held = ref(module)
+
+    def ready(z: torch.Tensor) -> bool:
+        decoder = getattr(held(), "decoder", None)
+        return decoder is not None and denoising.holds(decoder, z)
+
+    return vae.install(module, level, ready=ready)

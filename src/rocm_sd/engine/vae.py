@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 __all__ = ["decode_whole", "encode_whole", "install", "safe_dtype"]
 
-# Sentences for the report, one for each kind of call; a program that decodes ever new sizes keeps the latest.
-_TOLD = 32
+# Sizes that sentences and predictions are kept of: a program that decodes ever new ones keeps the latest.
+_KEPT = 32
 
 
 def decode_whole(vae: Any, z: torch.Tensor) -> torch.Tensor:
@@ -71,10 +71,6 @@ class _Call:
     x: torch.Tensor
     steps: tuple[Step, ...]
 
-    def predicted(self, batch: int, dtype: torch.dtype) -> int:
-        shape = (batch, *self.x.shape[1:])
-        return predicted_peak(self.vae, shape, dtype, device=self.x.device, encode=self.direction.encodes)
-
     def why_no_strips(self) -> str | None:
         return why_not_in_strips(self.vae, self.steps, self.x.device)
 
@@ -99,6 +95,8 @@ class _Engine:
     vae: weakref.ref[Any]
     level: str
     told: dict[tuple[str, ...], str] = field(default_factory=dict)
+    # A prediction takes 2 ms where it asks each op for its choice; sizes come again.
+    _predicted: dict[tuple[object, ...], int] = field(default_factory=dict)
 
     def takes(self, vae: Any, x: torch.Tensor) -> bool:
         # A copy of the VAE has weights of its own, and this engine the graphs of another.
@@ -118,9 +116,18 @@ class _Engine:
             return self._with_wider_range(call, y)
         return y
 
+    def _predict(self, call: _Call, batch: int, dtype: torch.dtype) -> int:
+        shape, device, encodes = (batch, *call.x.shape[1:]), call.x.device, call.direction.encodes
+        key = (shape, dtype, device, encodes)
+        if key not in self._predicted:
+            if len(self._predicted) >= _KEPT:
+                self._predicted.clear()
+            self._predicted[key] = predicted_peak(call.vae, shape, dtype, device=device, encode=encodes)
+        return self._predicted[key]
+
     def _plan(self, call: _Call) -> Plan:
         batch, free = len(call.x), free_memory(call.x.device)
-        whole, one = (call.predicted(count, call.x.dtype) for count in (batch, 1))
+        whole, one = (self._predict(call, count, call.x.dtype) for count in (batch, 1))
         options: dict[str, Any] = {"batch": batch, "free": free, "level": self.level}
         options["slices"] = bool(call.vae.use_slicing)
         chosen = plan(whole, one, **options)
@@ -158,7 +165,7 @@ class _Engine:
             self._tell(call, "range", f"the result is not finite, and was left so: {reason}")
             return y
         safety = Safety(safe_dtype(call.x.device))
-        needed = call.predicted(1, torch.float32)
+        needed = self._predict(call, 1, torch.float32)
         chosen = plan(needed, needed, batch=1, free=free_memory(call.x.device), level=self.level)
 
         def again(chosen: Plan) -> torch.Tensor:
@@ -182,7 +189,7 @@ class _Engine:
         key = (call.direction.name, shape, kind)
         self.told.pop(key, None)
         self.told[key] = f"VAE {call.direction.name} of {shape}: {what}"
-        while len(self.told) > _TOLD:
+        while len(self.told) > _KEPT:
             del self.told[next(iter(self.told))]
 
     def notes(self) -> Sequence[str]:

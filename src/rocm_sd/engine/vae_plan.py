@@ -22,6 +22,7 @@ from rocm_sd.ops.conv2d.workload import problem as conv2d_problem
 from rocm_sd.ops.group_norm_silu.workload import problem as norm_problem
 from rocm_sd.ops.samples import dtype_name
 from rocm_sd.ops.upsample_conv2d.workload import problem as upsample_problem
+from rocm_sd.rewrite.resblock import WORTH_IT_ON_CPU
 from rocm_sd.tuning.choice import STOCK
 
 if TYPE_CHECKING:
@@ -37,6 +38,8 @@ _UNCERTAIN, _SLACK = 0.15, 64 * MIB
 # At level memory a decode may take this much: a step of SDXL's UNet at 1024x1024 takes about as much beside its
 # weights, so a decode that takes less would lower nobody's peak.
 _MEMORY_LEVEL = 512 * MIB
+# Where strips of this fail, smaller ones would save nothing: their least size is what counts then.
+_LEAST_BUDGET = 16 * MIB
 
 
 class Way(Enum):
@@ -60,8 +63,9 @@ class Plan:
         if not tiles:
             return None
         # The prediction was wrong, or another program took the memory: what was free is no guide any more.
-        budget = (self.budget if self.way is Way.TILED and self.budget else self.needed) // 2
-        return Plan(Way.TILED, budget, budget) if budget >= 16 * MIB else None
+        tiled = self.way is Way.TILED
+        budget = (self.budget if tiled and self.budget else self.needed) // 2
+        return Plan(Way.TILED, budget, budget) if budget >= _LEAST_BUDGET or not tiled else None
 
 
 def plan(
@@ -164,7 +168,10 @@ class _Walk:
     def _step(self, step: Step, x: _Map) -> _Map:
         module = step.module
         if step.kind is Kind.RESNET:
-            return self._rewritten_resnet(module, x) if rewritten(module) else self._stock_resnet(module, x)
+            # On a CPU the rule leaves small maps to stock.
+            small = not self._asks("conv2d") and x.values < WORTH_IT_ON_CPU
+            ours = rewritten(module) and not small
+            return self._rewritten_resnet(module, x) if ours else self._stock_resnet(module, x)
         if step.kind is Kind.ATTENTION:
             return self._attention(module, x)
         if step.kind is Kind.UPSAMPLE:
@@ -263,8 +270,9 @@ class _Walk:
     def _rewritten_resnet(self, module: Any, x: _Map) -> _Map:
         active = self._norm_silu(module.norm1, x)
         y = self._convolution(module.conv1, x, op=True)
+        self._give(active)
         second = self._norm_silu(module.norm2, y)
-        self._give(active, self._bytes(y))
+        self._give(self._bytes(y))
         if module.conv_shortcut is not None:
             self._convolution(module.conv_shortcut, x, op=True)
         self._convolution(module.conv2, y, op=True)

@@ -126,7 +126,7 @@ def why_not_in_strips(vae: Any, steps: tuple[Step, ...], device: torch.device) -
     if vae.training:
         return "it is in training mode"
     for step in steps:
-        for module in step.module.modules():
+        for module in _modules_of(step):
             reason = _touched(module, device)
             if reason:
                 return f"{step.path}: {reason}"
@@ -136,11 +136,20 @@ def why_not_in_strips(vae: Any, steps: tuple[Step, ...], device: torch.device) -
     return None
 
 
+def _modules_of(step: Step) -> Iterator[nn.Module]:
+    if step.kind is not Kind.OUT:
+        yield from step.module.modules()
+        return
+    yield step.module
+    for part in (step.module.conv_norm_out, step.module.conv_act, step.module.conv_out):
+        yield from part.modules()
+
+
 def _touched(module: nn.Module, device: torch.device) -> str | None:
     own = module.__dict__
     if own["_forward_hooks"] or own["_forward_pre_hooks"]:
         return "it has hooks"
-    if "_hf_hook" in own or ("forward" in own and not (rewritten(module) or _is_class_forward(module))):
+    if "_hf_hook" in own or ("forward" in own and not _is_known_forward(module)):
         return "another program has replaced its forward"
     if any(p.device != device for p in own["_parameters"].values() if p is not None):
         return "its weights are on another device"
@@ -149,8 +158,10 @@ def _touched(module: nn.Module, device: torch.device) -> str | None:
     return unusual(module)
 
 
-def _is_class_forward(module: nn.Module) -> bool:
-    return getattr(module.__dict__["forward"], "__func__", None) is type(module).forward
+def _is_known_forward(module: nn.Module) -> bool:
+    """A rule's, a recording's, or the class's own, which a hook of accelerate leaves behind."""
+    forward = getattr(module.__dict__["forward"], "__func__", None)
+    return forward is type(module).forward or getattr(forward, "__module__", "").startswith("rocm_sd.")
 
 
 def _unusual_step(step: Step) -> str | None:

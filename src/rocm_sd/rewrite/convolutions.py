@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "convolution",
-    "convolution_norm_silu",
+    "convolution_and_add",
     "is_diffusers",
     "left_to_stock",
     "norm_silu",
@@ -158,33 +158,29 @@ def _is_plain_norm(norm: Any, x: torch.Tensor) -> bool:
     return norm.weight is None or of_kind(norm.weight, x)
 
 
-def convolution_norm_silu(
-    layer: Any, norm: Any, x: torch.Tensor, add: torch.Tensor | None, *, bias_in_add: bool = False
-) -> torch.Tensor:
-    """silu(norm(layer(x) + add)), with bias and add where they cost no pass over memory of their own.
+def convolution_and_add(
+    layer: Any, x: torch.Tensor, add: torch.Tensor | None, *, bias_in_add: bool = False
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(y, later) with y + later = layer(x) + add: bias and add where they cost no pass over memory of their own.
 
     The kernel of `conv2d` has them in its epilogue, and on a CPU that op adds in place. A GPU's library would go over
-    the picture again, for the bias alone too: there the norm adds both, as it reads the picture in any case.
+    the picture again, for the bias alone too: there the norm after it adds them, as it reads the picture in any case.
     `bias_in_add`: the layer's bias is in `add` already.
     """
+    if not takes(layer, x):
+        if bias_in_add:
+            raise Unsupported("A bias that was added in advance", f"a convolution that is a {type(layer).__name__}")
+        return layer(x), add
+    fits = add is None or _fits(add, x, layer.weight.shape[0])
+    bias, stride, padding = layer.bias, layer.stride[0], int(layer.padding[0])
     if bias_in_add:
-        return _with_ready_add(layer, norm, x, add)
-    if not takes(layer, x):
-        return norm_silu(norm, layer(x), add)
-    if not _needs_another_pass(layer, x) or (add is not None and not _fits(add, x, layer.weight.shape[0])):
-        return norm_silu(norm, _convolved(layer, x, add, None))
-    if layer.bias is not None:
-        add = layer.bias.expand(x.shape[0], -1) if add is None else add + layer.bias
-    y = conv2d(x, layer.weight, None, None, None, layer.stride[0], layer.padding[0])
-    return norm_silu(norm, y, add)
-
-
-def _with_ready_add(layer: Any, norm: Any, x: torch.Tensor, add: torch.Tensor | None) -> torch.Tensor:
-    if not takes(layer, x):
-        raise Unsupported("A bias that was added in advance", f"a convolution that is a {type(layer).__name__}")
-    epilogue, later = (None, add) if _needs_another_pass(layer, x) else (add, None)
-    y = conv2d(x, layer.weight, None, epilogue, None, layer.stride[0], layer.padding[0])
-    return norm_silu(norm, y, later)
+        now, later = (None, add) if _needs_another_pass(layer, x) else (add, None)
+        return conv2d(x, layer.weight, None, now, None, stride, padding), later
+    if not fits or not _needs_another_pass(layer, x):
+        return _convolved(layer, x, add, None), None
+    if bias is not None:
+        add = bias.expand(x.shape[0], -1) if add is None else add + bias
+    return conv2d(x, layer.weight, None, None, None, stride, padding), add
 
 
 def _needs_another_pass(layer: nn.Conv2d, x: torch.Tensor) -> bool:

@@ -13,12 +13,12 @@ from torch import nn
 
 from rocm_sd.rewrite import conditioning
 from rocm_sd.rewrite.apply import Rule
-from rocm_sd.rewrite.convolutions import convolution, convolution_norm_silu, is_diffusers, left_to_stock, norm_silu
+from rocm_sd.rewrite.convolutions import convolution, convolution_and_add, is_diffusers, left_to_stock, norm_silu
 
-__all__ = ["RULE", "hoistable"]
+__all__ = ["RULE", "WORTH_IT_ON_CPU", "hoistable"]
 
 # One core: 1.009 of stock's time at 2x128x16x16, 1.004 at 2x64x32x32, 0.994 at 1x64x64x64.
-_WORTH_IT_ON_CPU = 2**18
+WORTH_IT_ON_CPU = 2**18
 
 
 def _applies(module: nn.Module) -> bool:
@@ -42,7 +42,7 @@ def _forward(self: Any, input_tensor: torch.Tensor, temb: torch.Tensor | None, *
     # Without a projection stock adds the embedding as it comes, of any shape that broadcasts.
     unprojected = temb is not None and self.time_emb_proj is None and self.time_embedding_norm == "default"
     deprecated = args or kwargs.get("scale") is not None
-    if unprojected or deprecated or left_to_stock(input_tensor, self.norm1.weight, "conv2d", _WORTH_IT_ON_CPU):
+    if unprojected or deprecated or left_to_stock(input_tensor, self.norm1.weight, "conv2d", WORTH_IT_ON_CPU):
         return type(self).forward(self, input_tensor, temb, *args, **kwargs)
     hidden = norm_silu(self.norm1, input_tensor)
     if self.upsample is not None:
@@ -53,14 +53,15 @@ def _forward(self: Any, input_tensor: torch.Tensor, temb: torch.Tensor | None, *
     elif self.downsample is not None:
         input_tensor, hidden = self.downsample(input_tensor), self.downsample(hidden)
     ready = conditioning.time_add(self)
+    # Named anew at each step: the picture before is then free, which in a VAE is the peak of its memory.
     if ready is not None:
-        hidden = convolution_norm_silu(self.conv1, self.norm2, hidden, ready.value, bias_in_add=ready.with_bias)
+        hidden, later = convolution_and_add(self.conv1, hidden, ready.value, bias_in_add=ready.with_bias)
     else:
         add = None
         if self.time_emb_proj is not None:
             add = self.time_emb_proj(temb if self.skip_time_act else self.nonlinearity(temb))
-        hidden = convolution_norm_silu(self.conv1, self.norm2, hidden, add)
-    hidden = self.dropout(hidden)
+        hidden, later = convolution_and_add(self.conv1, hidden, add)
+    hidden = self.dropout(norm_silu(self.norm2, hidden, later))
     shortcut = input_tensor if self.conv_shortcut is None else convolution(self.conv_shortcut, input_tensor)
     out = convolution(self.conv2, hidden, residual=shortcut)
     # Dividing by one is a pass over memory that stock makes and that changes nothing.

@@ -20,7 +20,7 @@ from rocm_sd.models import ModelKind, ModelSource
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["default_device", "default_dtype", "hush", "load_clip", "load_pipeline"]
+__all__ = ["default_device", "default_dtype", "hush", "load_clip", "load_pipeline", "single_file_class"]
 
 
 def default_device(name: str | None = None) -> torch.device:
@@ -39,12 +39,20 @@ def default_dtype(device: torch.device) -> torch.dtype:
 
 
 def load_pipeline(
-    source: ModelSource, device: torch.device, dtype: torch.dtype | None = None, config: str | None = None
+    source: ModelSource,
+    device: torch.device,
+    dtype: torch.dtype | None = None,
+    config: str | None = None,
+    *,
+    kind: Any = AutoPipelineForText2Image,
 ) -> Any:
-    """`config` is a Diffusers folder whose configs and tokenizer fit a single-file checkpoint, which has none."""
+    """`config` is a Diffusers folder whose configs and tokenizer fit a single-file checkpoint, which has none.
+
+    `kind` loads a folder or a hub id: as text to image, or with DiffusionPipeline as what the model itself names.
+    """
     dtype = dtype or default_dtype(device)
     try:
-        pipe = _load(source, dtype, config)
+        pipe = _load(source, dtype, config, kind)
     except OSError as error:
         if error.errno == errno.ENOSPC:
             raise NoDiskSpace(source.location) from error
@@ -96,15 +104,15 @@ class _ClipFeatures(nn.Module):
         return tensor
 
 
-def _load(source: ModelSource, dtype: torch.dtype, config: str | None) -> Any:
+def _load(source: ModelSource, dtype: torch.dtype, config: str | None, kind: Any) -> Any:
     if source.kind is ModelKind.FILE:
         # Without a folder Diffusers takes the configs of the nearest known model from the hub or its cache.
         local = {} if config is None else {"config": config, "local_files_only": True}
-        return _single_file_class(source.location).from_single_file(source.location, dtype=dtype, **local)
-    return AutoPipelineForText2Image.from_pretrained(source.location, dtype=dtype, use_safetensors=True)
+        return single_file_class(source.location).from_single_file(source.location, dtype=dtype, **local)
+    return kind.from_pretrained(source.location, dtype=dtype, use_safetensors=True)
 
 
-def _single_file_class(path: str | Path) -> Any:
+def single_file_class(path: str | Path) -> Any:
     """SDXL checkpoints carry a second text encoder, which SD 1.5 and 2.1 have not."""
     with safe_open(path, framework="pt") as opened:
         names = opened.keys()
