@@ -82,6 +82,11 @@ def test_every_op_is_registered_with_torch():
 class TestOptimizedPipeline:
     case = CASES["sd15"]
 
+    @pytest.fixture(autouse=True)
+    def on_the_cpu(self, monkeypatch):
+        """Also on a machine with a GPU, where a pipeline would wait to be moved there."""
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
     @pytest.fixture
     def stock(self, tmp_path):
         return self.case.build(tmp_path)

@@ -259,7 +259,9 @@ def test_a_capture_that_fails_leaves_the_model_running(unet, monkeypatch):
     monkeypatch.setattr(captured, "record", failing)
     for _ in range(3):
         torch.testing.assert_close(answer(unet, *given), stock, rtol=1e-4, atol=1e-4)
-    assert "a call is not captured, because RuntimeError: operation not permitted when stream is capturing" in told(unet)
+    assert "a call is not captured, because RuntimeError: operation not permitted when stream is capturing" in told(
+        unet
+    )
 
 
 def test_wrong_input_gets_an_error_that_names_the_shapes_and_the_next_call_is_right(unet):
@@ -287,19 +289,18 @@ def test_two_threads_at_once(unet):
     rocm_sd.optimize(unet)
     for one in given:
         record(unet, *one)
-    wrong = []
+    right = []
 
     def work(number):
-        for _ in range(5):
-            if not torch.allclose(answer(unet, *given[number]), expected[number], rtol=1e-3, atol=1e-4):
-                wrong.append(number)
+        results = [answer(unet, *given[number]) for _ in range(5)]
+        right.extend(torch.allclose(result, expected[number], rtol=1e-3, atol=1e-4) for result in results)
 
     threads = [threading.Thread(target=work, args=(number,)) for number in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert not wrong
+    assert right == [True] * 10
 
 
 def test_restore_gives_back_forward_and_weights(unet):
