@@ -61,8 +61,8 @@ class Shelf(Generic[Item]):
         """The least recently used give way; the one that was just put here stays."""
         self._items[key] = item
         self._items.move_to_end(key)
-        # What the items hold is not free, but would be without them.
-        bound = self._bound() + self.memory
+        # What the items hold is not free, but would be without them: half of it is theirs, as of what is free.
+        bound = self._bound() + self.memory // 2
         while len(self) > 1 and (len(self) > _MOST or self.memory > bound):
             self._items.popitem(last=False)
             self.dropped += 1

@@ -42,7 +42,8 @@ def _scale_of(n, guidance, scale, STRIDE: tl.constexpr):
     return value
 
 
-@triton.jit
+# Whether it is a multiple of 16 makes no other code here: it would be one more variant to compile.
+@triton.jit(do_not_specialize_on_alignment=["steps"])
 def _guided_step(
     prediction, states, noise, table, step, guidance, scale, new_states, model_input, inner, steps,
     STATES: tl.constexpr, GUIDED: tl.constexpr, SCALE_STRIDE: tl.constexpr, HAS_NOISE: tl.constexpr,

@@ -42,7 +42,8 @@ class UpsampleConv2dConfig:
         return cls(**values)
 
 
-@triton.jit
+# Whether they are multiples of 16 makes no other code here: each would be one more variant to compile.
+@triton.jit(do_not_specialize_on_alignment=["H", "W", "tiles_m", "tiles_n", "blocks"])
 def _upsample_conv2d(
     x, w, y, bias,
     H, W, Cin, Cout, pixels, tiles_m, tiles_n, blocks,

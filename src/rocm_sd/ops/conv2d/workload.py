@@ -74,14 +74,14 @@ def _sample(
     return Sample(f"{name}, {parts or 'bare'}, {dtype_name(dtype)}", dtype, build)
 
 
-def _unet(cin: int, cout: int, size: int, kernel: int = 3, stride: int = 1) -> Sample:
+def _unet(cin: int, cout: int, size: int, kernel: int = 3, stride: int = 1, batch: int = 2) -> Sample:
     """Batch 2 is one picture with guidance; the first convolution of a block has the time embedding after it."""
     parts = "bias add residual" if kernel == 3 and stride == 1 else "bias"
-    return _sample((2, cin, size, size), cout, kernel, stride=stride, parts=parts)
+    return _sample((batch, cin, size, size), cout, kernel, stride=stride, parts=parts)
 
 
-def _vae(cin: int, cout: int, size: int) -> Sample:
-    return _sample((1, cin, size, size), cout, parts="bias residual" if cin == cout else "bias")
+def _vae(cin: int, cout: int, size: int, batch: int = 1) -> Sample:
+    return _sample((batch, cin, size, size), cout, parts="bias residual" if cin == cout else "bias")
 
 
 # block_m, block_n, block_n2, block_k, warps, stages
@@ -241,6 +241,18 @@ TUNING = Tuning(
         _unet(960, 320, 64), _unet(1920, 640, 32), _unet(320, 640, 32), _unet(2560, 1280, 16), _unet(2560, 1280, 8),
         _unet(320, 320, 64, stride=2),
         _vae(512, 512, 256), _vae(512, 256, 256), _vae(256, 256, 256), _vae(256, 128, 512), _vae(128, 3, 512),
-        _unet(320, 320, 128), _unet(1280, 1280, 32), _vae(128, 128, 1024),
+        _unet(320, 320, 128), _unet(640, 320, 128), _unet(960, 320, 128), _unet(320, 640, 64), _unet(960, 640, 64),
+        _unet(1280, 640, 64), _unet(1920, 640, 64), _unet(640, 1280, 32), _unet(1280, 1280, 32), _unet(1920, 1280, 32),
+        _unet(2560, 1280, 32), _unet(640, 320, 128, 1), _unet(1920, 640, 64, 1), _unet(2560, 1280, 32, 1),
+        _vae(128, 128, 1024), _vae(256, 128, 1024),
+        # Eight pictures: UNets of both, where their shapes are not those above, and the VAE.
+        *(_unet(*shape, batch=16) for shape in (
+            (320, 320, 64), (640, 320, 64), (960, 320, 64), (320, 640, 32), (640, 640, 32), (1280, 640, 32),
+            (1920, 640, 32), (640, 1280, 16), (1280, 1280, 16), (2560, 1280, 16), (1280, 1280, 8), (2560, 1280, 8),
+            (320, 320, 128), (640, 320, 128), (960, 320, 128), (640, 640, 64), (1280, 640, 64), (1920, 640, 64),
+            (1280, 1280, 32), (1920, 1280, 32), (2560, 1280, 32),
+        )),
+        _vae(512, 512, 64, 8), _vae(512, 512, 128, 8), _vae(512, 512, 256, 8), _vae(256, 256, 256, 8),
+        _vae(256, 256, 512, 8), _vae(128, 128, 512, 8), _vae(128, 128, 1024, 8),
     ),
 )  # fmt: skip

@@ -1,0 +1,292 @@
+"""Compiling ahead, on a driver that compiles for a real GPU and counts launches instead of making them.
+
+Each scenario is a process of its own: in this one, Triton may be interpreting kernels.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+WIDTHS = (64, 128, 256)
+
+
+class CountingDriver:
+    """Two gfx1100 on which every launch is noted by the kernel's name and the device."""
+
+    def __init__(self) -> None:
+        from triton.backends.compiler import GPUTarget
+
+        self.target = GPUTarget("hip", "gfx1100", 32)
+        self.utils = self
+        self.launched: list[tuple[str, int]] = []
+        self.launchers = 0
+        self.here = threading.local()
+
+    def get_current_device(self):
+        return getattr(self.here, "device", 0)
+
+    def set_current_device(self, device):
+        self.here.device = device
+
+    def get_current_stream(self, _device):
+        return 0
+
+    def get_current_target(self):
+        return self.target
+
+    def get_device_properties(self, _device):
+        return {"max_shared_mem": 65536}
+
+    def load_binary(self, *_):
+        return object(), 1, 32, 0, 1024
+
+    def unload_module(self, module):
+        pass
+
+    def launcher_cls(self, src, _metadata):
+        self.launchers += 1
+        return lambda *_: self.launched.append((src.fn.__name__, self.get_current_device()))
+
+
+def prepared():
+    from triton import knobs
+    from triton.runtime import driver
+
+    from rocm_sd.kernels.triton import precompile
+
+    counting = CountingDriver()
+    driver.set_active(counting)
+    precompile._cores = lambda: 2
+    compiled_here = []
+    knobs.compilation.listener = lambda *, cache_hit, src, **_: cache_hit or compiled_here.append(src.name)
+    return precompile, knobs, counting, compiled_here
+
+
+def model(widths=WIDTHS):
+    """Launches `_geglu` twice for each width: a variant each."""
+    import torch
+
+    from rocm_sd.kernels.triton.geglu import GegluConfig, launch
+
+    for width in (*widths, *widths):
+        x, y = torch.empty((4, 2 * width), dtype=torch.half), torch.empty((4, width), dtype=torch.half)
+        launch(x, y, None, GegluConfig(block_f=width, rows=1, warps=1))
+
+
+def impossible():
+    """A tile of 3: the compiler refuses it."""
+    import torch
+
+    from rocm_sd.kernels.triton.attention import _softmax_rows
+
+    x = torch.empty((1, 3))
+    _softmax_rows[(1,)](x, x, x, 3, 1.0, BLOCK=3, WHOLE=True)
+
+
+def scenario_processes():
+    precompile, _, driver, compiled_here = prepared()
+    precompile.start()
+    driver.set_current_device(1)
+    with precompile.precompiling() as done:
+        model()
+        inside = list(driver.launched)
+    built = driver.launchers
+    again = []
+    with precompile.precompiling() as nothing:
+        model()
+        again = list(driver.launched)
+    return {
+        "done": vars(done),
+        "launched inside": inside,
+        "launched again": again,
+        "compiled again": nothing.compiled,
+        "compiled here": compiled_here,
+        "launchers": built,
+        "said": str(done),
+    }
+
+
+def scenario_without_process():
+    precompile, _, driver, compiled_here = prepared()
+    sys.executable = "/nowhere/python"
+    with precompile.precompiling(2) as done:
+        model()
+    model()
+    return {"done": vars(done), "compiled here": compiled_here, "launched": len(driver.launched)}
+
+
+def scenario_dying_process():
+    precompile, _, _, compiled_here = prepared()
+    precompile.start()
+    with precompile.precompiling(2) as done:
+        model(WIDTHS[:1])
+        precompile._process._process.kill()
+        model(WIDTHS)
+    return {"done": vars(done), "compiled here": len(compiled_here)}
+
+
+def scenario_no_cache():
+    precompile, _, _, _ = prepared()
+    with precompile.precompiling(2) as done:
+        model()
+    return vars(done)
+
+
+def scenario_threads_and_hooks():
+    precompile, knobs, driver, _ = prepared()
+    precompile.start = lambda: None
+    asked = []
+
+    def theirs(*, fn, **_):
+        asked.append((fn.name, threading.current_thread().name))
+        return False
+
+    knobs.runtime.jit_cache_hook = theirs
+    found = {}
+    with precompile.precompiling(2) as done:
+        other = threading.Thread(target=model, args=(WIDTHS[:1],), name="other")
+        other.start()
+        other.join()
+        found["of another thread"] = len(driver.launched)
+        found["their hook was asked"] = ("_geglu", "other") in asked
+        with precompile.precompiling(2) as inner:
+            model(WIDTHS[1:2])
+        found["in the inner block"] = inner.compiled
+        model(WIDTHS[2:])
+        impossible()
+    found["in the outer block"] = done.compiled
+    found["failed"] = done.failed
+    found["hook is back"] = knobs.runtime.jit_cache_hook is theirs
+    try:
+        impossible()
+    except Exception as error:  # noqa: BLE001 -- its name is the result
+        found["the launch says"] = type(error).__name__
+    with suppress(KeyError), precompile.precompiling(2):
+        raise KeyError
+    found["hook is back after an error"] = knobs.runtime.jit_cache_hook is theirs
+    with precompile.precompiling(1) as serial:
+        model((512,))
+    found["one worker"] = [serial.compiled, len(driver.launched)]
+    knobs.runtime.jit_cache_hook = None
+    found["two blocks"] = two_blocks(precompile)
+    found["hook is off"] = knobs.runtime.jit_cache_hook is None
+    return found
+
+
+def two_blocks(precompile):
+    """Blocks of two threads, the first of which ends while the second is open: each has its own variants."""
+    first_open, second_open = threading.Event(), threading.Event()
+    counts = {}
+
+    def first():
+        with precompile.precompiling(2) as done:
+            first_open.set()
+            second_open.wait()
+            model((1024,))
+        counts["first"] = done.compiled
+
+    thread = threading.Thread(target=first)
+    thread.start()
+    first_open.wait()
+    with precompile.precompiling(2) as done:
+        second_open.set()
+        thread.join()
+        model((32,))
+    counts["second"] = done.compiled
+    return counts
+
+
+def scenario_foreign_kernel():
+    import torch
+    import triton
+
+    precompile, _, driver, _ = prepared()
+    precompile.start = lambda: None
+    kernel = triton.jit(_foreign)
+    with precompile.precompiling(2) as done:
+        kernel[(1,)](torch.empty(1))
+    return {"launched": driver.launched, "compiled": done.compiled}
+
+
+def _foreign(x):
+    pass
+
+
+def play(name: str, cache: Path) -> dict:
+    code = f"import json, test_precompile; print(json.dumps(test_precompile.scenario_{name}()))"
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    paths = [str(Path(__file__).parent), *filter(None, sys.path)]
+    environment |= {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": os.pathsep.join(paths)}
+    environment |= {"OMP_NUM_THREADS": "1", "TRITON_DEFAULT_FP_FUSION": "1"}
+    ran = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=300, check=False
+    )
+    assert ran.returncode == 0, ran.stderr
+    return json.loads(ran.stdout.splitlines()[-1])
+
+
+def test_a_block_compiles_every_variant_in_processes_and_launches_none(tmp_path):
+    found = play("processes", tmp_path)
+    assert found["launched inside"] == []
+    done = found["done"]
+    assert (done["compiled"], done["in_process"], done["failed"]) == (len(WIDTHS), len(WIDTHS), 0)
+    # The signature is one for all widths.
+    assert found["launchers"] == 1
+    # What follows is launched, on the GPU that was current, and nothing is compiled for it.
+    assert found["launched again"] == [["_geglu", 1]] * (2 * len(WIDTHS))
+    assert found["compiled again"] == 0
+    assert found["compiled here"] == []
+    assert found["said"].startswith("3 kernel variants compiled in ")
+
+
+def test_threads_compile_where_no_process_can_be_started(tmp_path):
+    found = play("without_process", tmp_path)
+    done = found["done"]
+    assert (done["compiled"], done["in_process"], done["failed"]) == (len(WIDTHS), 0, 0)
+    assert found["compiled here"] == ["_geglu"] * len(WIDTHS)
+    assert found["launched"] == 2 * len(WIDTHS)
+
+
+def test_threads_compile_what_a_dying_process_leaves(tmp_path):
+    found = play("dying_process", tmp_path)
+    done = found["done"]
+    assert (done["compiled"], done["failed"]) == (len(WIDTHS), 0)
+    assert found["compiled here"] == len(WIDTHS) - done["in_process"] > 0
+
+
+def test_a_cache_that_cannot_be_written_is_counted_not_raised(tmp_path):
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    done = play("no_cache", blocked / "cache")
+    assert (done["compiled"], done["in_process"], done["failed"]) == (0, 0, len(WIDTHS))
+
+
+def test_only_the_blocks_own_thread_is_held_back_and_the_hook_before_it_comes_back(tmp_path):
+    assert play("threads_and_hooks", tmp_path) == {
+        "of another thread": 2,
+        "their hook was asked": True,
+        "in the inner block": 1,
+        "in the outer block": 1,
+        "failed": 1,
+        "hook is back": True,
+        "the launch says": "CompilationError",
+        "hook is back after an error": True,
+        "one worker": [0, 4],
+        "two blocks": {"first": 1, "second": 1},
+        "hook is off": True,
+    }
+
+
+def test_kernels_of_other_projects_are_launched_as_ever(tmp_path):
+    # An autotuner among them would take the time of launches that never were.
+    assert play("foreign_kernel", tmp_path) == {"launched": [["_foreign", 0]], "compiled": 0}
