@@ -1,4 +1,4 @@
-"""Recordings on a CPU: traces, which have baked in what a graph would have baked in."""
+"""Recordings: graphs on a GPU, and on a CPU traces, which have baked in what a graph would have baked in."""
 
 from __future__ import annotations
 
@@ -20,17 +20,20 @@ from rocm_sd.verify import numerics
 @pytest.fixture(autouse=True)
 def step_graph(monkeypatch):
     monkeypatch.setenv("ROCM_SD_STEP_GRAPH", "1")
+    # On a GPU convolutions of float32 would keep 10 bits.
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
 
 
 @pytest.fixture
-def unet():
-    return tiny_unet().eval()
+def unet(device):
+    return tiny_unet().eval().to(device)
 
 
 def inputs(unet, batch=2, size=8, tokens=7, seed=0):
     random = torch.Generator().manual_seed(seed)
     text = torch.randn(batch, tokens, unet.config.cross_attention_dim, generator=random)
-    return torch.randn(batch, 4, size, size, generator=random), torch.tensor(500 + seed), text
+    sample = torch.randn(batch, 4, size, size, generator=random)
+    return sample.to(unet.device), torch.tensor(500 + seed, device=unet.device), text.to(unet.device)
 
 
 @torch.no_grad()
@@ -96,6 +99,7 @@ def test_answers_stay_when_the_next_call_is_replayed(unet):
 @pytest.mark.parametrize("timestep", [500, 500.0, torch.tensor([500, 500])])
 def test_timesteps_in_every_form_stock_takes(unet, timestep):
     x, _, text = inputs(unet)
+    timestep = timestep.to(x.device) if isinstance(timestep, torch.Tensor) else timestep
     rocm_sd.optimize(unet)
     ours = record(unet, x, timestep, text)
     rocm_sd.restore(unet)
@@ -145,7 +149,8 @@ def changes():
         unet.enable_freeu(s1=0.9, s2=0.2, b1=1.2, b2=1.4)
 
     def another_layer(unet):
-        unet.conv_out = torch.nn.Conv2d(unet.conv_out.in_channels, 4, 3, padding=1).requires_grad_(False)
+        layer = torch.nn.Conv2d(unet.conv_out.in_channels, 4, 3, padding=1).requires_grad_(False)
+        unet.conv_out = layer.to(unet.device)
 
     return [scale, disable, fuse, raw_weights, reassigned, seamless, free_u, another_layer]
 
@@ -317,8 +322,8 @@ def test_restore_gives_back_forward_and_weights(unet):
     assert all(torch.equal(weights[name], p) for name, p in unet.named_parameters())
 
 
-def test_nothing_outlives_the_model():
-    unet = rocm_sd.optimize(tiny_unet().eval())
+def test_nothing_outlives_the_model(device):
+    unet = rocm_sd.optimize(tiny_unet().eval().to(device))
     record(unet, *inputs(unet))
     gone = weakref.ref(unet)
     del unet
@@ -326,8 +331,8 @@ def test_nothing_outlives_the_model():
     assert gone() is None
 
 
-def test_pipelines_and_their_schedulers_can_be_collected(tmp_path):
-    pipe = rocm_sd.optimize(tiny_pipeline(tmp_path))
+def test_pipelines_and_their_schedulers_can_be_collected(tmp_path, device):
+    pipe = rocm_sd.optimize(tiny_pipeline(tmp_path).to(device))
     pipe.set_progress_bar_config(disable=True)
     for _ in range(2):
         pipe("a frog", num_inference_steps=2, height=16, width=16, output_type="latent")
