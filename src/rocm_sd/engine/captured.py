@@ -15,6 +15,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from inspect import Signature, signature
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
@@ -68,17 +69,17 @@ class _Entry:
 class CapturedForward:
     """Stands in for `inner`, the forward that the module had.
 
-    `run` tells which schedule is being run, or None: within one, weights do not change, so that what depends on the
-    prompt alone is computed once.
+    `runs`, one for each pipeline that has the model, tell which schedule is being run, or None: within one, weights do
+    not change, so that what depends on the prompt alone is computed once.
     """
 
-    def __init__(self, module: nn.Module, inner: Callable[..., Any], run: Callable[[], Run | None]) -> None:
+    def __init__(self, module: nn.Module, inner: Callable[..., Any]) -> None:
         # Held weakly, or the model would live as long as its recordings.
         self._module = ref(module)
         bound_to_it = getattr(inner, "__self__", None) is module
         self._function = inner.__func__ if bound_to_it else inner  # type: ignore[attr-defined]
         self._bound = bound_to_it
-        self._run = run
+        self.runs: list[Callable[[], Run | None]] = []
         self._device = next(module.parameters()).device
         self._entries: Shelf[_Entry] = Shelf(lambda: half_of_the_free_memory(self._device))
         self._refused: dict[Hashable, str] = {}
@@ -86,9 +87,14 @@ class CapturedForward:
         self._busy = threading.Lock()
         self._stream: Any = None
         self._packed: Hoist | None = None
+        # Whether the forward that this stands in for was an attribute of the model, and not its class's.
+        self.was_on_the_instance = False
         self.replays = 0
         self.stale: str | None = None
         self.left_eager: str | None = None
+
+    def inner(self) -> Callable[..., Any]:
+        return MethodType(self._function, self._module()) if self._bound else self._function
 
     def _inner(self, *args: Any, **kwargs: Any) -> Any:
         return self._function(self._module(), *args, **kwargs) if self._bound else self._function(*args, **kwargs)
@@ -199,7 +205,13 @@ class CapturedForward:
         for buffer, tensor in zip(entry.inputs, call.tensors, strict=True):
             buffer.copy_(tensor, non_blocking=True)
         if entry.prepared is not None:
-            entry.prepared.fill(self._run(), bound(module, args, kwargs))
+            named = bound(module, args, kwargs)
+            entry.prepared.fill(self._run_of(named["timestep"]), named)
+
+    def _run_of(self, timestep: torch.Tensor) -> Run | None:
+        """The run that the timestep is of, if it is of one."""
+        current = [run for run in (ask() for ask in self.runs) if run is not None]
+        return next((run for run in current if run.number_of(timestep) is not None), None)
 
     def _wait_for_the_last_use(self) -> None:
         if self._device.type != "cuda":

@@ -17,7 +17,7 @@ from rocm_sd.engine.installed import Installed
 from rocm_sd.engine.stepping import hook, unhook
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     import torch
     from torch import nn
@@ -43,35 +43,38 @@ def is_wanted(device: torch.device, *, allowed: bool) -> bool:
 def install(target: Any, models: Sequence[nn.Module]) -> Installed:
     """`target`: the pipeline, or the bare model; `models`: those of it whose forwards are recorded."""
     follow = _Follow(target)
-    # Where two pipelines share a model, the recordings of the one that came first serve both.
-    captured = [_replace_forward(model, follow.run) for model in models if model not in _CAPTURED]
+    captured = [_captured(model) for model in models]
+    for forward in captured:
+        forward.runs.append(follow.run)
     scheduler = getattr(target, "scheduler", None)
     if scheduler is not None:
         follow.hook(scheduler)
 
     def notes() -> list[str]:
-        return [*(note for forward, _ in captured for note in forward.notes()), *follow.notes()]
+        return [*(note for forward in captured for note in forward.notes()), *follow.notes()]
 
     def restore() -> None:
-        for forward, put_back in captured:
-            put_back()
-            forward.clear()
-            _forget(forward)
+        for forward in captured:
+            forward.runs.remove(follow.run)
+            if not forward.runs:
+                _put_back(forward)
         follow.unhook_all()
 
     return Installed(notes, restore)
+
+
+def _captured(model: nn.Module) -> CapturedForward:
+    """Where two pipelines share a model, the recordings of the one that came first serve both."""
+    known = _CAPTURED.get(model)
+    if known is None:
+        known = _CAPTURED[model] = _replace_forward(model)
+    return known
 
 
 def holds(model: nn.Module, x: torch.Tensor) -> bool:
     """Whether the model's calls with such a first input are replayed from memory that is held already."""
     captured = _CAPTURED.get(model)
     return captured is not None and captured.holds(x)
-
-
-def _forget(captured: CapturedForward) -> None:
-    for model, forward in list(_CAPTURED.items()):
-        if forward is captured:
-            del _CAPTURED[model]
 
 
 def recorded_models(target: Any) -> list[nn.Module]:
@@ -132,26 +135,29 @@ def _forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
 _forward.__name__ = "forward"
 
 
-def _replace_forward(model: nn.Module, run: Callable[[], Run | None]) -> tuple[CapturedForward, Callable[[], None]]:
+def _replace_forward(model: nn.Module) -> CapturedForward:
     # accelerate's offload hooks wrap `forward` and keep what they wrapped in `_old_forward`: go inside the wrapper.
     attribute = "_old_forward" if "_old_forward" in model.__dict__ else "forward"
     inner = getattr(model, attribute)
-    had = attribute in model.__dict__
-    captured = _CAPTURED[model] = CapturedForward(model, inner, run)
+    # A copy of an optimised model has this forward, and no recordings.
+    if getattr(inner, "__func__", None) is _forward:
+        delattr(model, attribute)
+        inner = MethodType(type(model).forward, model)
+    captured = CapturedForward(model, inner)
+    captured.was_on_the_instance = attribute in model.__dict__
     setattr(model, attribute, MethodType(_forward, model))
-    # The registry must not keep the model alive.
-    held = ref(model)
-    before = inner.__func__ if getattr(inner, "__self__", None) is model else inner
-    was_method = before is not inner
-    del model, inner
+    return captured
 
-    def put_back() -> None:
-        alive = held()
-        for name in ("forward", "_old_forward") if alive is not None else ():
-            if getattr(alive.__dict__.get(name), "__func__", None) is _forward:
-                if not had and name == "forward":
-                    delattr(alive, name)
+
+def _put_back(captured: CapturedForward) -> None:
+    captured.clear()
+    for model, forward in list(_CAPTURED.items()):
+        if forward is not captured:
+            continue
+        del _CAPTURED[model]
+        for name in ("forward", "_old_forward"):
+            if getattr(model.__dict__.get(name), "__func__", None) is _forward:
+                if name == "forward" and not captured.was_on_the_instance:
+                    delattr(model, name)
                 else:
-                    setattr(alive, name, MethodType(before, alive) if was_method else before)
-
-    return captured, put_back
+                    setattr(model, name, captured.inner())

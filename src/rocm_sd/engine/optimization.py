@@ -86,7 +86,7 @@ def optimize(target: Target, level: str = "auto", quality: str = "exact") -> Tar
 
 def restore(target: Target) -> Target:
     """Bring back what `optimize` found; a target that was not optimised is left as it is."""
-    state = _OPTIMIZED.pop(target, None)
+    state = _OPTIMIZED.pop(target, None) if _weakly_held(target) else None
     if state is None:
         return target
     for installed in reversed(state.installed):

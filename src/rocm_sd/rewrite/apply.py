@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from types import MethodType
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary, ref
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -64,16 +65,43 @@ class Change:
         return self.left_because is None
 
 
+# How many models that were optimised have the module in them, and how its rule is taken back: two pipelines may share
+# a UNet, and may be restored in any order. Kept beside the modules: nothing to pickle or copy.
+_SHARED: WeakKeyDictionary[nn.Module, dict[str, list[Any]]] = WeakKeyDictionary()
+
+
 def _replace(module: nn.Module, rule: Rule) -> Callable[[], None]:
+    shared = _SHARED.setdefault(module, {})
+    if rule.name in shared:
+        shared[rule.name][0] += 1
+    else:
+        shared[rule.name] = [1, _replaced(module, rule)]
+    held = ref(module)
+
+    def restore() -> None:
+        alive = held()
+        users = {} if alive is None else _SHARED.get(alive, {})
+        if rule.name not in users:
+            return
+        users[rule.name][0] -= 1
+        if not users[rule.name][0]:
+            users.pop(rule.name)[1]()
+
+    return restore
+
+
+def _replaced(module: nn.Module, rule: Rule) -> Callable[[], None]:
     if rule.begin is not None:
         rule.begin(module)
     restores = [_replace_forward(module.get_submodule(path), forward) for path, forward in rule.parts().items()]
+    held = ref(module)
 
     def restore() -> None:
         for one in restores:
             one()
-        if rule.undo is not None:
-            rule.undo(module)
+        alive = held()
+        if rule.undo is not None and alive is not None:
+            rule.undo(alive)
 
     return restore
 
@@ -81,19 +109,29 @@ def _replace(module: nn.Module, rule: Rule) -> Callable[[], None]:
 def _replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Callable[[], None]:
     # accelerate's offload hooks wrap `forward` and keep what they wrapped in `_old_forward`: go inside the wrapper.
     attribute = "_old_forward" if "_old_forward" in module.__dict__ else "forward"
-    missing = object()
-    before = module.__dict__.get(attribute, missing)
-    ours = MethodType(forward, module)
-    setattr(module, attribute, ours)
+    before = module.__dict__.get(attribute)
+    # A copy of an optimised module has the rule's forward, and nobody who takes it back.
+    before_function = getattr(before, "__func__", None)
+    had = before is not None and before_function is not forward
+    # What the registry above holds must not keep the module alive: a method is kept as its function.
+    own_method = getattr(before, "__self__", None) is module
+    kept: Any = before_function if own_method else before
+    held = ref(module)
+    setattr(module, attribute, MethodType(forward, module))
+    del module, before
 
     def restore() -> None:
+        alive: Any = held()
         # A hook that was added or removed since then has moved our forward to the other attribute.
-        for name in ("forward", "_old_forward"):
-            if module.__dict__.get(name) is ours:
-                if before is missing and name == "forward":
-                    delattr(module, name)
-                else:
-                    setattr(module, name, MethodType(type(module).forward, module) if before is missing else before)
+        for name in ("forward", "_old_forward") if alive is not None else ():
+            if getattr(alive.__dict__.get(name), "__func__", None) is not forward:
+                continue
+            if not had and name == "forward":
+                delattr(alive, name)
+            elif not had:
+                setattr(alive, name, MethodType(type(alive).forward, alive))
+            else:
+                setattr(alive, name, MethodType(kept, alive) if own_method else kept)
 
     return restore
 
