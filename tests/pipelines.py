@@ -119,6 +119,10 @@ def mask_of(height: int = 16, width: int = 16, batch: int = 1) -> torch.Tensor:
 _EMBEDDED = {"prompt_embeds", "negative_prompt_embeds", "pooled_prompt_embeds", "negative_pooled_prompt_embeds"}
 
 
+# Graphs where there is a GPU, and elsewhere traces.
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
 @dataclass(frozen=True)
 class Case:
     """A pipeline and the arguments of a call that is typical of it."""
@@ -135,7 +139,7 @@ class Case:
         parts = self.components(tiny_tokenizer(folder))
         if self.scheduler is not None:
             parts["scheduler"] = scheduler_of(self.scheduler, **self.scheduler_options)
-        pipe = getattr(diffusers, self.kind)(**parts)
+        pipe = getattr(diffusers, self.kind)(**parts).to(DEVICE)
         pipe.set_progress_bar_config(disable=True)
         return pipe
 
@@ -145,7 +149,7 @@ def call(pipe: Any, case: Case, seed: int = 0, **options) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     named = {"generator": generator, "output_type": "latent"} | case.arguments | options
     # Stock computes in the dtype of what it is given here.
-    embedded = {key: value.to(pipe.dtype) for key, value in named.items() if key in _EMBEDDED}
+    embedded = {key: value.to(DEVICE, pipe.dtype) for key, value in named.items() if key in _EMBEDDED}
     return pipe(**named | embedded).images
 
 
@@ -216,7 +220,10 @@ def small_blocks_too(patch: pytest.MonkeyPatch, step_graph: str) -> None:
     Left to themselves, the rewritten blocks of a model this small would call stock, which is faster there.
     """
     patch.setenv("ROCM_SD_STEP_GRAPH", step_graph)
-    patch.setenv("ROCM_SD_IMPLEMENTATION", ",".join(f"{op}=torch" for op in OPS))
+    if DEVICE.type == "cpu":
+        patch.setenv("ROCM_SD_IMPLEMENTATION", ",".join(f"{op}=torch" for op in OPS))
+    # On a GPU convolutions of float32 would keep 10 bits.
+    patch.setattr(torch.backends.cudnn, "allow_tf32", False)
 
 
 def _sd(family: str, *, controlnets: int = 0, **unet_options) -> Callable[[CLIPTokenizer], dict[str, Any]]:

@@ -59,6 +59,8 @@ def optimize(target: Target, level: str = "auto", quality: str = "exact") -> Tar
     channels_last = layout.implementation == CHANNELS_LAST
     reason = None if channels_last else f"its convolutions keep their layout ({layout.why})"
     graphs = denoising.is_wanted(device, allowed=decision.graphs)
+    if graphs:
+        warmup.start(device)
     available = (*RULES, *RULES_FOR_GRAPHS) if graphs else RULES
     rules = [rule for rule in available if rule.on_cpu or device.type != "cpu"]
     changes = [
@@ -68,7 +70,6 @@ def optimize(target: Target, level: str = "auto", quality: str = "exact") -> Tar
     if channels_last:
         installed.append(_channels_last(modules, layout.why))
     if graphs:
-        warmup.start(device)
         installed.append(denoising.install(target, denoising.recorded_models(target)))
     notes = []
     if len(rules) < len(available):
