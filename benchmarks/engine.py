@@ -190,11 +190,10 @@ class Engine:
         self.name, self.work = name, work
         synchronize()
         before = torch.cuda.memory_allocated() if DEVICE.type == "cuda" else 0
-        reserved = torch.cuda.memory_reserved() if DEVICE.type == "cuda" else 0
         started = time.perf_counter()
         self.pipe = ENGINES[name](work)
         self.built_s = time.perf_counter() - started
-        self.peak = self.reserved = None
+        self.peak = None
         if DEVICE.type == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
@@ -204,8 +203,6 @@ class Engine:
         milliseconds(lambda: work.picture(self.pipe))
         if DEVICE.type == "cuda":
             self.peak = (torch.cuda.max_memory_allocated() - before) / 2**20
-            torch.cuda.empty_cache()
-            self.reserved = (torch.cuda.memory_reserved() - reserved) / 2**20
 
     def to_dict(self):
         return {
@@ -214,7 +211,6 @@ class Engine:
             "first_picture_s": self.first_s,
             "second_picture_s": self.second_s,
             "peak_MiB": self.peak,
-            "held_after_MiB": self.reserved,
         }
 
 
@@ -300,9 +296,13 @@ def main():
     logging.getLogger("rocm_sd").setLevel(logging.INFO)
     work = Workload(arguments.model, arguments.batch, tiny=arguments.tiny, whole_pipeline=arguments.pipeline)
     names = [name for name in ENGINES if not (name == "compile" and arguments.no_compile)]
-    result = {"workload": f"{arguments.model}, {work.side}x{work.side}, {work.steps} steps {work.scheduler}, "
-                          f"batch {arguments.batch}, guidance {work.guidance}, {DTYPE}",
-              "machine": machine(), "command": " ".join(["python", *sys.argv]), "engines": []}  # fmt: skip
+    told = f"{arguments.model}, {work.side}x{work.side}, {work.steps} steps {work.scheduler}, batch {arguments.batch}"
+    result = {
+        "workload": f"{told}, guidance {work.guidance}, {DTYPE}",
+        "machine": machine(),
+        "command": " ".join(["python", *sys.argv]).replace(str(arguments.out), "results"),
+        "engines": [],
+    }
     target = arguments.out / f"engine-{arguments.model}-b{arguments.batch}.json"
 
     def keep():

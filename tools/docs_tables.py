@@ -34,6 +34,7 @@ __all__ = ["DOCUMENTS", "EXIT_MEANINGS", "RUNG_MEANINGS", "TABLES", "fill", "mai
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = (
     "README.md", "docs/index.md", "docs/settings.md", "docs/cli.md", "docs/architectures.md", "docs/operators.md",
+    "docs/engine.md",
 )  # fmt: skip
 _BLOCK = re.compile(r"(<!-- table: (?P<name>[\w-]+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 
@@ -140,6 +141,25 @@ def _speeds() -> str:
         )
     figures = ("shapes", "times stock", "times the best stock", "kernel alone, times stock", "times torch.compile")
     return _table(("op", *figures, "largest shape", "what won, and how often"), rows, right=figures)
+
+
+def _engine() -> str:
+    """Whole pictures, as recorded; the loop of the published baselines, every engine in turns."""
+    headings = ("workload", "engine", "picture ms", "times as fast as it", "first picture s", "peak MiB")
+    rows = []
+    for path in sorted((ROOT / "benchmarks").glob("engine-*/engine-*.json")):
+        record = json.loads(path.read_text())
+        for engine in record["engines"]:
+            name = engine["engine"]
+            low, middle, high = record["times_as_fast"].get(name, (1, 1, 1))
+            ratio = "" if name == "rocm-sd" else f"{middle:.2f} ({low:.2f} to {high:.2f})"
+            first = engine["optimize_s"] + engine["first_picture_s"]
+            workload = record["workload"].replace("torch.", "") if name == "rocm-sd" else ""
+            shown = "**rocm-sd**" if name == "rocm-sd" else name
+            rows.append(
+                (workload, shown, f"{record['ms'][name][1]:.0f}", ratio, f"{first:.1f}", f"{engine['peak_MiB']:.0f}")
+            )
+    return _table(headings, rows, right=headings[2:])
 
 
 def _at_the_limit(op: str, rows: list[dict[str, Any]]) -> str:
@@ -284,6 +304,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "proofs-linked": lambda: _proofs(linked=True),
     "ops": _ops,
     "speeds": _speeds,
+    "engine": _engine,
     "settings": _settings,
     "exit-codes": _exit_codes,
     **{f"options-{verb}": partial(_options, verb) for verb in _verbs()},
