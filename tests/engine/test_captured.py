@@ -269,6 +269,33 @@ def test_a_capture_that_fails_leaves_the_model_running(unet, monkeypatch):
     )
 
 
+def test_what_a_failed_capture_held_is_free_before_the_model_answers(unet, monkeypatch):
+    held = []
+
+    class Held:
+        """As a tensor of the capture that ran out of memory."""
+
+    def failing(function, device):
+        tensor = Held()
+        held.append(weakref.ref(tensor))
+        raise torch.OutOfMemoryError("out of memory")
+
+    given = inputs(unet)
+    rocm_sd.optimize(unet)
+    answer(unet, *given)
+    forward = recordings(unet)._function
+    seen = []
+    monkeypatch.setattr(captured, "record", failing)
+    monkeypatch.setattr("rocm_sd.engine.prepared.record", failing)
+    monkeypatch.setattr(
+        recordings(unet), "_function", lambda *a, **k: (seen.append(held and held[-1]() is None), forward(*a, **k))[1]
+    )
+    answer(unet, *given)
+    assert held
+    assert seen[-1] is True
+    assert "OutOfMemoryError: out of memory" in told(unet)
+
+
 def test_wrong_input_gets_an_error_that_names_the_shapes_and_the_next_call_is_right(unet):
     x, t, text = inputs(unet)
     rocm_sd.optimize(unet)

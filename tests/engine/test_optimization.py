@@ -9,6 +9,7 @@ import torch
 
 import rocm_sd
 from pipelines import tiny_pipeline, tiny_unet, tiny_vae
+from rocm_sd.engine import levels
 from rocm_sd.errors import InvalidOption, Unsupported
 from rocm_sd.tuning import Choice
 from rocm_sd.verify import numerics
@@ -113,3 +114,12 @@ def test_where_convolutions_keep_their_layout_nothing_is_replaced_and_the_reason
     assert not told.replaced
     assert {c.left_because for c in told.left_alone} == {"its convolutions keep their layout (slower on Radeon)"}
     assert torch.equal(latents(pipe), stock)
+
+
+def test_a_pipeline_that_has_moved_since_is_told_so(pipe, monkeypatch):
+    rocm_sd.optimize(pipe)
+    assert not any("call optimize again" in note for note in rocm_sd.report(pipe).notes)
+    # As after pipe.to("cuda"), which needs a GPU.
+    monkeypatch.setattr(levels, "placement", lambda target: levels.Placement(torch.device("cuda:0")))
+    told = rocm_sd.report(pipe).notes
+    assert "its weights are on cuda:0 now, and it was optimised for cpu: call optimize again" in told

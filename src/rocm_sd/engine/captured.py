@@ -137,10 +137,12 @@ class CapturedForward:
                 return self._first(module, call, args, kwargs)
             return self._second(module, entry, call, args, kwargs)
         except Exception as error:  # noqa: BLE001 -- whatever it was, the model itself can say it, or do without
-            self._entries.drop(call.key)
-            result = self._inner(*args, **kwargs)
-            self._refuse(call.key, f"{type(error).__name__}: {error}".splitlines()[0])
-            return result
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        # Not while the error is at hand: its frames hold the memory that may just have run out.
+        self._entries.drop(call.key)
+        result = self._inner(*args, **kwargs)
+        self._refuse(call.key, reason)
+        return result
 
     def _current(self, key: Hashable) -> _Entry | None:
         """The entry of that kind, if the model still is as it was."""

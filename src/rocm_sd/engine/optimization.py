@@ -32,6 +32,7 @@ Target = TypeVar("Target")
 @dataclass(frozen=True)
 class _Optimized:
     report: Report
+    device: torch.device
     # In the order in which they were installed; taken back in the opposite one.
     installed: tuple[Installed, ...]
 
@@ -80,7 +81,7 @@ def optimize(target: Target, level: str = "auto", quality: str = "exact") -> Tar
     if quality != "exact":
         notes.append(f"quality {quality} allows approximations; none exists in this version, so the result is exact")
     _OPTIMIZED[target] = _Optimized(
-        Report(architecture.name, level, quality, tuple(changes), tuple(notes)), tuple(installed)
+        Report(architecture.name, level, quality, tuple(changes), tuple(notes)), device, tuple(installed)
     )
     return target
 
@@ -101,6 +102,9 @@ def report(target: Any) -> Report:
     if state is None:
         raise Unsupported("report", "a pipeline that was not optimised", hint="Call rocm_sd.optimize(pipe) first.")
     told = [note for installed in state.installed for note in installed.notes()]
+    device = levels.placement(target).device
+    if device != state.device:
+        told.append(f"its weights are on {device} now, and it was optimised for {state.device}: call optimize again")
     return replace(state.report, notes=(*told, *state.report.notes))
 
 
