@@ -120,6 +120,6 @@ def test_a_pipeline_that_has_moved_since_is_told_so(pipe, monkeypatch):
     rocm_sd.optimize(pipe)
     assert not any("call optimize again" in note for note in rocm_sd.report(pipe).notes)
     # As after pipe.to("cuda"), which needs a GPU.
-    monkeypatch.setattr(levels, "placement", lambda target: levels.Placement(torch.device("cuda:0")))
+    monkeypatch.setattr(levels, "placement", lambda _target: levels.Placement(torch.device("cuda:0")))
     told = rocm_sd.report(pipe).notes
     assert "its weights are on cuda:0 now, and it was optimised for cpu: call optimize again" in told
