@@ -24,9 +24,9 @@ from diffusers import (
 )
 from diffusers.hooks import apply_group_offloading
 from diffusers.models.attention_processor import PAGCFGIdentitySelfAttnProcessor2_0, SlicedAttnProcessor
-from live_memory import live_peak
 from torch.utils._pytree import tree_leaves
 
+from live_memory import live_peak
 from pipelines import tiny_pipeline
 from rocm_sd.engine import levels, sequential_guidance
 from rocm_sd.errors import InvalidOption
