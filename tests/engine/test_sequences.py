@@ -37,7 +37,7 @@ KINDS = (
 DYNAMIC = ("sd15", "sd21", "sdxl")
 
 
-class Session:
+class Walk:
     """Three pipelines of the same weights and what their user has chosen by now."""
 
     def __init__(self, name, folder, seed):
@@ -107,59 +107,59 @@ class Session:
         self.twins.check(self.random.randrange(3), **self.arguments())
 
 
-def another_size(session):
+def another_size(walk):
     # Odd numbers of latents too: the samplers of a UNet then give the size to each other.
-    session.size = session.random.choice([(16, 16), (24, 16), (16, 32)])
+    walk.size = walk.random.choice([(16, 16), (24, 16), (16, 32)])
 
 
-def another_batch(session):
-    session.prompts = PROMPTS[: session.random.choice([1, 2, 3])]
+def another_batch(walk):
+    walk.prompts = PROMPTS[: walk.random.choice([1, 2, 3])]
 
 
-def several_images_per_prompt(session):
-    session.options["num_images_per_prompt"] = session.random.choice([1, 2])
+def several_images_per_prompt(walk):
+    walk.options["num_images_per_prompt"] = walk.random.choice([1, 2])
 
 
-def another_prompt(session):
-    session.prompts = tuple(session.random.sample(PROMPTS, len(session.prompts)))
+def another_prompt(walk):
+    walk.prompts = tuple(walk.random.sample(PROMPTS, len(walk.prompts)))
 
 
-def another_length(session):
-    session.tokens = session.random.choice([None, 16, 154])
+def another_length(walk):
+    walk.tokens = walk.random.choice([None, 16, 154])
 
 
-def another_number_of_steps(session):
-    session.options["num_inference_steps"] = session.random.choice([2, 3, 4])
+def another_number_of_steps(walk):
+    walk.options["num_inference_steps"] = walk.random.choice([2, 3, 4])
 
 
-def another_scheduler(session):
-    if session.part == "unet" and session.name not in ("lcm-sd15", "turbo"):
-        name = session.random.choice(list(SCHEDULERS))
-        options = session.case.scheduler_options
-        session.twins.each(lambda pipe: setattr(pipe, "scheduler", scheduler_of(name, **options)))
+def another_scheduler(walk):
+    if walk.part == "unet" and walk.name not in ("lcm-sd15", "turbo"):
+        name = walk.random.choice(list(SCHEDULERS))
+        options = walk.case.scheduler_options
+        walk.twins.each(lambda pipe: setattr(pipe, "scheduler", scheduler_of(name, **options)))
 
 
-def the_scheduler_of_another_config(session):
+def the_scheduler_of_another_config(walk):
     """As users write it: a class of the same family, with this one's options."""
-    if session.part == "unet":
-        kind = type(scheduler_of(session.random.choice(["euler", "dpm++"])))
-        session.twins.each(lambda pipe: setattr(pipe, "scheduler", kind.from_config(pipe.scheduler.config)))
+    if walk.part == "unet":
+        kind = type(scheduler_of(walk.random.choice(["euler", "dpm++"])))
+        walk.twins.each(lambda pipe: setattr(pipe, "scheduler", kind.from_config(pipe.scheduler.config)))
 
 
-def another_guidance(session):
-    session.options["guidance_scale"] = session.random.choice([1.0, 3.0, 7.5])
-    if session.callback in (change_guidance, fade_guidance):
-        session.callback = None
+def another_guidance(walk):
+    walk.options["guidance_scale"] = walk.random.choice([1.0, 3.0, 7.5])
+    if walk.callback in (change_guidance, fade_guidance):
+        walk.callback = None
 
 
-def another_rescale(session):
-    if "guidance_rescale" in session.takes:
-        session.options["guidance_rescale"] = session.random.choice([0.0, 0.7])
+def another_rescale(walk):
+    if "guidance_rescale" in walk.takes:
+        walk.options["guidance_rescale"] = walk.random.choice([0.0, 0.7])
 
 
-def another_eta(session):
-    if "eta" in session.takes:
-        session.options["eta"] = session.random.choice([0.0, 0.5])
+def another_eta(walk):
+    if "eta" in walk.takes:
+        walk.options["eta"] = walk.random.choice([0.0, 0.5])
 
 
 def change_latents(pipe, step, timestep, given):
@@ -201,63 +201,63 @@ def fade_guidance(pipe, step, timestep, given):
     return {name: given[name].chunk(2)[-1] for name in halved}
 
 
-def another_callback(session):
+def another_callback(walk):
     choice = [None, change_latents, change_latents_in_place, interrupt]
-    if "prompt_embeds" in session.tensor_inputs:
+    if "prompt_embeds" in walk.tensor_inputs:
         choice += [change_the_prompt, change_the_prompt_in_place]
-    if session.name in DYNAMIC and session.guided():
+    if walk.name in DYNAMIC and walk.guided():
         choice += [change_guidance, fade_guidance]
-    session.callback = session.random.choice(choice)
+    walk.callback = walk.random.choice(choice)
 
 
-def load_lora(session):
-    if session.adapter is None:
-        file = session.random.choice([1, 2])
-        session.twins.each(lambda pipe: pipe.load_lora_weights(copied(session.files[file]), adapter_name="a"))
-        session.adapter, session.fused = file, False
+def load_lora(walk):
+    if walk.adapter is None:
+        file = walk.random.choice([1, 2])
+        walk.twins.each(lambda pipe: pipe.load_lora_weights(copied(walk.files[file]), adapter_name="a"))
+        walk.adapter, walk.fused = file, False
     else:
-        unload_lora(session)
+        unload_lora(walk)
 
 
-def unload_lora(session):
+def unload_lora(walk):
     """Of a fused one the weights stay changed."""
-    session.twins.each(lambda pipe: pipe.unload_lora_weights())
-    session.adapter, session.fused = None, False
+    walk.twins.each(lambda pipe: pipe.unload_lora_weights())
+    walk.adapter, walk.fused = None, False
 
 
-def scale_lora(session):
-    if session.adapter is None:
-        load_lora(session)
-    elif not session.fused:
-        weight = session.random.choice([0.0, 0.4, 1.3])
-        session.twins.each(lambda pipe: pipe.set_adapters(["a"], [weight]))
+def scale_lora(walk):
+    if walk.adapter is None:
+        load_lora(walk)
+    elif not walk.fused:
+        weight = walk.random.choice([0.0, 0.4, 1.3])
+        walk.twins.each(lambda pipe: pipe.set_adapters(["a"], [weight]))
 
 
-def fuse_lora(session):
-    if session.adapter is None:
-        load_lora(session)
-    elif session.fused:
-        session.twins.each(lambda pipe: pipe.unfuse_lora(components=[session.part]))
-        session.fused = False
+def fuse_lora(walk):
+    if walk.adapter is None:
+        load_lora(walk)
+    elif walk.fused:
+        walk.twins.each(lambda pipe: pipe.unfuse_lora(components=[walk.part]))
+        walk.fused = False
     else:
-        session.twins.each(lambda pipe: pipe.fuse_lora(components=[session.part]))
-        session.fused = True
+        walk.twins.each(lambda pipe: pipe.fuse_lora(components=[walk.part]))
+        walk.fused = True
 
 
-def swap_lora(session):
-    if session.adapter is None or session.fused:
-        load_lora(session)
+def swap_lora(walk):
+    if walk.adapter is None or walk.fused:
+        load_lora(walk)
     else:
-        session.adapter = 3 - session.adapter
-        tensors = session.files[session.adapter]
-        session.twins.each(lambda pipe: pipe.load_lora_weights(copied(tensors), adapter_name="a", hotswap=True))
+        walk.adapter = 3 - walk.adapter
+        tensors = walk.files[walk.adapter]
+        walk.twins.each(lambda pipe: pipe.load_lora_weights(copied(tensors), adapter_name="a", hotswap=True))
 
 
-def restore_and_optimize(session):
-    rocm_sd.restore(session.twins.ours)
-    if session.random.random() < 0.5:
-        session.look()
-    rocm_sd.optimize(session.twins.ours, level=session.random.choice(["auto", "performance", "memory"]))
+def restore_and_optimize(walk):
+    rocm_sd.restore(walk.twins.ours)
+    if walk.random.random() < 0.5:
+        walk.look()
+    rocm_sd.optimize(walk.twins.ours, level=walk.random.choice(["auto", "performance", "memory"]))
 
 
 OPERATIONS_OF_A_USER = (
@@ -270,16 +270,16 @@ OPERATIONS_OF_A_USER = (
 @pytest.mark.parametrize("seed", range(SEQUENCES))
 def test_a_random_sequence_of_operations(tmp_path, monkeypatch, seed):
     small_blocks_too(monkeypatch, "0" if seed >= SEQUENCES - len(KINDS) else "1")
-    session = Session(KINDS[seed % len(KINDS)], tmp_path, seed)
-    session.look()
+    walk = Walk(KINDS[seed % len(KINDS)], tmp_path, seed)
+    walk.look()
     for _ in range(OPERATIONS):
-        session.operate()
+        walk.operate()
         try:
-            session.look()
+            walk.look()
         except AssertionError as error:
-            raise AssertionError(f"{session.name} after {', '.join(session.done)}: {error}") from error
-    rocm_sd.restore(session.twins.ours)
-    ours, _, stock = session.twins.pictures(**session.arguments())
+            raise AssertionError(f"{walk.name} after {', '.join(walk.done)}: {error}") from error
+    rocm_sd.restore(walk.twins.ours)
+    ours, _, stock = walk.twins.pictures(**walk.arguments())
     assert torch.equal(ours, stock)
 
 
