@@ -22,7 +22,7 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 @pytest.fixture(params=["in place", "ops", "the norm adds"])
 def way(request, monkeypatch):
     """The ways through a block: plain torch as on a CPU, the ops, and as where a GPU's library convolves."""
-    monkeypatch.setattr(resblock, "_WORTH_IT_ON_CPU", 0)
+    monkeypatch.setattr(resblock, "WORTH_IT_ON_CPU", 0)
     if request.param != "in place":
         monkeypatch.setenv("ROCM_SD_IMPLEMENTATION", NAMED)
     if request.param == "the norm adds":
@@ -276,7 +276,7 @@ def test_arguments_that_stock_deprecated_still_warn(way):
 
 @pytest.mark.parametrize("named", [True, False], ids=["ops", "plain torch"])
 def test_compiles_as_one_graph(named, monkeypatch):
-    monkeypatch.setattr(resblock, "_WORTH_IT_ON_CPU", 0)
+    monkeypatch.setattr(resblock, "WORTH_IT_ON_CPU", 0)
     module, arguments = block(), inputs()
     if named:
         monkeypatch.setattr(convolutions, "through_op", lambda _name, _x: True)

@@ -62,14 +62,11 @@ class _Argument:
 
 
 @cache
-def _declared(kernel: Any) -> Any:
-    """Triton's own reading of the kernel's parameters, whether or not this process interprets kernels."""
+def _declared(function: Any) -> Any:
+    """Triton's own reading of the function's parameters, whether or not this process interprets kernels."""
     from triton.runtime.jit import JITFunction  # noqa: PLC0415 -- optional
 
-    if isinstance(kernel, JITFunction):
-        return kernel
-    # An interpreted kernel has what it was decorated with (which arguments make no variants) beside its function.
-    return JITFunction(getattr(kernel, "fn", kernel), **getattr(kernel, "kwargs", {}))
+    return JITFunction(function)
 
 
 def specialise(
@@ -79,7 +76,7 @@ def specialise(
     from triton._C.libtriton import native_specialize_impl  # noqa: PLC0415 -- optional
     from triton.backends.amd.compiler import HIPBackend  # noqa: PLC0415
 
-    declared = _declared(kernel)
+    declared = _declared(getattr(kernel, "fn", kernel))
     names = set(declared.arg_names)
     options = {name: value for name, value in named.items() if name not in names}
     warps = options.pop("num_warps", 4)
