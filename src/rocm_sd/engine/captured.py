@@ -253,7 +253,7 @@ class CapturedForward:
         if self._entries.dropped:
             told.append(f"{kind}: {self._entries.dropped} graphs gave way to others, to keep half of the memory free")
         if self.left_eager is not None:
-            told.append(f"{kind}: not captured for now, because {self.left_eager}")
+            told.append(f"{kind}: not captured as it is, because {self.left_eager}")
         if self.stale is not None:
             told.append(f"{kind}: last captured anew because {self.stale}")
         told += [

@@ -104,8 +104,7 @@ def _store(base, row, stride, left, value, FIRST: tl.constexpr, WIDTH: tl.conste
     tl.store(at, value.to(base.dtype.element_ty), mask=(row < left)[:, None] & (column < D)[None, :])
 
 
-# Whether they are multiples of 16 makes no other code here: each would be one more variant to compile.
-@triton.jit(do_not_specialize_on_alignment=["T", "m_blocks"])
+@triton.jit
 def _attend(
     q, k, v, out, parts, tops, totals,
     S, T, H, q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h, scale, m_blocks, splits, keys_per_split,
@@ -180,7 +179,7 @@ def _chunk(base, row, stride, left, c, D: tl.constexpr, CHUNK: tl.constexpr, MAS
     return value
 
 
-@triton.jit(do_not_specialize_on_alignment=["T", "m_blocks", "slices"])
+@triton.jit
 def _attend_wide(
     q, k, v, out, parts, tops, totals,
     S, T, H, q_b, q_s, q_h, k_b, k_s, k_h, v_b, v_s, v_h, scale, m_blocks, splits, keys_per_split, slices,

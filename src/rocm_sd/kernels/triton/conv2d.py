@@ -113,8 +113,7 @@ def _weights(at, in_depth, EVEN_K: tl.constexpr, WIDEN: tl.constexpr):
     return b
 
 
-# Whether they are multiples of 16 makes no other code here: each would be one more variant to compile.
-@triton.jit(do_not_specialize_on_alignment=["H", "W", "Ho", "Wo", "tiles_m", "tiles_n", "blocks", "blocks_per_split"])
+@triton.jit
 def _conv2d(
     x, w, y, bias, add, residual,
     H, W, Cin, Ho, Wo, Cout, pixels, tiles_m, tiles_n, blocks, blocks_per_split,

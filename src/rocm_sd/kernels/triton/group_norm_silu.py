@@ -47,8 +47,7 @@ class GroupNormSiluConfig:
         return cls(**values)
 
 
-# Whether they are multiples of 16 makes no other code here: each would be one more variant to compile.
-@triton.jit(do_not_specialize_on_alignment=["HW"])
+@triton.jit
 def _whole(
     x, y, weight, bias, add, HW, eps,
     WIDTH: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_ADD: tl.constexpr, SILU: tl.constexpr,
@@ -81,7 +80,7 @@ def _whole(
     tl.store(y + at + tile, value.to(y.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize_on_alignment=["HW", "rows_per_slice"])
+@triton.jit
 def _moments(x, means, m2s, C, HW, rows_per_slice, ROWS: tl.constexpr, BLOCK_C: tl.constexpr):
     slice_id, c_block, n = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first = slice_id * rows_per_slice
@@ -115,7 +114,7 @@ def _moments(x, means, m2s, C, HW, rows_per_slice, ROWS: tl.constexpr, BLOCK_C: 
     tl.store(m2s + out, channel_m2, mask=c < C)
 
 
-@triton.jit(do_not_specialize_on_alignment=["HW", "rows_per_slice"])
+@triton.jit
 def _fold(
     means, m2s, weight, add, group_means, scales,
     C, HW, groups, slices, rows_per_slice, eps,
@@ -162,7 +161,7 @@ def _fold(
     tl.store(scales + n * C + c, scale, mask=in_group)
 
 
-@triton.jit(do_not_specialize_on_alignment=["HW"])
+@triton.jit
 def _apply(
     x, y, group_means, scales, bias, add, C, HW,
     HAS_BIAS: tl.constexpr, HAS_ADD: tl.constexpr, SILU: tl.constexpr, ROWS: tl.constexpr, BLOCK_C: tl.constexpr,

@@ -42,8 +42,7 @@ def _scale_of(n, guidance, scale, STRIDE: tl.constexpr):
     return value
 
 
-# Whether it is a multiple of 16 makes no other code here: it would be one more variant to compile.
-@triton.jit(do_not_specialize_on_alignment=["steps"])
+@triton.jit
 def _guided_step(
     prediction, states, noise, table, step, guidance, scale, new_states, model_input, inner, steps,
     STATES: tl.constexpr, GUIDED: tl.constexpr, SCALE_STRIDE: tl.constexpr, HAS_NOISE: tl.constexpr,

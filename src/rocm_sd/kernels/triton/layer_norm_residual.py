@@ -51,8 +51,7 @@ def _load(pointer, at, here, c, C, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, EV
     return chunks
 
 
-# Whether it is a multiple of 16 makes no other code here: it would be one more variant to compile.
-@triton.jit(do_not_specialize_on_alignment=["M"])
+@triton.jit
 def _layer_norm_residual(
     x, residual, weight, bias, y, total, M, C, x_stride, residual_stride, eps,
     HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,

@@ -42,8 +42,7 @@ class UpsampleConv2dConfig:
         return cls(**values)
 
 
-# Whether they are multiples of 16 makes no other code here: each would be one more variant to compile.
-@triton.jit(do_not_specialize_on_alignment=["H", "W", "tiles_m", "tiles_n", "blocks"])
+@triton.jit
 def _upsample_conv2d(
     x, w, y, bias,
     H, W, Cin, Cout, pixels, tiles_m, tiles_n, blocks,
