@@ -27,6 +27,7 @@ from rocm_sd.engine.calls import Call, flatten
 from rocm_sd.engine.prepared import Prepared
 from rocm_sd.engine.recording import Recording, record
 from rocm_sd.engine.shelf import Shelf, half_of_the_free_memory
+from rocm_sd.ops import library_scratch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
@@ -133,9 +134,10 @@ class CapturedForward:
     ) -> Any:
         """The first two calls of a kind. Whatever comes between, the model's own forward is there to answer."""
         try:
-            if entry is None:
-                return self._first(module, call, args, kwargs)
-            return self._second(module, entry, call, args, kwargs)
+            with library_scratch.given_back():
+                if entry is None:
+                    return self._first(module, call, args, kwargs)
+                return self._second(module, entry, call, args, kwargs)
         except Exception as error:  # noqa: BLE001 -- whatever it was, the model itself can say it, or do without
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
         # Not while the error is at hand: its frames hold the memory that may just have run out.

@@ -14,6 +14,8 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from rocm_sd.ops import library_scratch
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
@@ -40,7 +42,11 @@ def _graph(function: Callable[[], Tensors], device: torch.device) -> Recording:
     reserved = torch.cuda.memory_reserved(device)
     graph = torch.cuda.CUDAGraph()
     # Other threads (previews, loaders) may go on using the GPU meanwhile.
-    with torch.cuda.device(device), torch.cuda.graph(graph, capture_error_mode="thread_local"):
+    with (
+        torch.cuda.device(device),
+        library_scratch.given_back(),
+        torch.cuda.graph(graph, capture_error_mode="thread_local"),
+    ):
         outputs = function()
     return Recording(outputs, graph.replay, max(0, torch.cuda.memory_reserved(device) - reserved))
 

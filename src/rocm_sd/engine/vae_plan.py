@@ -312,9 +312,9 @@ class _Walk:
             self._give(enlarged)
             return y
         y = large.of(weight.shape[0])
-        # Sums of the weights for each parity, and for a library the four parities side by side.
+        # Sums of the weights for each parity, and for a library two of the four parities side by side.
         sums = 16 * weight.shape[0] * weight.shape[1] * self.dtype.itemsize
-        parts = _Map(x.N, 4 * y.C, x.H + 1, x.W + 1).values * self.dtype.itemsize if way == "parity_library" else 0
+        parts = _Map(x.N, 2 * y.C, x.H + 1, x.W + 1).values * self.dtype.itemsize if way == "parity_library" else 0
         self._map(y)
         self._for_a_moment(sums + parts)
         return y

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rocm_sd.ops import attention, linear_residual
+from rocm_sd.ops import attention, library_scratch, linear_residual
 from rocm_sd.rewrite.apply import Rule
 from rocm_sd.rewrite.convolutions import is_diffusers, left_to_stock, norm_silu, of_kind
 from rocm_sd.rewrite.layers import is_plain
@@ -69,6 +69,8 @@ def _forward(
         y = y if residual is None else y + residual
     else:
         y = _linear(out, mixed, residual)
+    # These are a VAE's only products; its memory peaks later in a decoder, and earlier in an encoder.
+    library_scratch.give_back()
     y = y if self.rescale_output_factor == 1.0 else y / self.rescale_output_factor
     return y.view(len(y), *hidden_states.shape[2:], -1).permute(0, 3, 1, 2)
 

@@ -97,38 +97,37 @@ def _store(value, y, bias, target, n, is_pixel, Cout, HAS_BIAS: tl.constexpr):
 
 @triton.jit
 def _interleave(
-    parts, y, bias, H, W, C, column_blocks,
+    parts, y, bias, H, W, C, a, column_blocks,
     HAS_BIAS: tl.constexpr, COLUMNS: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """y[2i + a, 2j + b] = parts[i + a, j + b, of parity (a, b)] + bias; parts: [N, H + 1, W + 1, 4 * C]."""
+    """y[2i + a, 2j + b] = parts[i + a, j + b, of parity b] + bias, of one parity a; parts: [N, H + 1, W + 1, 2, C]."""
     number, c_block = tl.program_id(0), tl.program_id(1)
     line = number // column_blocks
-    image = line // (2 * H)
-    oy = line - image * (2 * H)
+    image = line // H
+    i = line - image * H
     ox = (number - line * column_blocks) * COLUMNS + tl.arange(0, COLUMNS)
     c = c_block * BLOCK_C + tl.arange(0, BLOCK_C)
-    a = oy % 2
     b = ox % 2
     inside = (ox < 2 * W)[:, None] & (c < C)[None, :]
-    source = (image * (H + 1) + oy // 2 + a).to(tl.int64) * (W + 1) * 4 * C + a * 2 * C
-    column = (ox // 2 + b) * 4 * C + b * C
+    source = (image * (H + 1) + i + a).to(tl.int64) * (W + 1) * 2 * C
+    column = (ox // 2 + b) * 2 * C + b * C
     value = tl.load(parts + source + column[:, None] + c[None, :], mask=inside, other=0.0)
     if HAS_BIAS:
         shift = tl.load(bias + c, mask=c < C, other=0.0).to(tl.float32)[None, :]
         value = (value.to(tl.float32) + shift).to(y.dtype.element_ty)
-    base = line.to(tl.int64) * 2 * W * C
+    base = (line * 2 + a).to(tl.int64) * 2 * W * C
     tl.store(y + base + ox[:, None] * C + c[None, :], value, mask=inside)
 
 
-def interleave(parts: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None) -> None:
-    """Fill `out`, [N, C, 2H, 2W]; `parts`: [N, 4 * C, H + 1, W + 1]; both dense channels-last."""
+def interleave(parts: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None, a: int) -> None:
+    """Fill the lines of parity a of `out`, [N, C, 2H, 2W]; `parts`: [N, 2 * C, H + 1, W + 1]; dense channels-last."""
     N, C, H, W = out.shape
     # 2048 values in 4 warps: two 16-byte loads a thread.
     columns, block_c = (16, 128) if C % 128 == 0 else (32, 64)
     column_blocks = triton.cdiv(W, columns)
     # Lines on the first axis: the others hold 65535 at most.
-    _interleave[(N * H * column_blocks, triton.cdiv(C, block_c))](
-        parts, out, bias, H // 2, W // 2, C, column_blocks,
+    _interleave[(N * (H // 2) * column_blocks, triton.cdiv(C, block_c))](
+        parts, out, bias, H // 2, W // 2, C, a, column_blocks,
         HAS_BIAS=bias is not None, COLUMNS=columns, BLOCK_C=block_c, num_warps=4,
     )  # fmt: skip
 

@@ -113,10 +113,15 @@ def _parity_library(
 
     out = _allocate(x, weight)
     if out.numel():
-        # [4, Cout, 2, 2, Cin] in memory is a channels-last filter of 4 * Cout channels as it stands.
-        filters = _parity(x, weight, parity_weight).flatten(0, 1).permute(0, 3, 1, 2)
-        parts = _channels_last(F.conv2d(_channels_last(x), filters, padding=1))
-        interleave(parts, out, None if bias is None else bias.contiguous())
+        picture, sums = _channels_last(x), _parity(x, weight, parity_weight)
+        # The lines of one parity at a time: with all four side by side, a VAE's memory would peak here.
+        for a in range(2):
+            # [2, Cout, 2, 2, Cin] in memory is a channels-last filter of 2 * Cout channels as it stands.
+            filters = sums[2 * a : 2 * a + 2].flatten(0, 1).permute(0, 3, 1, 2)
+            parts = _channels_last(F.conv2d(picture, filters, padding=1))
+            interleave(parts, out, None if bias is None else bias.contiguous(), a)
+            # Before the next are computed.
+            del parts
     return out
 
 
