@@ -95,9 +95,10 @@ class Workload:
             unet.update(TINY if model == "sd15" else {"block_out_channels": (32, 64, 64), "sample_size": 16})
             unet.update(attention_head_dim=8, cross_attention_dim=32, transformer_layers_per_block=1)
             vae.update(block_out_channels=(32, 32, 64, 64), sample_size=64)
+        # In the dtype that is timed, so that the float32 run has the very same weights.
         with DEVICE:
-            self.unet = UNet2DConditionModel(**unet).eval().requires_grad_(False)
-            self.vae = AutoencoderKL(latent_channels=4, **vae).eval().requires_grad_(False)
+            self.unet = UNet2DConditionModel(**unet).eval().requires_grad_(False).to(DTYPE)
+            self.vae = AutoencoderKL(latent_channels=4, **vae).eval().requires_grad_(False).to(DTYPE)
         self.side = unet["sample_size"] * 8
         self.text = torch.randn(2, batch, 77, unet["cross_attention_dim"], device=DEVICE)
         self.pooled = torch.randn(2, batch, 1280, device=DEVICE)
@@ -189,6 +190,9 @@ class Engine:
     def __init__(self, name, work):
         self.name, self.work = name, work
         synchronize()
+        if DEVICE.type == "cuda":
+            # Of memory that others left in larger pieces, each weight would be counted with its rest.
+            torch.cuda.empty_cache()
         before = torch.cuda.memory_allocated() if DEVICE.type == "cuda" else 0
         started = time.perf_counter()
         self.pipe = ENGINES[name](work)

@@ -604,7 +604,9 @@ def test_a_pipeline_with_a_level_can_be_collected(pipe, tmp_path):
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_parts_move_and_come_back(pipe, device):
+def test_on_a_gpu_parts_move_and_come_back(pipe, device, monkeypatch):
+    # One half of the guidance after the other rounds in another order, and convolutions would keep 10 bits.
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     pipe.to(device)
     stock = latents(pipe)
     decision = levels.decide(pipe, "memory")
