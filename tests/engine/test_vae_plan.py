@@ -5,7 +5,7 @@ import torch
 from diffusers import AutoencoderKL
 
 from live_memory import live_peak
-from rocm_sd.engine import vae_memory
+from rocm_sd.engine import memory
 from rocm_sd.engine.vae_plan import MIB, Plan, Way, plan, predicted_peak
 from rocm_sd.rewrite import RULES, apply, norm_out
 
@@ -151,30 +151,30 @@ def test_what_follows_when_memory_runs_out():
 
 def test_free_memory_of_the_host(tmp_path, monkeypatch):
     meminfo, group = tmp_path / "meminfo", tmp_path / "cgroup"
-    monkeypatch.setattr(vae_memory, "_MEMINFO", meminfo)
-    monkeypatch.setattr(vae_memory, "_CGROUP", group)
+    monkeypatch.setattr(memory, "_MEMINFO", meminfo)
+    monkeypatch.setattr(memory, "_CGROUP", group)
     cpu = torch.device("cpu")
-    assert vae_memory.free_memory(cpu) is None
+    assert memory.free_memory(cpu) is None
     meminfo.write_text("MemTotal:  9000 kB\nMemFree:  10 kB\nMemAvailable:    5000 kB\n")
-    assert vae_memory.free_memory(cpu) == 5000 * 1024
+    assert memory.free_memory(cpu) == 5000 * 1024
     group.mkdir()
     (group / "memory.current").write_text("3000\n")
     (group / "memory.stat").write_text("anon 2000\ninactive_file 500\nactive_file 400\n")
     (group / "memory.max").write_text("max\n")
-    assert vae_memory.free_memory(cpu) == 5000 * 1024
+    assert memory.free_memory(cpu) == 5000 * 1024
     (group / "memory.max").write_text("4000\n")
-    assert vae_memory.free_memory(cpu) == 1900
-    assert vae_memory.free_memory(torch.device("meta")) is None
+    assert memory.free_memory(cpu) == 1900
+    assert memory.free_memory(torch.device("meta")) is None
 
 
 def test_free_memory_here():
-    free = vae_memory.free_memory(torch.device("cpu"))
+    free = memory.free_memory(torch.device("cpu"))
     assert free is None or 0 < free < 2**50
 
 
 def test_what_running_out_of_memory_looks_like():
     with pytest.raises(RuntimeError) as caught:
         torch.empty(2**60)
-    assert vae_memory.is_out_of_memory(caught.value)
-    assert vae_memory.is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory."))
-    assert not vae_memory.is_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+    assert memory.is_out_of_memory(caught.value)
+    assert memory.is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory."))
+    assert not memory.is_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,12 +15,13 @@ from torch import nn
 
 from rocm_sd.engine import sequential_guidance
 from rocm_sd.engine.installed import Installed
+from rocm_sd.engine.memory import free_memory
 from rocm_sd.errors import InvalidOption
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-__all__ = ["LEVELS", "Decision", "Placement", "decide", "estimate_activations", "free_memory", "install", "placement"]
+__all__ = ["LEVELS", "Decision", "Placement", "decide", "estimate_activations", "install", "placement"]
 
 LEVELS = ("auto", "performance", "memory")
 
@@ -29,7 +29,6 @@ LEVELS = ("auto", "performance", "memory")
 # and the VAE, which plans its own decoding with what is left.
 _MARGIN = 2**29
 
-_MEMINFO = Path("/proc/meminfo")
 _OFFLOAD_STATE = ("_all_hooks", "_offload_gpu_id", "_offload_device")
 _GROUP_OFFLOADING = "group_offloading"
 
@@ -94,19 +93,6 @@ def install(target: Any, decision: Decision) -> Installed:
             one.restore()
 
     return Installed(lambda: (decision.why, *(note for one in installed for note in one.notes())), restore)
-
-
-def free_memory(device: torch.device) -> int | None:
-    """Bytes that could be allocated now, or None where that is not known."""
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    if device.type == "cpu" and _MEMINFO.exists():
-        for line in _MEMINFO.read_text().splitlines():
-            name, _, value = line.partition(":")
-            if name == "MemAvailable":
-                return int(value.split()[0]) * 1024
-    return None
 
 
 def placement(target: Any) -> Placement:

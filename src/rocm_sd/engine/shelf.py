@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
-import torch
+from rocm_sd.engine.memory import free_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterator
+
+    import torch
 
 __all__ = ["Shelf", "half_of_the_free_memory"]
 
@@ -25,12 +27,9 @@ _MOST = 32
 
 
 def half_of_the_free_memory(device: torch.device) -> int:
-    """Of what is free on the device now, or held by the allocator and unused, half is left to everything else."""
-    if device.type != "cuda":
-        return 2**62
-    free, _ = torch.cuda.mem_get_info(device)
-    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return (free + unused) // 2
+    """Half is left to everything else; no bound where the free memory is not known."""
+    free = free_memory(device)
+    return 2**62 if free is None else free // 2
 
 
 class Shelf(Generic[Item]):
