@@ -73,5 +73,5 @@ def same(ours, stock):
         torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-10)
 
 
-def offload_hook(model, device=CPU):
+def offload_hook(model, device="cpu"):
     add_hook_to_module(model, CpuOffload(execution_device=device), append=True)

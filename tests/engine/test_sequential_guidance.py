@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 import torch
-from accelerate.hooks import CpuOffload, add_hook_to_module, remove_hook_from_module
+from accelerate.hooks import remove_hook_from_module
 from diffusers import (
     FirstBlockCacheConfig,
     UNet2DConditionModel,
@@ -18,11 +18,12 @@ from diffusers.hooks import apply_group_offloading
 from diffusers.models.attention_processor import PAGCFGIdentitySelfAttnProcessor2_0, SlicedAttnProcessor
 from torch.utils._pytree import tree_leaves
 
-from model_inputs import (, offload_hook
+from model_inputs import (
     control_inputs,
     doubled,
     flux_inputs,
     notes,
+    offload_hook,
     residuals,
     same,
     sd3_inputs,
