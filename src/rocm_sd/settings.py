@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from pathlib import Path
@@ -11,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 from rocm_sd.errors import InvalidOption
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
-__all__ = ["VARIABLES", "Settings", "Variable", "current", "implementation_for"]
+__all__ = ["VARIABLES", "Settings", "Variable", "current", "implementation_for", "stock_implementations"]
 
 
 @dataclass(frozen=True)
@@ -128,8 +130,23 @@ def _named_by(text: str) -> Settings:
     return Settings.from_environment({"ROCM_SD_IMPLEMENTATION": text})
 
 
+_STOCK_OPS: ContextVar[frozenset[str]] = ContextVar("rocm_sd_stock_ops", default=frozenset())
+
+
+@contextmanager
+def stock_implementations(ops: frozenset[str]) -> Iterator[None]:
+    """These ops run as stock torch within, whatever the environment or the tuning data say."""
+    token = _STOCK_OPS.set(ops)
+    try:
+        yield
+    finally:
+        _STOCK_OPS.reset(token)
+
+
 def implementation_for(op: str) -> str | None:
     """As of `current()`, at a tenth of its cost: every call of an op asks."""
+    if op in _STOCK_OPS.get():
+        return "torch"
     text = os.environ.get("ROCM_SD_IMPLEMENTATION")
     return _named_by(text).implementation_for(op) if text else None
 

@@ -71,15 +71,19 @@ class CapturedForward:
     """Stands in for `inner`, the forward that the module had.
 
     `runs`, one for each pipeline that has the model, tell which schedule is being run, or None: within one, weights do
-    not change, so that what depends on the prompt alone is computed once.
+    not change, so that what depends on the prompt alone is computed once, if it `hoists`. If it does not record, every
+    call is as the first one.
     """
 
-    def __init__(self, module: nn.Module, inner: Callable[..., Any]) -> None:
+    def __init__(
+        self, module: nn.Module, inner: Callable[..., Any], *, hoists: bool = True, records: bool = True
+    ) -> None:
         # Held weakly, or the model would live as long as its recordings.
         self._module = ref(module)
         bound_to_it = getattr(inner, "__self__", None) is module
         self._function = inner.__func__ if bound_to_it else inner  # type: ignore[attr-defined]
         self._bound = bound_to_it
+        self._hoists, self._records = hoists, records
         self.runs: list[Callable[[], Run | None]] = []
         self._device = next(module.parameters()).device
         self._entries: Shelf[_Entry] = Shelf(lambda: half_of_the_free_memory(self._device))
@@ -127,6 +131,9 @@ class CapturedForward:
         self.left_eager = _why_eager(module)
         if self.left_eager is not None:
             return self._inner(*args, **kwargs)
+        if entry is not None and not self._records:
+            self._fill(entry, call, module, args, kwargs)
+            return _unflattened(entry, entry.body())
         return self._begin(module, entry, call, args, kwargs)
 
     def _begin(
@@ -161,7 +168,8 @@ class CapturedForward:
         if self._firsts[call.key] > _MOST_BEGINNINGS:
             raise RuntimeError(f"the model keeps changing ({self.stale})")
         inputs = [_buffer_for(tensor, self._device) for tensor in call.tensors]
-        entry = _Entry(inputs, Prepared.of(module, bound(module, args, kwargs)), list)
+        prepared = Prepared.of(module, bound(module, args, kwargs)) if self._hoists else None
+        entry = _Entry(inputs, prepared, list)
         if entry.prepared is not None:
             self._packed = entry.prepared.hoist
         entry.body = partial(self._body, entry, call)

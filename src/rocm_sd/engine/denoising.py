@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary, WeakSet, ref
 from rocm_sd import settings
 from rocm_sd.engine.captured import CapturedForward
 from rocm_sd.engine.installed import Installed
+from rocm_sd.engine.parts import EVERYTHING, Parts
 from rocm_sd.engine.stepping import hook, unhook
 
 if TYPE_CHECKING:
@@ -40,10 +41,10 @@ def is_wanted(device: torch.device, *, allowed: bool) -> bool:
     return allowed and asked is not False
 
 
-def install(target: Any, models: Sequence[nn.Module]) -> Installed:
+def install(target: Any, models: Sequence[nn.Module], parts: Parts = EVERYTHING) -> Installed:
     """`target`: the pipeline, or the bare model; `models`: those of it whose forwards are recorded."""
     follow = _Follow(target)
-    captured = [_captured(model) for model in models]
+    captured = [_captured(model, parts) for model in models]
     for forward in captured:
         forward.runs.append(follow.run)
     scheduler = getattr(target, "scheduler", None)
@@ -63,11 +64,11 @@ def install(target: Any, models: Sequence[nn.Module]) -> Installed:
     return Installed(notes, restore)
 
 
-def _captured(model: nn.Module) -> CapturedForward:
+def _captured(model: nn.Module, parts: Parts) -> CapturedForward:
     """Where two pipelines share a model, the recordings of the one that came first serve both."""
     known = _CAPTURED.get(model)
     if known is None:
-        known = _CAPTURED[model] = _replace_forward(model)
+        known = _CAPTURED[model] = _replace_forward(model, parts)
     return known
 
 
@@ -135,7 +136,7 @@ def _forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
 _forward.__name__ = "forward"
 
 
-def _replace_forward(model: nn.Module) -> CapturedForward:
+def _replace_forward(model: nn.Module, parts: Parts) -> CapturedForward:
     # accelerate's offload hooks wrap `forward` and keep what they wrapped in `_old_forward`: go inside the wrapper.
     attribute = "_old_forward" if "_old_forward" in model.__dict__ else "forward"
     inner = getattr(model, attribute)
@@ -143,7 +144,7 @@ def _replace_forward(model: nn.Module) -> CapturedForward:
     if getattr(inner, "__func__", None) is _forward:
         delattr(model, attribute)
         inner = MethodType(type(model).forward, model)
-    captured = CapturedForward(model, inner)
+    captured = CapturedForward(model, inner, hoists=parts.hoisted, records=parts.recorded)
     captured.was_on_the_instance = attribute in model.__dict__
     setattr(model, attribute, MethodType(_forward, model))
     return captured

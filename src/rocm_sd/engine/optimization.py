@@ -13,6 +13,7 @@ from rocm_sd import arch
 from rocm_sd.engine import denoising, levels, vae, warmup
 from rocm_sd.engine.installed import Installed
 from rocm_sd.engine.levels import LEVELS
+from rocm_sd.engine.parts import EVERYTHING, Parts
 from rocm_sd.engine.reporting import Report
 from rocm_sd.errors import InvalidOption, Unsupported
 from rocm_sd.rewrite import RULES, RULES_FOR_GRAPHS, apply, undo
@@ -21,7 +22,7 @@ from rocm_sd.tuning import lookup
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["LEVELS", "QUALITIES", "optimize", "report", "restore"]
+__all__ = ["LEVELS", "QUALITIES", "optimize", "optimize_with", "report", "restore"]
 
 QUALITIES = ("exact", "high", "balanced")
 CHANNELS_LAST = "channels_last"
@@ -47,6 +48,13 @@ def optimize(target: Target, level: str = "auto", quality: str = "exact") -> Tar
     `level` trades memory for speed and never changes the picture. `quality` sets how far approximations may go;
     `exact` allows none.
     """
+    return optimize_with(target, level, quality, EVERYTHING)
+
+
+def optimize_with(target: Target, level: str, quality: str, parts: Parts) -> Target:
+    """`optimize` with some of its parts. What they leave to stock inside an op or a block is so within
+    `parts.in_force()` only.
+    """
     if level not in LEVELS:
         raise InvalidOption("level", level, list(LEVELS))
     if quality not in QUALITIES:
@@ -57,12 +65,14 @@ def optimize(target: Target, level: str = "auto", quality: str = "exact") -> Tar
     device = decision.device
     architecture = arch.detect(device)
     layout = lookup("memory_format", architecture.name, {})
-    channels_last = layout.implementation == CHANNELS_LAST
+    channels_last = layout.implementation == CHANNELS_LAST and parts.channels_last
     reason = None if channels_last else f"its convolutions keep their layout ({layout.why})"
-    graphs = denoising.is_wanted(device, allowed=decision.graphs)
+    graphs = (parts.recorded or parts.hoisted) and denoising.is_wanted(device, allowed=decision.graphs)
     if graphs:
         warmup.start(device)
     available = (*RULES, *RULES_FOR_GRAPHS) if graphs else RULES
+    if parts.rules is not None:
+        available = tuple(rule for rule in (*RULES, *RULES_FOR_GRAPHS) if rule.name in parts.rules)
     rules = [rule for rule in available if rule.on_cpu or device.type != "cpu"]
     changes = [
         change for name, module in modules for change in apply(module, rules, prefix=name, not_channels_last=reason)
@@ -71,7 +81,7 @@ def optimize(target: Target, level: str = "auto", quality: str = "exact") -> Tar
     if channels_last:
         installed.append(_channels_last(modules, layout.why))
     if graphs:
-        installed.append(denoising.install(target, denoising.recorded_models(target)))
+        installed.append(denoising.install(target, denoising.recorded_models(target), parts))
     notes = []
     if len(rules) < len(available):
         idle = ", ".join(rule.name for rule in available if rule not in rules)

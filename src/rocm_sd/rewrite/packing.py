@@ -6,15 +6,29 @@ counter) is in the view at once, and no memory is doubled. Weights that were mov
 
 from __future__ import annotations
 
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
-__all__ = ["packed_linear", "unpack"]
+__all__ = ["packed_linear", "packing", "unpack"]
+
+_ALLOWED: ContextVar[bool] = ContextVar("rocm_sd_packing", default=True)
+
+
+@contextmanager
+def packing(*, allowed: bool) -> Iterator[None]:
+    """Whether linears are read as one within: an ablation shows what it brings."""
+    token = _ALLOWED.set(allowed)
+    try:
+        yield
+    finally:
+        _ALLOWED.reset(token)
 
 
 def packed_linear(*linears: nn.Linear) -> tuple[torch.Tensor, torch.Tensor | None] | None:
@@ -23,7 +37,7 @@ def packed_linear(*linears: nn.Linear) -> tuple[torch.Tensor, torch.Tensor | Non
     None where the linears cannot be read as one at this time; then each is to be used for itself.
     """
     # An address is no part of a traced graph.
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or not _ALLOWED.get():
         return None
     # Not through attributes: nn.Module looks those up in Python, six times for QKV.
     owned = [linear._parameters for linear in linears]  # noqa: SLF001

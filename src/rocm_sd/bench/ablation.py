@@ -1,0 +1,142 @@
+"""What each optimisation brings: a row for each, in which it is added to all those before it.
+
+The rows are engines like any other: the runner prepares them, gates their numerics and times them in turns.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rocm_sd.engine.optimization import optimize_with
+from rocm_sd.engine.parts import EVERYTHING, Parts
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+__all__ = ["ROWS", "STOCK_ROW", "Row", "prepare", "rows"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """`parts` of the engine are in use, or none of it. `on_cpu`: None, or why the row is not of a CPU's."""
+
+    name: str
+    what: str
+    parts: Parts | None = None
+    float32: bool = False
+    fused_attention: bool = True
+    channels_last: bool = True
+    on_cpu: str | None = None
+
+
+_NORMS = frozenset({"resblock", "norm_out"})
+_FEED_FORWARD = _NORMS | {"transformer"}
+_ATTENTION = _FEED_FORWARD | {"spatial_transformer", "vae_attention", "joint_transformer", "flux_transformer"}
+_SAMPLERS = _ATTENTION | {"upsample", "downsample", "flux_single_transformer"}
+
+_EAGER = Parts(hoisted=False, recorded=False)
+_NO_HALVES = "a CPU computes in float32"
+_NO_LAUNCHES = "a CPU waits for no launches: nothing is captured there"
+
+# As Diffusers comes, in half precision with torch's fused attention: what every other figure calls stock.
+STOCK_ROW = "fused attention"
+ROWS: tuple[Row, ...] = (
+    Row(
+        "float32",
+        "stock Diffusers in float32, attention as two products and a softmax",
+        float32=True,
+        fused_attention=False,
+        channels_last=False,
+    ),
+    Row("float16", "the same in float16", fused_attention=False, channels_last=False, on_cpu=_NO_HALVES),
+    Row(STOCK_ROW, "torch's scaled_dot_product_attention: stock Diffusers as it comes", channels_last=False),
+    Row("channels-last", "weights of convolutions laid out channels-last"),
+    Row(
+        "GroupNorm",
+        "GroupNorm and SiLU as one op that keeps the layout",
+        replace(_EAGER, rules=_NORMS, stock_ops=frozenset({"conv2d"})),
+    ),
+    Row(
+        "GEGLU",
+        "the feed-forward's first linear, its bias and GEGLU as one op",
+        replace(
+            _EAGER,
+            rules=_FEED_FORWARD,
+            stock_ops=frozenset({"conv2d", "linear_residual", "layer_norm_residual", "attention"}),
+            packed=False,
+        ),
+    ),
+    Row(
+        "packed QKV",
+        "Q, K and V by one product, attention chosen by shape and read in place, no permutes around it",
+        replace(_EAGER, rules=_ATTENTION, stock_ops=frozenset({"conv2d", "linear_residual", "layer_norm_residual"})),
+    ),
+    Row(
+        "residual epilogues",
+        "bias, time embedding and residual adds inside convolutions, linears and LayerNorms",
+        replace(_EAGER, rules=_ATTENTION),
+    ),
+    Row(
+        "upsample conv",
+        "upsampling inside its convolution, as four smaller ones",
+        replace(_EAGER, rules=_SAMPLERS),
+    ),
+    Row(
+        "text KV reuse",
+        "keys and values of the text, time embeddings and summed weights made once a picture",
+        Parts(recorded=False),
+        on_cpu=_NO_LAUNCHES,
+    ),
+    Row("step graph", "each forward replayed as one graph: rocm-sd as it comes", EVERYTHING, on_cpu=_NO_LAUNCHES),
+)
+
+
+def rows(device: torch.device) -> tuple[Row, ...]:
+    """Those that mean something on the device."""
+    return tuple(row for row in ROWS if device.type != "cpu" or row.on_cpu is None)
+
+
+def prepare(row: Row, pipe: Any) -> Any:
+    """The pipeline with the row's optimisations, and no other, in force at every call of its models."""
+    models = [part for name in ("unet", "transformer", "vae") if (part := getattr(pipe, name, None)) is not None]
+    for model in models:
+        if row.float32:
+            model.to(torch.float32)
+        if not row.fused_attention:
+            _use_unfused_attention(model)
+        if row.channels_last:
+            model.to(memory_format=torch.channels_last)
+    if row.parts is not None:
+        optimize_with(pipe, "performance", "exact", row.parts)
+        for model in models:
+            _keep_in_force(model, row.parts)
+    return pipe
+
+
+def _use_unfused_attention(model: Any) -> None:
+    from diffusers.models.attention_processor import AttnProcessor  # noqa: PLC0415 -- takes seconds
+
+    if hasattr(model, "set_attn_processor"):
+        model.set_attn_processor(AttnProcessor())
+
+
+def _keep_in_force(model: Any, parts: Parts) -> None:
+    for name in _entrances(model):
+        setattr(model, name, _within(parts, getattr(model, name)))
+
+
+def _entrances(model: Any) -> tuple[str, ...]:
+    """What a pipeline calls: `forward` of most models, and of a VAE its two halves."""
+    return ("encode", "decode") if hasattr(model, "decode") else ("forward",)
+
+
+def _within(parts: Parts, call: Callable[..., Any]) -> Callable[..., Any]:
+    def called(*args: Any, **kwargs: Any) -> Any:
+        with parts.in_force():
+            return call(*args, **kwargs)
+
+    return called

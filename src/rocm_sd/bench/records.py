@@ -1,0 +1,210 @@
+"""What a benchmark leaves behind: one JSON file with the machine, the versions, every single timing and what follows.
+
+Only what was measured is stored. Averages, percentiles and rates are computed from the timings wherever they are shown,
+so a record cannot contradict itself. `Record.load` refuses what is not a record, or is one of a later version.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from rocm_sd.errors import RocmSdError
+
+__all__ = ["FORMAT", "Comparison", "Machine", "Measurement", "Record", "UnreadableRecord", "WorkloadFacts"]
+
+FORMAT = "rocm-sd-bench/1"
+
+
+class UnreadableRecord(RocmSdError):
+    """A file that is not a benchmark record of this version."""
+
+    def __init__(self, path: Path, why: str) -> None:
+        super().__init__(
+            f"{path} is not a benchmark record: {why}.",
+            hint="Records are written by: rocm-sd bench WORKLOAD --out FOLDER",
+        )
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The card and the versions; nothing that names a person, a host or a folder."""
+
+    device: str
+    arch: str
+    compute_units: int | None
+    memory_mib: int | None
+    driver: str | None
+    system: str
+    versions: dict[str, str]
+
+
+@dataclass(frozen=True)
+class WorkloadFacts:
+    """`weights`: "random", or where they came from; `flops`: of one whole picture, if they were counted."""
+
+    name: str
+    model: str
+    weights: str
+    height: int
+    width: int
+    steps: int
+    scheduler: str
+    guidance: float
+    dtype: str
+    flops: float | None = None
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One engine at one batch size. `ms`: each timed batch, in order; empty where `left_out` says why.
+
+    `error` is that of the final latents against a float32 run, relative to its norm; `stock_error` is stock's in the
+    same run. `floor_ms` is the least time that the arithmetic of one batch can take on this card.
+    """
+
+    engine: str
+    version: str
+    provider: str
+    batch: int
+    ms: tuple[float, ...]
+    steps: int
+    warm_up_s: float | None = None
+    first_run_mib: float | None = None
+    second_run_mib: float | None = None
+    power_watt: float | None = None
+    clock_mhz: float | None = None
+    temperature_c: float | None = None
+    floor_ms: float | None = None
+    error: float | None = None
+    stock_error: float | None = None
+    left_out: str | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def average_ms(self) -> float:
+        return fmean(self.ms)
+
+    @property
+    def p50_ms(self) -> float:
+        return median(self.ms)
+
+    @property
+    def p90_ms(self) -> float:
+        ordered = sorted(self.ms)
+        return ordered[min(len(ordered) - 1, int(0.9 * len(ordered)))]
+
+    @property
+    def images_per_s(self) -> float:
+        return self.batch / self.p50_ms * 1e3
+
+    @property
+    def steps_per_s(self) -> float:
+        """Of the whole picture, text and VAE included, as most published figures count."""
+        return self.steps / self.p50_ms * 1e3
+
+    @property
+    def energy_joule(self) -> float | None:
+        """Of one picture, from the average power while it was timed."""
+        return None if self.power_watt is None or not self.ms else self.power_watt * self.p50_ms / 1e3 / self.batch
+
+    @property
+    def floor_percent(self) -> float | None:
+        return None if self.floor_ms is None or not self.ms else 100 * self.floor_ms / self.p50_ms
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """How many times as fast `engine` is as `against`, turn by turn of one interleaved run.
+
+    `low` and `high` are a 95% interval. `verdict`: "faster", "slower" or "no difference", which is all that can be said
+    while the interval contains 1.
+    """
+
+    engine: str
+    against: str
+    batch: int
+    ratio: float
+    low: float
+    high: float
+    verdict: str
+
+
+@dataclass(frozen=True)
+class Record:
+    """`kind`: "engines" side by side, or "ablation", whose measurements add one optimisation each, in order; or "op".
+
+    `complete` is false while a run is under way, or was interrupted; it can be resumed. `op_cases`: for kind "op", the
+    call that each batch number stands for, from 1 on.
+    """
+
+    kind: str
+    workload: WorkloadFacts
+    machine: Machine
+    command: str
+    when: str
+    measurements: tuple[Measurement, ...]
+    comparisons: tuple[Comparison, ...] = ()
+    complete: bool = True
+    notes: tuple[str, ...] = ()
+    op_cases: tuple[str, ...] = ()
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    def measurement(self, engine: str, batch: int) -> Measurement | None:
+        return next((m for m in self.measurements if m.engine == engine and m.batch == batch), None)
+
+    @property
+    def batches(self) -> tuple[int, ...]:
+        return tuple(dict.fromkeys(m.batch for m in self.measurements))
+
+    @property
+    def engines(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(m.engine for m in self.measurements))
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"format": FORMAT, **asdict(self)}
+
+    def save(self, path: Path) -> None:
+        """Whole or not at all: a reader, or a run that is killed, never sees half a record."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                file.write(json.dumps(self.to_dict(), indent=2) + "\n")
+            Path(name).replace(path)
+        except BaseException:
+            Path(name).unlink(missing_ok=True)
+            raise
+
+    @classmethod
+    def load(cls, path: Path) -> Record:
+        try:
+            values = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise UnreadableRecord(path, "there is no such file") from None
+        except (OSError, ValueError) as error:
+            raise UnreadableRecord(path, str(error)) from error
+        if not isinstance(values, dict) or values.pop("format", None) != FORMAT:
+            raise UnreadableRecord(path, f"its format is not {FORMAT}")
+        try:
+            return cls(
+                **{
+                    **values,
+                    "workload": WorkloadFacts(**values["workload"]),
+                    "machine": Machine(**values["machine"]),
+                    "measurements": tuple(
+                        Measurement(**{**m, "ms": tuple(m["ms"]), "notes": tuple(m.get("notes", ()))})
+                        for m in values["measurements"]
+                    ),
+                    "comparisons": tuple(Comparison(**c) for c in values.get("comparisons", ())),
+                    "notes": tuple(values.get("notes", ())),
+                    "op_cases": tuple(values.get("op_cases", ())),
+                }
+            )
+        except (KeyError, TypeError) as error:
+            raise UnreadableRecord(path, f"a field is missing or unknown ({error})") from error

@@ -1,0 +1,40 @@
+"""Which parts of the engine are put to use: all of them, but where an ablation adds one after the other."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from rocm_sd import settings
+from rocm_sd.rewrite.packing import packing
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["EVERYTHING", "Parts"]
+
+
+@dataclass(frozen=True)
+class Parts:
+    """`rules`: by name, or None for all; `stock_ops`: those whose stock implementation runs; `packed`: QKV and text KV.
+
+    `recorded`: forwards are answered from graphs; `hoisted`: what depends on the prompt or the timestep alone is made
+    once a run. Without both, calls go to the modules themselves.
+    """
+
+    rules: frozenset[str] | None = None
+    stock_ops: frozenset[str] = frozenset()
+    channels_last: bool = True
+    packed: bool = True
+    hoisted: bool = True
+    recorded: bool = True
+
+    @contextmanager
+    def in_force(self) -> Iterator[None]:
+        """Around each call of a model that was optimised with these parts alone."""
+        with settings.stock_implementations(self.stock_ops), packing(allowed=self.packed):
+            yield
+
+
+EVERYTHING = Parts()
