@@ -237,7 +237,7 @@ def row_of(clock, op, sample, choice, options):
 
 
 # Implementations beside the kernel that are this project's own; the rest of the names are stock torch's.
-OWN = {"gemm_softmax", "library_epilogue", "library_gemm", "parity_library"}
+OWN = {"gemm_softmax", "library_epilogue", "library_geglu", "library_gemm", "parity_library"}
 
 
 def geomean(values):

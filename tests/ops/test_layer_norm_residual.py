@@ -25,7 +25,7 @@ def dtype_id(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def inputs(shape, dtype, device, *, affine=True, seed=0):
+def inputs(shape, dtype, device, *, affine=True, seed=0, residual_too=True):
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*size, mean=0.0, std=1.0):
@@ -33,7 +33,11 @@ def inputs(shape, dtype, device, *, affine=True, seed=0):
 
     C = shape[-1]
     x, residual = normal(*shape, mean=0.7, std=2.0), normal(*shape)
-    return (x, residual, *((normal(C, mean=1.0, std=0.3), normal(C, std=0.5)) if affine else (None, None)))
+    return (
+        x,
+        residual if residual_too else None,
+        *((normal(C, mean=1.0, std=0.3), normal(C, std=0.5)) if affine else (None, None)),
+    )
 
 
 def in_float64(arguments):
@@ -57,6 +61,32 @@ def check(arguments, implementation, *, eps=1e-5):
 @pytest.mark.usefixtures("poison_memory")
 def test_as_accurate_as_stock(shape, dtype, implementation, device):
     check(inputs(shape, dtype, device), implementation)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
+@pytest.mark.parametrize("shape", SHAPES, ids=shape_id)
+@pytest.mark.usefixtures("poison_memory")
+def test_without_a_residual_it_is_the_norm_alone(shape, dtype, implementation, device):
+    arguments = inputs(shape, dtype, device, residual_too=False)
+    _, total = check(arguments, implementation)
+    assert total is arguments[0]
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_the_norm_alone_of_any_strides(implementation, device):
+    x, _, weight, bias = inputs((2, 12, 48), torch.float16, device)
+    for strided in (torch.cat([x, x], dim=-1)[..., ::2], x.transpose(0, 1), x[:1].expand(2, -1, -1)):
+        y, total = layer_norm_residual(strided, None, weight, bias, implementation=implementation)
+        assert total is strided
+        assert y.is_contiguous()
+        torch.testing.assert_close(y, F.layer_norm(strided, (48,), weight, bias))
+
+
+def test_the_norm_alone_has_gradients(device):
+    x, _, weight, bias = inputs((3, 8), torch.float64, device, residual_too=False)
+    given = [tensor.requires_grad_() for tensor in (x, weight, bias)]
+    assert torch.autograd.gradcheck(lambda x, w, b: layer_norm_residual(x, None, w, b)[0], given)
 
 
 @pytest.mark.parametrize(

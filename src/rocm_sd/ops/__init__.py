@@ -7,6 +7,7 @@ from rocm_sd.ops.group_norm_silu import group_norm_silu
 from rocm_sd.ops.guided_step import guided_step
 from rocm_sd.ops.layer_norm_residual import layer_norm_residual
 from rocm_sd.ops.layout_copy import layout_copy
+from rocm_sd.ops.linear_geglu import linear_geglu
 from rocm_sd.ops.linear_residual import linear_residual
 from rocm_sd.ops.registry import OPS
 from rocm_sd.ops.upsample import upsample
@@ -21,6 +22,7 @@ __all__ = [
     "guided_step",
     "layer_norm_residual",
     "layout_copy",
+    "linear_geglu",
     "linear_residual",
     "parity_weights",
     "upsample",

@@ -1,5 +1,5 @@
 """Transformer block of a UNet: packed QKV and text KV, residual adds inside the norms and the last linear's epilogue,
-the feed-forward's bias inside GEGLU.
+the feed-forward's first linear and GEGLU as one op.
 
 Each piece (an attention, a norm, the feed-forward) asks at every call whether it is what the ops compute; where it is
 not, the piece itself is called, as stock does.
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from rocm_sd.ops import attention, geglu, layer_norm_residual, linear_residual
+from rocm_sd.ops import attention, geglu, layer_norm_residual, linear_geglu, linear_residual
 from rocm_sd.ops.linear_residual.packing import split_heads
 from rocm_sd.rewrite import conditioning
 from rocm_sd.rewrite.apply import Rule
@@ -120,7 +120,7 @@ def _before_feed_forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Of the tokens x, or pending + x: what the feed-forward takes, and the residual that is added to its result."""
     if pending is None:
-        h = block.norm1(x)
+        h = _norm(block.norm1, x)
     else:
         h, x = _add_and_norm(block.norm1, pending, x)
     h = _attend(block.attn1, h, text if block.only_cross_attention else None, mask)
@@ -179,6 +179,13 @@ def _project(x: torch.Tensor, heads: int, *layers: Any) -> tuple[torch.Tensor, .
     return tuple(y.reshape(*y.shape[:-1], heads, y.shape[-1] // heads) for y in columns)
 
 
+def _norm(norm: nn.LayerNorm, x: torch.Tensor) -> torch.Tensor:
+    if type(norm) is nn.LayerNorm and untouched(norm):
+        return layer_norm_residual(x, None, norm.weight, norm.bias, norm.eps)[0]
+    y: torch.Tensor = norm(x)
+    return y
+
+
 def _add_and_norm(norm: nn.LayerNorm, h: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     # A processor of the user's own may answer in another dtype.
     if type(norm) is nn.LayerNorm and untouched(norm) and h.dtype == x.dtype and h.shape == x.shape:
@@ -193,10 +200,9 @@ def _feed_forward(ff: Any, h: torch.Tensor, residual: torch.Tensor | None) -> to
         stock: torch.Tensor = ff(h)
         return stock if residual is None else stock + residual
     projection = gate.proj
-    h, bias = (
-        (linear_residual(h, projection.weight), projection.bias) if is_plain(projection) else (projection(h), None)
-    )
-    return _linear(out, geglu(h, bias), residual)
+    plain = is_plain(projection)
+    h = linear_geglu(h, projection.weight, projection.bias) if plain else geglu(projection(h))
+    return _linear(out, h, residual)
 
 
 def _linear(layer: Any, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:

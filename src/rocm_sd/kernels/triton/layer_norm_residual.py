@@ -1,4 +1,4 @@
-"""total = x + residual; y = layer_norm(total) * weight + bias, x: [M, C], in one pass over memory.
+"""total = x + residual; y = layer_norm(total) * weight + bias, x: [M, C], in one pass over memory. Or of x alone.
 
 A row is held in registers between its two passes, the mean and then the centred squares: no cancellation. Its width is
 split in equal powers of two, 320 = 5 * 64: a single block of 512 would leave 37% of the lanes idle, and unequal parts
@@ -52,9 +52,9 @@ def _load(pointer, at, here, c, C, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, EV
 
 
 @triton.jit
-def _layer_norm_residual(
+def _layer_norm_residual(  # noqa: C901 -- branches of a variant that is compiled are gone
     x, residual, weight, bias, y, total, M, C, x_stride, residual_stride, eps,
-    HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
     ROWS: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, EVEN_C: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(0) * ROWS
@@ -63,14 +63,16 @@ def _layer_norm_residual(
     here = first + row < M
     # 64-bit only in the scalar bases.
     x += first.to(tl.int64) * x_stride
-    residual += first.to(tl.int64) * residual_stride
-    total += first.to(tl.int64) * C
+    if HAS_RESIDUAL:
+        residual += first.to(tl.int64) * residual_stride
+        total += first.to(tl.int64) * C
     y += first.to(tl.int64) * C
     at = row * C + c
 
     # Every load before the first store, which the compiler may not move them across: they wait for memory together.
     xs = _load(x, row * x_stride + c, here, c, C, CHUNK, CHUNKS, EVEN_C)
-    residuals = _load(residual, row * residual_stride + c, here, c, C, CHUNK, CHUNKS, EVEN_C)
+    if HAS_RESIDUAL:
+        residuals = _load(residual, row * residual_stride + c, here, c, C, CHUNK, CHUNKS, EVEN_C)
     # As wide as the tile, though every row reads the same: in a layout of its own it would go through LDS.
     columns = tl.broadcast_to(c, [ROWS, CHUNK])
     if HAS_WEIGHT:
@@ -82,9 +84,11 @@ def _layer_norm_residual(
     # Chunks are added lane by lane, so that lanes meet once.
     added = tl.zeros([ROWS, CHUNK], tl.float32)
     for i in tl.static_range(CHUNKS):
-        # Rounded and widened again: the norm is that of the total as stock torch has it.
-        rounded = (xs[i].to(tl.float32) + residuals[i].to(tl.float32)).to(total.dtype.element_ty)
-        tl.store(total + i * CHUNK + at, rounded, mask=_inside(here, c, i, C, CHUNK, EVEN_C))
+        rounded = xs[i]
+        if HAS_RESIDUAL:
+            # Rounded and widened again: the norm is that of the total as stock torch has it.
+            rounded = (xs[i].to(tl.float32) + residuals[i].to(tl.float32)).to(total.dtype.element_ty)
+            tl.store(total + i * CHUNK + at, rounded, mask=_inside(here, c, i, C, CHUNK, EVEN_C))
         totals = totals + (rounded.to(tl.float32),)  # type: ignore[assignment]  # noqa: RUF005
         added += totals[i]
     share = 1.0 / C
@@ -109,22 +113,25 @@ def _layer_norm_residual(
 
 def launch(
     x: torch.Tensor,
-    residual: torch.Tensor,
+    residual: torch.Tensor | None,
     y: torch.Tensor,
-    total: torch.Tensor,
+    total: torch.Tensor | None,
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
     eps: float,
     config: LayerNormResidualConfig,
 ) -> None:
-    """Fill `y` and `total`, dense [M, C]; rows of `x` and `residual`, [M, C], may be any distance apart."""
+    """Fill `y` and `total`, dense [M, C]; rows of `x` and `residual`, [M, C], may be any distance apart.
+
+    Without a residual there is no total.
+    """
     M, C = x.shape
     whole = triton.next_power_of_2(C)
     # Chunks are unrolled: more than 8 would be a long kernel for a width that nothing was tuned for.
     chunk = min(max(config.chunk, whole // 8), whole)
     chunks = triton.cdiv(C, chunk)
     _layer_norm_residual[(triton.cdiv(M, config.rows),)](
-        x, residual, weight, bias, y, total, M, C, x.stride(0), residual.stride(0), eps,
-        HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None,
+        x, residual, weight, bias, y, total, M, C, x.stride(0), 0 if residual is None else residual.stride(0), eps,
+        HAS_RESIDUAL=residual is not None, HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None,
         ROWS=config.rows, CHUNK=chunk, CHUNKS=chunks, EVEN_C=chunk * chunks == C, num_warps=config.warps,
     )  # fmt: skip

@@ -1,4 +1,7 @@
-"""total = x + residual; y = layer_norm(total): the norms of a transformer block, with the adds before them."""
+"""total = x + residual; y = layer_norm(total): the norms of a transformer block, with the adds before them.
+
+Without a residual it is LayerNorm alone, as at the beginning of every transformer.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ _WIDEST = 16384
 
 def layer_norm_residual(
     x: torch.Tensor,
-    residual: torch.Tensor,
+    residual: torch.Tensor | None,
     weight: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
     eps: float = 1e-5,
@@ -37,22 +40,28 @@ def layer_norm_residual(
     """total = x + residual; y = layer_norm(total) * weight + bias over the last dimension; returns (y, total).
 
     x, residual: [..., C] of any strides and one dtype, fp16, bf16, fp32 or fp64; weight, bias: [C]; y and total are
-    dense and of x's dtype. `implementation` names one and never falls back; without it the tuning data decides.
+    dense and of x's dtype. Without a residual the total is x itself. `implementation` names one and never falls back;
+    without it the tuning data decides.
     """
     _validate(x, residual, weight, bias)
     if needs_no_dispatcher(x, residual, weight, bias):
-        out: Pair = OP.run(problem(x), x.device, implementation, x, residual, weight, bias, eps)
+        out: Pair = OP.run(problem(x, residual), x.device, implementation, x, residual, weight, bias, eps)
         return out
+    if residual is None:
+        # An operator of torch may not return what it was given. LayerNorm alone is one already, and differentiable.
+        return F.layer_norm(x, x.shape[-1:], _as(weight, x), _as(bias, x), eps).contiguous(), x
     y, total = torch.ops.rocm_sd.layer_norm_residual(x, residual, weight, bias, eps, implementation)
     return y, total
 
 
-def _validate(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None) -> None:
+def _validate(
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor | None, bias: torch.Tensor | None
+) -> None:
     if x.dtype not in {torch.float16, torch.bfloat16, torch.float32, torch.float64}:
         raise Unsupported(OP.name, f"dtype {x.dtype}", hint="Use float16, bfloat16, float32 or float64.")
     if not x.dim() or not x.shape[-1]:
         raise Unsupported(OP.name, f"x of shape {tuple(x.shape)}: it takes [..., C] with C of at least 1")
-    if residual.dtype != x.dtype:
+    if residual is not None and residual.dtype != x.dtype:
         raise Unsupported(OP.name, f"x of {x.dtype} with residual of {residual.dtype}")
     C = x.shape[-1]
     for name, tensor, shape in (("residual", residual, tuple(x.shape)), ("weight", weight, (C,)), ("bias", bias, (C,))):
@@ -71,15 +80,15 @@ def _allocate(x: torch.Tensor) -> Pair:
 
 def _stock(
     x: torch.Tensor,
-    residual: torch.Tensor,
+    residual: torch.Tensor | None,
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
     eps: float,
     *,
     config: Mapping[str, int],  # noqa: ARG001 -- stock torch has nothing to configure
 ) -> Pair:
-    total = (x + residual).contiguous()
-    return F.layer_norm(total, total.shape[-1:], _as(weight, x), _as(bias, x), eps), total
+    total = x if residual is None else (x + residual).contiguous()
+    return F.layer_norm(total, total.shape[-1:], _as(weight, x), _as(bias, x), eps).contiguous(), total
 
 
 def _as(tensor: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor | None:
@@ -88,7 +97,7 @@ def _as(tensor: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor | None:
 
 def _triton(
     x: torch.Tensor,
-    residual: torch.Tensor,
+    residual: torch.Tensor | None,
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
     eps: float,
@@ -97,13 +106,14 @@ def _triton(
 ) -> Pair:
     from rocm_sd.kernels.triton.layer_norm_residual import LayerNormResidualConfig, launch  # noqa: PLC0415 -- Triton
 
-    y, total = _allocate(x)
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    total = x if residual is None else torch.empty_like(y)
     if x.numel():
         C = x.shape[-1]
         weight, bias = (None if t is None else t.contiguous() for t in (weight, bias))
+        added, sums = (None, None) if residual is None else (_rows(residual), total.view(-1, C))
         launch(
-            _rows(x), _rows(residual), y.view(-1, C), total.view(-1, C), weight, bias, eps,
-            LayerNormResidualConfig.from_mapping(config),
+            _rows(x), added, y.view(-1, C), sums, weight, bias, eps, LayerNormResidualConfig.from_mapping(config)
         )  # fmt: skip
     return y, total
 

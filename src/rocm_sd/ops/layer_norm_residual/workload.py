@@ -20,21 +20,23 @@ if TYPE_CHECKING:
 __all__ = ["TUNING", "VERIFICATION", "problem"]
 
 
-def problem(x: torch.Tensor, *_rest: Any) -> Problem:
+def problem(x: torch.Tensor, residual: torch.Tensor | None = None, *_rest: Any) -> Problem:
     C = x.shape[-1]
-    return {"m": x.numel() // C, "c": C, "dtype": dtype_name(x.dtype)}
+    return {"m": x.numel() // C, "c": C, "residual": int(residual is not None), "dtype": dtype_name(x.dtype)}
 
 
-def _sample(rows: int, C: int, dtype: torch.dtype, *, affine: bool = True) -> Sample:
+def _sample(rows: int, C: int, dtype: torch.dtype, *, affine: bool = True, residual: bool = True) -> Sample:
     def build(draw: Draw) -> tuple[Any, ...]:
         x = draw(rows, C, mean=0.7, std=2.0)
-        return x, draw(rows, C), *((draw(C, mean=1.0, std=0.3), draw(C)) if affine else (None, None)), 1e-5
+        added = draw(rows, C) if residual else None
+        return x, added, *((draw(C, mean=1.0, std=0.3), draw(C)) if affine else (None, None)), 1e-5
 
-    return Sample(f"{rows}x{C}, {dtype_name(dtype)}{'' if affine else ', bare'}", dtype, build)
+    parts = ("" if affine else ", bare") + ("" if residual else ", no residual")
+    return Sample(f"{rows}x{C}, {dtype_name(dtype)}{parts}", dtype, build)
 
 
-def _real(rows: int, C: int) -> Sample:
-    return _sample(rows, C, torch.float16)
+def _real(rows: int, C: int, *, residual: bool = True) -> Sample:
+    return _sample(rows, C, torch.float16, residual=residual)
 
 
 def _space(problem: Problem, arch: Arch) -> Iterator[Mapping[str, int]]:
@@ -54,9 +56,9 @@ def _space(problem: Problem, arch: Arch) -> Iterator[Mapping[str, int]]:
             yield {"rows": rows, "warps": warps, "chunk": chunk}
 
 
-def _work(x: torch.Tensor, *_rest: Any) -> Work:
-    # Ten operations an element; two tensors read, two written.
-    return Work(10.0 * x.numel(), 4.0 * x.numel() * x.element_size())
+def _work(x: torch.Tensor, residual: torch.Tensor | None = None, *_rest: Any) -> Work:
+    # Ten operations an element; two tensors read and two written, or one of each.
+    return Work(10.0 * x.numel(), (2.0 if residual is None else 4.0) * x.numel() * x.element_size())
 
 
 VERIFICATION = Verification(
@@ -69,9 +71,19 @@ VERIFICATION = Verification(
         _sample(5, 77, torch.bfloat16),
         _sample(3, 640, torch.float32, affine=False),
         _sample(1, 1, torch.float16),
+        _sample(6, 320, torch.float16, residual=False),
+        _sample(3, 45, torch.bfloat16, affine=False, residual=False),
     ),
     # The transformer blocks of Stable Diffusion 1.5 and SDXL, and the widths of text encoders.
-    real=(_real(8192, 320), _real(2048, 640), _real(512, 1280), _real(2048, 1280), _real(154, 768), _real(154, 2048)),
+    real=(
+        _real(8192, 320),
+        _real(2048, 640),
+        _real(512, 1280),
+        _real(2048, 1280),
+        _real(154, 768),
+        _real(154, 2048),
+        _real(8192, 320, residual=False),
+    ),
     promises={"_layer_norm_residual": KernelPromise(bound_by_memory=True)},
 )
 
@@ -86,10 +98,15 @@ TUNING = Tuning(
     ),
     work=_work,
     untimed="triton",
-    # Blocks of SD 1.5 at 512x512 and of SDXL at 1024x1024; 2 maps are one picture with guidance, 8 are four.
+    # Blocks of SD 1.5 at 512x512 and of SDXL at 1024x1024; 2 maps are one picture with guidance, 16 are eight. The
+    # first norm of a transformer has no residual.
     timed=(
-        _real(2 * 1024, 640),
-        _real(2 * 64, 1280),
+        *(
+            _real(maps * tokens, C, residual=residual)
+            for maps in (2, 16)
+            for tokens, C in ((4096, 320), (4096, 640), (1024, 640), (1024, 1280), (256, 1280), (64, 1280))
+            for residual in (False, True)
+        ),
         _real(8 * 4096, 640),
         _real(8 * 4096, 320),
         _real(8 * 1024, 1280),

@@ -185,5 +185,11 @@ TUNING = Tuning(
         _text(320, 768), _text(640, 768), _text(1280, 768),
         _qkv(8192, 640), _feed_out(8192, 640), _qkv(2048, 1280), _feed_out(2048, 1280),
         _text(640, 2048), _text(1280, 2048),
+        # Eight pictures of each.
+        *(
+            linear(M, C)
+            for M, C in ((65536, 320), (16384, 640), (4096, 1280), (1024, 1280), (65536, 640), (16384, 1280))
+            for linear in (_out, _qkv, _feed_out)
+        ),
     ),
 )  # fmt: skip
