@@ -72,6 +72,7 @@ UNETS = {
 }
 VAE = {
     "block_out_channels": (128, 256, 512, 512),
+    "layers_per_block": 2,
     "down_block_types": ("DownEncoderBlock2D",) * 4,
     "up_block_types": ("UpDecoderBlock2D",) * 4,
     "sample_size": 512,
