@@ -2,7 +2,7 @@
 # Another Python: make PYTHON=python3.12 demo. Another torch than the one chosen: ROCM_SD_TORCH=cpu make demo.
 PYTHON ?= python3
 BIN := .venv/bin
-TEST_EXTRAS := dev,quality,training,verify
+TEST_EXTRAS := dev,quality,report,training,verify
 # pytest-xdist starts one worker a core; a GPU is shared by none.
 PYTEST_FLAGS ?=
 

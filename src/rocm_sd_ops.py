@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
@@ -14,27 +15,34 @@ if TYPE_CHECKING:
 
     import torch
 
+    from rocm_sd.bench.profiling import ROCmSDProfiler, profiler
     from rocm_sd.integrations.diffusers import ROCmOptimizedPipeline
 
 __all__ = [
     "ROCmOptimizedPipeline",
+    "ROCmSDProfiler",
     "benchmark_attention",
     "optimize_sd_model",
     "optimized_attention",
+    "profiler",
     "register_rocm_ops",
 ]
+
+# Resolved on first use: Diffusers takes seconds to import, and the profiler is seldom wanted.
+_LATER = {
+    "ROCmOptimizedPipeline": "rocm_sd.integrations.diffusers",
+    "ROCmSDProfiler": "rocm_sd.bench.profiling",
+    "profiler": "rocm_sd.bench.profiling",
+}
 
 Model = TypeVar("Model")
 
 
 def __getattr__(name: str) -> Any:
-    if name != "ROCmOptimizedPipeline":
+    if name not in _LATER:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    # Resolved on first use: it needs Diffusers, which takes seconds to import.
-    from rocm_sd.integrations.diffusers import ROCmOptimizedPipeline  # noqa: PLC0415
-
-    globals()[name] = ROCmOptimizedPipeline
-    return ROCmOptimizedPipeline
+    found = globals()[name] = getattr(import_module(_LATER[name]), name)
+    return found
 
 
 def __dir__() -> list[str]:

@@ -17,7 +17,7 @@ from rocm_sd import errors
 from rocm_sd.verify.proofs import RUNGS, Proof
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "INSTALL.md")]
+PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "INSTALL.md", "BENCHMARKS.md")]
 PAGES += sorted((ROOT / "docs").rglob("*.md"))
 FENCE = re.compile(
     r"^```(?P<language>\w+)(?: title=\"(?P<title>[^\"]+)\")?\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL

@@ -20,6 +20,7 @@ _PAGES = {
     "INSTALL.md": "install.md",
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
+    "BENCHMARKS.md": "benchmarks.md",
 }
 
 

@@ -9,6 +9,9 @@ import torch
 
 from pipelines import CASES, call, exactly, require_as_exact_as_stock, tiny_pipeline
 from rocm_sd.bench import ablation
+from rocm_sd.bench.records import Record
+from rocm_sd.bench.resuming import record_file
+from rocm_sd.bench.workloads import make
 from rocm_sd.engine import report
 from rocm_sd.ops.registry import Op
 from rocm_sd.rewrite import transformer
@@ -112,3 +115,15 @@ def test_a_cpu_has_the_rows_that_mean_something_there():
     assert names == [row.name for row in ablation.ROWS if row.name not in {"float16", "text KV reuse", "step graph"}]
     assert [row.name for row in ablation.rows(torch.device("cuda"))] == list(ROWS)
     assert ablation.STOCK_ROW in names
+
+
+@pytest.mark.slow
+def test_the_ablation_of_a_small_model_is_measured_row_by_row(tmp_path):
+    cpu = torch.device("cpu")
+    record = ablation.run(make("sd15-512", cpu, tiny=True), [1], out=tmp_path, repeats=5)
+    assert record.kind == "ablation"
+    assert record.complete
+    assert record.engines == tuple(row.name for row in ablation.rows(cpu))
+    assert all(len(one.ms) == 5 for one in record.measurements)
+    assert {one.against for one in record.comparisons} == {ablation.STOCK_ROW}
+    assert Record.load(record_file(tmp_path, record.workload.name, "ablation")) == record

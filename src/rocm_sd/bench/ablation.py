@@ -6,18 +6,24 @@ The rows are engines like any other: the runner prepares them, gates their numer
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rocm_sd.bench import runner
+from rocm_sd.bench.engines import BUILT_IN, Engine, stock
 from rocm_sd.engine.optimization import optimize_with
 from rocm_sd.engine.parts import EVERYTHING, Parts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
 
+    from rocm_sd.bench.records import Record
+    from rocm_sd.bench.workloads import Workload
 
-__all__ = ["ROWS", "STOCK_ROW", "Row", "prepare", "rows"]
+__all__ = ["ROWS", "STOCK_ROW", "Row", "prepare", "rows", "run"]
 
 
 @dataclass(frozen=True)
@@ -93,6 +99,45 @@ ROWS: tuple[Row, ...] = (
     ),
     Row("step graph", "each forward replayed as one graph: rocm-sd as it comes", EVERYTHING, on_cpu=_NO_LAUNCHES),
 )
+
+
+# Not a row of the ablation, but what its last one is held against.
+_BESIDE = tuple(engine for engine in BUILT_IN if engine.name == "compile")
+
+
+def run(
+    workload: Workload,
+    batches: Sequence[int],
+    *,
+    out: Path,
+    repeats: int | None = None,
+    resume: bool = True,
+    cold: bool = False,
+    command: str = "",
+    progress: runner.Progress | None = None,
+) -> Record:
+    """All rows in turns, and torch.compile beside them on a GPU; every one is compared with stock as it comes."""
+    device = workload.device
+    engines = [_engine(row) for row in rows(device)]
+    return runner.run(
+        workload,
+        (*engines, *(_BESIDE if device.type != "cpu" else ())),
+        batches,
+        out=out,
+        kind="ablation",
+        repeats=repeats,
+        resume=resume,
+        cold=cold,
+        command=command,
+        against=STOCK_ROW,
+        progress=progress,
+    )
+
+
+def _engine(row: Row) -> Engine:
+    ours = next(engine for engine in BUILT_IN if engine.name == runner.OURS)
+    like = stock if row.parts is None else ours
+    return Engine(row.name, like.provider, partial(prepare, row), like.why_not, like.version)
 
 
 def rows(device: torch.device) -> tuple[Row, ...]:

@@ -176,6 +176,8 @@ class Record:
         try:
             with os.fdopen(handle, "w", encoding="utf-8") as file:
                 file.write(json.dumps(self.to_dict(), indent=2) + "\n")
+            # Temporary files are their owner's alone; a record is for everyone.
+            Path(name).chmod(0o644)
             Path(name).replace(path)
         except BaseException:
             Path(name).unlink(missing_ok=True)

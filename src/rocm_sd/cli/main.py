@@ -13,10 +13,13 @@ from rich.logging import RichHandler
 from rich.markup import escape
 
 from rocm_sd import __version__, settings
+from rocm_sd.cli.bench import bench
 from rocm_sd.cli.demo import demo
 from rocm_sd.cli.generate import generate
 from rocm_sd.cli.info import info
+from rocm_sd.cli.profile import profile
 from rocm_sd.cli.quality import quality
+from rocm_sd.cli.report import report
 from rocm_sd.cli.tune import tune
 from rocm_sd.cli.verify import verify
 from rocm_sd.errors import RocmSdError
@@ -38,6 +41,9 @@ app.command()(demo)
 app.command()(quality)
 app.command()(verify)
 app.command()(tune)
+app.command()(bench)
+app.command()(profile)
+app.command()(report)
 
 
 def _version(wanted: bool) -> None:

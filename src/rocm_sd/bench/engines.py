@@ -1,0 +1,180 @@
+"""Who is timed: each engine makes a stock pipeline ready, in its own way. Others join by an entry point.
+
+A package adds an engine by naming an `Engine`, or a function that returns one, in its pyproject.toml:
+
+    [project.entry-points."rocm_sd.bench_engines"]
+    my-engine = "my_package.bench:engine"
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+import tempfile
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+import rocm_sd
+from rocm_sd.errors import InvalidOption, Unsupported
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+__all__ = ["BUILT_IN", "ENTRY_POINTS", "Engine", "chosen", "default_names", "engines", "stock"]
+
+ENTRY_POINTS = "rocm_sd.bench_engines"
+log = logging.getLogger("rocm_sd")
+
+
+@dataclass(frozen=True)
+class Engine:
+    """`prepare` takes a pipeline of its own and returns it ready; compiling may come with the first picture.
+
+    `why_not(device)` gives the reason that it cannot run there, or None. `provider` is who computes.
+    """
+
+    name: str
+    provider: str
+    prepare: Callable[[Any], Any]
+    why_not: Callable[[torch.device], str | None]
+    version: Callable[[], str]
+
+
+def _anywhere(_device: torch.device) -> str | None:
+    return None
+
+
+def _torch_version() -> str:
+    return f"torch {torch.__version__}"
+
+
+def _as_it_is(pipe: Any) -> Any:
+    return pipe
+
+
+def _channels_last(pipe: Any) -> Any:
+    pipe.unet.to(memory_format=torch.channels_last)
+    pipe.vae.to(memory_format=torch.channels_last)
+    return pipe
+
+
+def _compiled(mode: str) -> Callable[[Any], Any]:
+    def prepare(pipe: Any) -> Any:
+        _channels_last(pipe)
+        # The modes differ in graphs and in searches that are a GPU's; a CPU has the default.
+        chosen_mode = None if pipe.unet.device.type == "cpu" else mode
+        pipe.unet.forward = torch.compile(pipe.unet.forward, mode=chosen_mode, fullgraph=True)
+        pipe.vae.decode = torch.compile(pipe.vae.decode, mode=chosen_mode, fullgraph=True)
+        return pipe
+
+    return prepare
+
+
+def _optimized(pipe: Any) -> Any:
+    return rocm_sd.optimize(pipe)
+
+
+def _xformers(pipe: Any) -> Any:
+    pipe.enable_xformers_memory_efficient_attention()
+    return pipe
+
+
+def _xformers_why_not(device: torch.device) -> str | None:
+    if find_spec("xformers") is None:
+        return "xformers is not installed: pip install xformers"
+    return "xformers needs a GPU" if device.type == "cpu" else None
+
+
+def _onnxruntime(pipe: Any) -> Any:
+    """Exported by Optimum, and run by the provider that fits the device."""
+    if getattr(pipe, "text_encoder", None) is None:
+        raise Unsupported(
+            "onnxruntime", "a pipeline without text encoders, which cannot be exported", hint="Give --model."
+        )
+    # By name: both are optional, and a type checker need not have them.
+    there = import_module("onnxruntime").get_available_providers()
+    exporter = import_module("optimum.onnxruntime").ORTDiffusionPipeline
+    wanted = ("MIGraphXExecutionProvider", "ROCMExecutionProvider", "CUDAExecutionProvider")
+    on_gpu = [name for name in wanted if name in there] if pipe.unet.device.type != "cpu" else []
+    with tempfile.TemporaryDirectory(prefix="rocm-sd-onnx-") as folder:
+        pipe.save_pretrained(folder)
+        exported = exporter.from_pretrained(folder, export=True, provider=(*on_gpu, "CPUExecutionProvider")[0])
+    exported.set_progress_bar_config(disable=True)
+    return exported
+
+
+def _onnxruntime_why_not(_device: torch.device) -> str | None:
+    missing = [name for name in ("onnxruntime", "optimum.onnxruntime") if not _is_there(name)]
+    return f"{' and '.join(missing)} not installed: pip install 'optimum[onnxruntime]'" if missing else None
+
+
+def _is_there(module: str) -> bool:
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:
+        # A part of a package that is not there itself.
+        return False
+
+
+def _version_of(package: str) -> Callable[[], str]:
+    return lambda: f"{package} {importlib.metadata.version(package)}"
+
+
+stock = Engine("stock", "torch", _as_it_is, _anywhere, _torch_version)
+BUILT_IN: tuple[Engine, ...] = (
+    stock,
+    Engine("channels_last", "torch", _channels_last, _anywhere, _torch_version),
+    Engine("compile", "inductor", _compiled("reduce-overhead"), _anywhere, _torch_version),
+    Engine("compile_max", "inductor", _compiled("max-autotune"), _anywhere, _torch_version),
+    Engine("rocm-sd", "rocm-sd", _optimized, _anywhere, lambda: f"rocm-sd {rocm_sd.__version__}"),
+    Engine("xformers", "xformers", _xformers, _xformers_why_not, _version_of("xformers")),
+    Engine("onnxruntime", "onnxruntime", _onnxruntime, _onnxruntime_why_not, _version_of("onnxruntime")),
+)
+
+
+def engines() -> dict[str, Engine]:
+    """All that are built in or installed, by name. One that cannot be loaded is named in a warning and left out."""
+    found = {engine.name: engine for engine in BUILT_IN}
+    for point in importlib.metadata.entry_points(group=ENTRY_POINTS):
+        try:
+            loaded = point.load()
+            engine = loaded if isinstance(loaded, Engine) else loaded()
+        except Exception as error:  # noqa: BLE001 -- any fault of another package: it must not stop this one
+            log.warning(
+                "the engine %s is left out: %s cannot be loaded (%s: %s)",
+                point.name, point.value, type(error).__name__, error,
+            )  # fmt: skip
+            continue
+        if not isinstance(engine, Engine):
+            log.warning(
+                "the engine %s is left out: %s is a %s and no rocm_sd.bench.engines.Engine",
+                point.name, point.value, type(engine).__name__,
+            )  # fmt: skip
+        elif engine.name in found:
+            log.warning("the engine %s of %s is left out: there is one of that name", engine.name, point.value)
+        else:
+            found[engine.name] = engine
+    return found
+
+
+def default_names(device: torch.device) -> tuple[str, ...]:
+    """compile_max is only run when asked for: it may compile for ten minutes. On a CPU compiling takes longer, too."""
+    return ("stock", "rocm-sd") if device.type == "cpu" else ("stock", "channels_last", "compile", "rocm-sd")
+
+
+def chosen(names: Sequence[str], device: torch.device) -> tuple[Engine, ...]:
+    """Engines by name, in that order; one that was asked for and cannot run here is an error with the reason."""
+    there = engines()
+    selected = []
+    for name in dict.fromkeys(names):
+        if name not in there:
+            raise InvalidOption("engine", name, list(there))
+        reason = there[name].why_not(device)
+        if reason:
+            raise Unsupported(f"The engine {name}", f"this machine: {reason}", hint="Type: rocm-sd bench --list")
+        selected.append(there[name])
+    return tuple(selected)

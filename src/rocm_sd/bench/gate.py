@@ -1,0 +1,106 @@
+"""The numerics gate of whole pictures: no speed is told for a result that is further from exact than stock's is."""
+
+from __future__ import annotations
+
+import gc
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rocm_sd.errors import NumericsFailure
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from rocm_sd.bench.workloads import Workload
+
+__all__ = ["PICTURES", "STEPS", "WRONG", "Gate", "Verdict", "free_memory"]
+
+SEEDS = (0, 1)
+# More steps only let random weights drift apart; a wrong kernel shows in the first, what is kept between steps in the
+# second.
+STEPS = 2
+# So many are drawn of each engine: latents of every seed, and one picture with the VAE.
+PICTURES = len(SEEDS) + 1
+LATENTS_TIMES = 1.5
+# One picture, whose error is by chance half as large again; of a wrong VAE it is hundreds of times.
+PICTURE_TIMES = 2.0
+# What the reason starts with where an engine is left out for it.
+WRONG = "wrong result"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """`error` of the latents, relative to the exact ones' norm; `wrong` says why the engine is not timed, or None."""
+
+    error: float
+    wrong: str | None
+
+
+class Gate:
+    """Exact latents and one exact picture at one batch size, and how far stock is from them in the workload's dtype."""
+
+    def __init__(self, workload: Workload, batch: int) -> None:
+        self._workload, self._batch = workload, batch
+        self.steps = min(STEPS, workload.facts.steps)
+        # Float32 would be compared with itself.
+        exact_dtype = torch.float64 if workload.dtype is torch.float32 else torch.float32
+        with _full_precision():
+            self._latents, self._picture = self._drawn(workload.pipeline(exact_dtype))
+        free_memory()
+        self.stock_error, self._stock_picture_error = self._errors(workload.pipeline())
+        free_memory()
+        if not self.stock_error < float("inf"):
+            raise NumericsFailure(
+                f"Stock itself gives no finite result with {workload.name} in {workload.facts.dtype}, "
+                "so there is nothing to compare with.",
+                hint="Give other weights with --model.",
+            )
+
+    def check(self, pipe: Any) -> Verdict:
+        error, picture_error = self._errors(pipe)
+        rounding = torch.finfo(self._workload.dtype).eps
+        for what, found, times, stock in (
+            ("of the latents", error, LATENTS_TIMES, self.stock_error),
+            ("of the picture", picture_error, PICTURE_TIMES, self._stock_picture_error),
+        ):
+            # Written so that NaN, which compares false, fails.
+            if not found <= times * stock + rounding:
+                return Verdict(error, f"{WRONG}: the error {what} is {found:.3g}, stock's is {stock:.3g}")
+        return Verdict(error, None)
+
+    def _drawn(self, pipe: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        def draw(seed: int, output: str) -> torch.Tensor:
+            drawn = self._workload.picture(pipe, self._batch, seed=seed, steps=self.steps, output=output)
+            return drawn.detach().to("cpu", torch.float64)
+
+        return torch.stack([draw(seed, "latent") for seed in SEEDS]), draw(SEEDS[0], "pt")
+
+    def _errors(self, pipe: Any) -> tuple[float, float]:
+        drawn = self._drawn(pipe)
+        if any(one.shape != exact.shape for one, exact in zip(drawn, (self._latents, self._picture), strict=True)):
+            return float("nan"), float("nan")
+        latents, picture = (
+            float((one - exact).norm() / exact.norm())
+            for one, exact in zip(drawn, (self._latents, self._picture), strict=True)
+        )
+        return latents, picture
+
+
+@contextmanager
+def _full_precision() -> Iterator[None]:
+    """Convolutions and products of float32 keep all their bits: on a GPU the former keep 10 unless told."""
+    before = torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32 = before
+
+
+def free_memory() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

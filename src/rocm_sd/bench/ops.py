@@ -1,0 +1,230 @@
+"""Single ops: what dispatch chooses here beside what stock torch runs, on every call of the op's workload."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import datetime, timezone
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+
+import rocm_sd
+from rocm_sd import arch
+from rocm_sd.bench.gate import WRONG, free_memory
+from rocm_sd.bench.machine import machine
+from rocm_sd.bench.measuring import Stopwatch, compare, interleaved
+from rocm_sd.bench.records import Measurement, Record, WorkloadFacts
+from rocm_sd.bench.resuming import keep_older, record_file, unfinished
+from rocm_sd.bench.workloads import OP_PREFIX
+from rocm_sd.errors import InvalidOption, NumericsFailure, Unsupported
+from rocm_sd.ops import OPS
+from rocm_sd.ops.samples import dtype_name
+from rocm_sd.verify import numerics
+from rocm_sd.verify.ladder import in_float64, outputs
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from rocm_sd.bench.runner import Progress
+    from rocm_sd.ops.registry import Op
+    from rocm_sd.ops.samples import Sample
+    from rocm_sd.tuning import Choice
+
+__all__ = ["ALL", "is_op", "run", "selected"]
+
+ALL = "ops"
+STOCK, OURS = "stock", "rocm-sd"
+
+
+def is_op(workload: str) -> bool:
+    return workload == ALL or workload.startswith(OP_PREFIX)
+
+
+def selected(workload: str) -> tuple[Op, ...]:
+    """`op:conv2d` is one, `ops` are all."""
+    if workload == ALL:
+        return tuple(op for op in OPS.values() if op.verification is not None)
+    name = workload.removeprefix(OP_PREFIX)
+    if name not in OPS:
+        raise InvalidOption("op", name, list(OPS))
+    if OPS[name].verification is None:
+        raise Unsupported(f"bench {workload}", "an op without a reference to compare with")
+    return (OPS[name],)
+
+
+def run(
+    workload: str,
+    device: torch.device,
+    *,
+    out: Path,
+    repeats: int | None = None,
+    resume: bool = True,
+    cold: bool | None = None,
+    command: str = "",
+    progress: Progress | None = None,
+) -> Record:
+    """Caches are flushed before each call unless `cold` is False: in a model, other layers have used them."""
+    repeats = repeats or (15 if device.type == "cpu" else 31)
+    cold = device.type != "cpu" if cold is None else cold
+    calls = [(op, sample) for op in selected(workload) for sample in _samples(op, device)]
+    dtypes = dict.fromkeys(dtype_name(sample.dtype) for _, sample in calls)
+    facts = WorkloadFacts(workload, workload.removeprefix(OP_PREFIX), "random", 0, 0, 1, "", 0.0, ", ".join(dtypes))
+    record = Record(
+        "op", facts, machine(device), command, datetime.now(timezone.utc).isoformat(timespec="seconds"), (),
+        complete=False, op_cases=tuple(f"{op.name} {sample.name}" for op, sample in calls),
+        extra={"planned": {"engines": {OURS: rocm_sd.__version__}, "repeats": repeats, "cold": cold}},
+    )  # fmt: skip
+    file = record_file(out, workload)
+    earlier = unfinished(file, record) if resume else None
+    if earlier is None or earlier.op_cases != record.op_cases:
+        keep_older(file)
+        earlier = record
+    record = earlier
+    stopwatch = Stopwatch(device, cold=cold)
+    try:
+        for number, (op, sample) in enumerate(calls, start=1):
+            if progress:
+                progress(number - 1, len(calls), f"{op.name} {sample.name}")
+            if number in record.batches:
+                continue
+            record = _with(record, _measured(op, sample, number, stopwatch, repeats))
+            free_memory()
+            record.save(file)
+    except KeyboardInterrupt:
+        record.save(file)
+        raise
+    record = replace(record, complete=True)
+    record.save(file)
+    if progress:
+        progress(len(calls), len(calls), "done")
+    return record
+
+
+def _samples(op: Op, device: torch.device) -> list[Sample]:
+    """A GPU gets the sizes that models have, a CPU those that the proof ladder computes on one."""
+    assert op.verification is not None
+    if device.type == "cpu" or op.tuning is None:
+        return list(op.verification.small)
+    named = {sample.name: sample for sample in (*(bucket.sample for bucket in op.tuning.buckets), *op.tuning.timed)}
+    return list(named.values())
+
+
+def _with(record: Record, measured: tuple[Measurement, ...]) -> Record:
+    comparisons = record.comparisons
+    if all(one.ms for one in measured):
+        stock, ours = measured
+        comparisons += (compare(OURS, STOCK, ours.batch, ours.ms, stock.ms),)
+    return replace(record, measurements=record.measurements + measured, comparisons=comparisons)
+
+
+def _plain_group_norm(
+    x: torch.Tensor, groups: int, weight: Any, bias: Any, add: Any, eps: float, silu: bool
+) -> torch.Tensor:
+    """What a stock model runs; the op's own stock path also copies the result back to channels-last."""
+    y = F.group_norm(x if add is None else x + add[:, :, None, None], groups, weight, bias, eps)
+    return F.silu(y) if silu else y
+
+
+def _stock(op: Op, arguments: Sequence[Any]) -> Callable[[], Any]:
+    if op.name == "group_norm_silu":
+        return lambda: _plain_group_norm(*arguments)
+    run_stock = op.implementations[0].run
+    return lambda: run_stock(*arguments, config={})
+
+
+def _measured(
+    op: Op, sample: Sample, number: int, stopwatch: Stopwatch, repeats: int
+) -> tuple[Measurement, Measurement]:
+    device = stopwatch.device
+    arguments = sample.make(device)
+    assert op.verification is not None
+    choice = op.choose(op.verification.problem(*arguments), device)
+
+    run_chosen = op.implementation(choice.implementation).run
+
+    def ours() -> Any:
+        return run_chosen(*arguments, config=choice.config)
+
+    made = _Row(op, number, choice)
+    try:
+        error, stock_error = _errors(op, sample, arguments, ours)
+        calls = {STOCK: _prepared(_stock(op, arguments), device), OURS: _prepared(ours, device)}
+        interleaved(calls, stopwatch, repeats=2)
+        times = interleaved(calls, stopwatch, repeats=repeats)
+    except NumericsFailure as failure:
+        return made(STOCK, left_out="not timed: there is nothing right beside it"), made(
+            OURS, left_out=f"{WRONG}: {failure.message}"
+        )
+    except Exception as failure:  # noqa: BLE001 -- one call that cannot run: the others go on
+        why = f"{type(failure).__name__}: {str(failure).strip().splitlines()[0][:200] if str(failure) else ''}"
+        return made(STOCK, left_out=why), made(OURS, left_out=why)
+    floor = _floor_ms(op, sample, arguments, device)
+    return (
+        made(STOCK, tuple(times[STOCK]), stock_error, stock_error, floor),
+        made(OURS, tuple(times[OURS]), error, stock_error, floor),
+    )
+
+
+class _Row:
+    """Measurements of one call: what they have in common."""
+
+    def __init__(self, op: Op, number: int, choice: Choice) -> None:
+        self.number, self.stock_provider = number, op.implementations[0].name
+        self.provider = f"{choice.implementation} ({choice.source})"
+
+    def __call__(
+        self,
+        engine: str,
+        ms: tuple[float, ...] = (),
+        error: float | None = None,
+        stock_error: float | None = None,
+        floor_ms: float | None = None,
+        left_out: str | None = None,
+    ) -> Measurement:
+        is_stock = engine == STOCK
+        return Measurement(
+            engine,
+            f"torch {torch.__version__}" if is_stock else f"rocm-sd {rocm_sd.__version__}",
+            self.stock_provider if is_stock else self.provider,
+            self.number, ms, 1, floor_ms=floor_ms, error=error, stock_error=stock_error, left_out=left_out,
+        )  # fmt: skip
+
+
+def _errors(op: Op, sample: Sample, arguments: Sequence[Any], ours: Callable[[], Any]) -> tuple[float, float]:
+    """Largest errors against float64, ours and stock's, relative to the largest value. Raises where ours is wrong."""
+    assert op.verification is not None
+    exact = outputs(op.verification.reference(*in_float64(tuple(arguments))))
+    stock = outputs(op.implementations[0].run(*arguments, config={}))
+    found = []
+    for three in zip(outputs(ours()), exact, stock, strict=True):
+        compared = numerics.require(f"{op.name} {sample.name}", *three)
+        scale = float(three[1].abs().max()) if three[1].numel() else 0.0
+        found.append((compared.largest / (scale or 1.0), compared.stock_largest / (scale or 1.0)))
+    return max(found)
+
+
+def _prepared(call: Callable[[], Any], device: torch.device) -> Callable[[], Any]:
+    """On a GPU a captured graph: launching is not what is measured, since the engine replays graphs."""
+    call()
+    if device.type == "cpu":
+        return call
+    stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    with torch.cuda.device(device), torch.cuda.stream(stream):
+        call()
+    stream.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.device(device), torch.cuda.graph(graph):
+        call()
+    return graph.replay
+
+
+def _floor_ms(op: Op, sample: Sample, arguments: Sequence[Any], device: torch.device) -> float | None:
+    if op.tuning is None:
+        return None
+    work = op.tuning.work(*arguments)
+    try:
+        return arch.roofline(arch.detect(device), work.flops, work.bytes, sample.dtype).seconds * 1e3
+    except Unsupported:
+        return None

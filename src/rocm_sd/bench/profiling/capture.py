@@ -1,0 +1,133 @@
+"""Recording: torch.profiler around a region, with a range for every module of the models that are given."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from rocm_sd.bench.profiling.trace import MODULE, REGION, load
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from typing_extensions import Self
+
+__all__ = ["Recording", "module_ranges", "synchronize", "write_trace"]
+
+# Containers only hold others, and these do nothing at inference: a range around them would be noise.
+_SILENT = (nn.ModuleList, nn.ModuleDict, nn.Identity, nn.Dropout)
+# Of the machine and the person, not of the run; whoever is sent a trace need not know them.
+_PRIVATE = ("host_name", "traceName", "trace_id")
+
+
+class Recording:
+    """start(), the work, stop(); then `trace` is the Chrome trace as values. The models get their ranges in between."""
+
+    def __init__(self, model: Any = None) -> None:
+        self._model = model
+        self._stack: ExitStack | None = None
+        self.trace: dict[str, Any] | None = None
+
+    @property
+    def is_running(self) -> bool:
+        return self._stack is not None
+
+    def start(self) -> None:
+        if self._stack is not None:
+            return
+        activities = [ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            activities.append(ProfilerActivity.CUDA)
+        synchronize()
+        with ExitStack() as stack:
+            # record_shapes: FLOPs and bytes are counted from them.
+            running = stack.enter_context(profile(activities=activities, record_shapes=True))
+            if self._model is not None:
+                stack.enter_context(module_ranges(self._model))
+            stack.enter_context(record_function(REGION))
+            self._running = running
+            self._stack = stack.pop_all()
+
+    def stop(self) -> None:
+        if self._stack is None:
+            return
+        # Inside the region: what was launched in it must have ended in it.
+        synchronize()
+        stack, self._stack = self._stack, None
+        stack.close()
+        self.trace = _exported(self._running)
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_exception: object) -> None:
+        self.stop()
+
+
+def synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+@contextmanager
+def module_ranges(model: Any) -> Iterator[None]:
+    """A range of the profiler around every forward, while this is open. `model`: a module, or a Diffusers pipeline."""
+    handles, open_ranges = [], []
+
+    def before(name: str) -> Any:
+        def enter(_module: nn.Module, _arguments: Any) -> None:
+            opened = record_function(name)
+            opened.__enter__()  # type: ignore[no-untyped-call]
+            open_ranges.append(opened)
+
+        return enter
+
+    def after(_module: nn.Module, _arguments: Any, _result: Any) -> None:
+        if open_ranges:
+            open_ranges.pop().__exit__(None, None, None)
+
+    try:
+        for name, module in _named(model):
+            range_name = f"{MODULE}{name} ({type(module).__name__})"
+            handles.append(module.register_forward_pre_hook(before(range_name)))
+            # Called after an exception too: a range that stays open would hold everything after it.
+            handles.append(module.register_forward_hook(after, always_call=True))
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _named(model: Any) -> Iterator[tuple[str, nn.Module]]:
+    """Each module once, under the first of its names."""
+    components = getattr(model, "components", None)
+    if not isinstance(components, dict):
+        components = {type(model).__name__: model}
+    for component, part in components.items():
+        if isinstance(part, nn.Module):
+            for name, module in part.named_modules():
+                if not isinstance(module, _SILENT):
+                    yield ".".join(filter(None, (component, name))), module
+
+
+def _exported(recorded: profile) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory(prefix="rocm-sd-trace-") as folder:
+        path = Path(folder) / "trace.json"
+        recorded.export_chrome_trace(str(path))
+        values = load(path)
+    for key in _PRIVATE:
+        values.pop(key, None)
+    return values
+
+
+def write_trace(values: dict[str, Any], path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(values), encoding="utf-8")

@@ -1,0 +1,128 @@
+"""Profile one picture: warm up, time it, record it; and once more, eagerly, where a graph hides the modules."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from rocm_sd import arch
+from rocm_sd.bench.profiling.analysis import Analysis, analyse, family_work
+from rocm_sd.bench.profiling.capture import Recording, synchronize
+from rocm_sd.bench.profiling.findings import findings
+from rocm_sd.bench.profiling.tables import annotated
+from rocm_sd.bench.profiling.trace import Trace, read
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+    import torch
+
+    from rocm_sd.bench.engines import Engine
+
+__all__ = ["STAGES", "Profiled", "profile_picture"]
+
+# Stages of the longest way: a GPU, and an engine that replays graphs.
+STAGES = 5
+_STEP_GRAPH = "ROCM_SD_STEP_GRAPH"
+# Engines that run the model's own modules one by one, so that ranges can be put around them.
+_EAGER_ENGINES = ("stock", "channels_last", "xformers")
+_EAGER = (
+    "modules are those of a second picture, drawn eagerly: kernels are launched one by one, and what needs a graph is "
+    "left out"
+)
+_COUNTED = (
+    "FLOPs and floors of convolution, GEMM and attention are the stock model's; the bytes that fusing saves are not "
+    "known, so that other families have no floor"
+)
+
+
+@dataclass(frozen=True)
+class Profiled:
+    """`chart` is the trace that the flame chart shows; `trace` is the Chrome trace of the picture itself."""
+
+    analysis: Analysis
+    trace: dict[str, Any]
+    chart: Trace
+
+
+def profile_picture(
+    pipeline: Callable[[], Any],
+    draw: Callable[[Any], object],
+    engine: Engine,
+    device: torch.device,
+    *,
+    subject: Mapping[str, Any],
+    on_stage: Callable[[str], None] = lambda _stage: None,
+) -> Profiled:
+    """`pipeline()` makes a stock pipeline; `draw(pipe)` draws the picture, the same every time."""
+    facts, on_gpu = arch.device_facts(device), device.type != "cpu"
+    on_stage("loading")
+    pipe = pipeline()
+    on_stage("first picture")
+    reference = None
+    if on_gpu and engine.name not in _EAGER_ENGINES:
+        draw(pipe)
+        reference = family_work(read(_recorded(pipe, draw)))
+    pipe = engine.prepare(pipe)
+    draw(pipe)
+    on_stage("timed pictures")
+    # On a GPU the first of three is left out: a graph may be captured in it.
+    plain_ms = statistics.median([_milliseconds(lambda: draw(pipe)) for _ in range(3 if on_gpu else 1)][-2:])
+    on_stage("profiled picture")
+    eager = engine.name in _EAGER_ENGINES or (engine.name == "rocm-sd" and not on_gpu)
+    values = _recorded(pipe, draw, modules=eager)
+    trace, modules, notes = read(values), None, []
+    if not eager and engine.name == "rocm-sd":
+        on_stage("its modules")
+        try:
+            modules = _drawn_eagerly(pipe, draw, engine)
+            notes.append(_EAGER)
+        except KeyboardInterrupt:
+            notes.append("interrupted before its modules were known")
+    elif not eager:
+        notes.append(f"modules are not told apart: {engine.name} does not run the model module by module")
+    if reference is not None:
+        notes.append(_COUNTED)
+    told = analyse(trace, facts.arch, device=facts.name, plain_ms=plain_ms, reference=reference, modules=modules)
+    told = annotated(told, findings(told, engine.name), notes, plain_ms)
+    return Profiled(replace(told, subject=dict(subject)), values, modules or trace)
+
+
+def _recorded(pipe: Any, draw: Callable[[Any], object], *, modules: bool = True) -> dict[str, Any]:
+    with Recording(pipe if modules else None) as recording:
+        draw(pipe)
+    assert recording.trace is not None
+    return recording.trace
+
+
+def _drawn_eagerly(pipe: Any, draw: Callable[[Any], object], engine: Engine) -> Trace:
+    with _no_graphs():
+        pipe = engine.prepare(pipe)
+        draw(pipe)
+        return read(_recorded(pipe, draw))
+
+
+@contextmanager
+def _no_graphs() -> Iterator[None]:
+    before = os.environ.get(_STEP_GRAPH)
+    os.environ[_STEP_GRAPH] = "0"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_STEP_GRAPH]
+        else:
+            os.environ[_STEP_GRAPH] = before
+
+
+def _milliseconds(call: Callable[[], object]) -> float:
+    """Of the host's clock, to the end of the device's work: what the wall time of a trace is, too."""
+    synchronize()
+    started = time.perf_counter()
+    call()
+    synchronize()
+    return (time.perf_counter() - started) * 1e3

@@ -1,0 +1,391 @@
+"""How long a picture would take on a card that nobody has timed: modelled, never measured.
+
+    roofline = max(FLOPs / peak, bytes / bandwidth)                     of one call on one card
+    time     = fixed + roofline / share                                 for each family of ops, fitted on timed calls
+    target   = fixed + (measured - fixed) x target's roofline / card's roofline / occupancy     where the call was timed
+    target   = fixed + target's roofline / share / occupancy                                    where it was not
+
+`fixed` is what a call costs however small it is, and `share` the part of the roofline that is reached. Both are carried
+over from the card that was timed. `occupancy` is below 1 where our compiled kernel leaves too few waves on a SIMD to
+keep the target's memory busy (Little's law) or its matrix unit fed. docs/projection.md has what this ignores.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from importlib.resources import files
+from typing import TYPE_CHECKING, Any
+
+from rocm_sd import arch
+from rocm_sd.bench.kpis import Baseline, baselines
+from rocm_sd.errors import InvalidOption, Unsupported
+from rocm_sd.tuning.choice import within
+from rocm_sd.tuning.ranking import LATENCY_S
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+__all__ = [
+    "LABEL",
+    "TARGETS",
+    "Deviation",
+    "Elsewhere",
+    "Fit",
+    "Projection",
+    "TimedItem",
+    "deviation",
+    "elsewhere",
+    "fit",
+    "fits",
+    "project",
+    "project_items",
+    "projections",
+    "rows",
+    "table",
+]
+
+LABEL = "modelled"
+TARGETS = ("gfx942", "gfx1100", "gfx1200", "gfx1201")
+DTYPE = "float16"
+
+# What no record times is of the family that it is most like.
+_LIKE = {"layer_norm": "layer_norm_residual", "concatenate": "copy", "linear_geglu": "linear_residual"}
+_PRODUCTS = frozenset({"attention", "conv2d", "linear_residual", "upsample_conv2d", "linear_geglu"})
+_LOAD_BYTES = 16  # of one lane's access, as rung 3 of the proof ladder demands
+_WAVES_FOR_MATRICES = 2  # one loads while the other multiplies
+
+
+@dataclass(frozen=True)
+class TimedItem:
+    """`count` calls of `op` in one part of a picture; `us` is one call on the timed card, or None if none was timed."""
+
+    part: str
+    op: str
+    problem: Mapping[str, int | str]
+    count: int
+    flops: float
+    bytes: float
+    us: float | None = None
+
+
+@dataclass(frozen=True)
+class Fit:
+    """us = fixed_us + roofline / share, over `calls` timed calls."""
+
+    fixed_us: float
+    share: float
+    calls: int
+
+
+@dataclass(frozen=True)
+class Deviation:
+    """What the model says of the card that it was fitted on, in percent of what was measured there.
+
+    `shapes_left_out`: no call's own timing is used, only its family's fit. `ops_left_out`: nor its family's, but that
+    of the other ops of its kind.
+    """
+
+    measured_ms: float
+    as_used: float
+    shapes_left_out: float
+    ops_left_out: float
+    source: str
+
+    @property
+    def largest(self) -> float:
+        return max(map(abs, (self.as_used, self.shapes_left_out, self.ops_left_out)))
+
+
+@dataclass(frozen=True)
+class Projection:
+    """`timed_share`: the part of the modelled time whose calls were timed at that shape; the rest is by family."""
+
+    workload: str
+    arch: str
+    product: str
+    ms: float
+    step_ms: float
+    decode_ms: float
+    steps: int
+    timed_share: float
+    derated: tuple[str, ...]
+    deviation: Deviation | None
+    label: str = LABEL
+
+    @property
+    def steps_per_s(self) -> float:
+        return self.steps / self.ms * 1e3
+
+    @property
+    def told_error(self) -> str:
+        if self.deviation is None:
+            return "no recorded picture to compare with"
+        return f"{self.deviation.as_used:+.0f}% of the time on the card that was timed"
+
+
+@dataclass(frozen=True)
+class Elsewhere:
+    """A projection beside what somebody measured with another engine: how far the model carries, and no more."""
+
+    modelled: Projection
+    published: Baseline
+
+    @property
+    def percent(self) -> float:
+        return 100 * (self.modelled.steps_per_s / (self.published.steps_per_s or float("nan")) - 1)
+
+
+@cache
+def _data() -> dict[str, Any]:
+    text = files("rocm_sd.bench").joinpath("data/work.json").read_text(encoding="utf-8")
+    data: dict[str, Any] = json.loads(text)
+    return data
+
+
+def _workload(name: str) -> dict[str, Any]:
+    known: dict[str, Any] = _data()["workloads"]
+    if name not in known:
+        raise InvalidOption("workload to project", name, list(known))
+    workload: dict[str, Any] = known[name]
+    return workload
+
+
+def _items(workload: str) -> tuple[TimedItem, ...]:
+    return tuple(TimedItem(**item) for item in _workload(workload)["items"])
+
+
+def _items_of_picture(workload: str) -> tuple[TimedItem, ...]:
+    """What the recorded picture was made of: an older record may be of an engine or a VAE of before."""
+    given = _workload(workload)["picture"].get("items")
+    return _items(workload) if given is None else tuple(TimedItem(**item) for item in given)
+
+
+def _roofline_us(card: arch.Arch, flops: float, moved: float) -> float:
+    return arch.roofline(card, flops, moved, DTYPE).seconds * 1e6
+
+
+def fit(card: arch.Arch, rows: Iterable[tuple[float, float, float]]) -> Fit:
+    """Of (flops, bytes, us) rows: least squares of the relative error, with no negative fixed cost."""
+    points = [(_roofline_us(card, flops, moved), us) for flops, moved, us in rows]
+    if not points:
+        raise Unsupported("A projection", "a family of ops of which no call was timed")
+    weights = [1 / us**2 for _, us in points]
+    total = sum(weights)
+    x_mean = sum(w * x for w, (x, _) in zip(weights, points, strict=True)) / total
+    y_mean = sum(w * y for w, (_, y) in zip(weights, points, strict=True)) / total
+    spread = sum(w * (x - x_mean) ** 2 for w, (x, _) in zip(weights, points, strict=True))
+    slope = sum(w * (x - x_mean) * (y - y_mean) for w, (x, y) in zip(weights, points, strict=True))
+    slope = slope / spread if spread else 0.0
+    fixed = y_mean - slope * x_mean
+    if slope <= 0 or fixed < 0:
+        # All of one size, or no fixed cost to be seen: a plain share.
+        squares = sum(w * x * x for w, (x, _) in zip(weights, points, strict=True))
+        slope = sum(w * x * y for w, (x, y) in zip(weights, points, strict=True)) / squares
+        fixed = 0.0
+    return Fit(fixed, 1 / slope, len(points))
+
+
+def _timed() -> dict[str, list[tuple[float, float, float]]]:
+    rows: dict[str, list[tuple[float, float, float]]] = {}
+    for op, flops, moved, us in _data()["timed"]:
+        rows.setdefault(op, []).append((flops, moved, us))
+    return rows
+
+
+@cache
+def fits() -> dict[str, Fit]:
+    """By family, on the card that was timed."""
+    card = arch.get(_data()["arch"])
+    return {op: fit(card, rows) for op, rows in _timed().items()}
+
+
+@cache
+def _fits_of_others() -> dict[str, Fit]:
+    """By family, from the timings of all other families of its kind (products, or passes over memory)."""
+    card, rows = arch.get(_data()["arch"]), _timed()
+    found = {}
+    for op in rows:
+        others = [o for o in rows if o != op and (o in _PRODUCTS) == (op in _PRODUCTS)]
+        found[op] = fit(card, [row for other in others for row in rows[other]])
+    return found
+
+
+def _family(families: Mapping[str, Fit], op: str) -> Fit:
+    return families[op] if op in families else families[_LIKE[op]]
+
+
+def _occupancy(target: arch.Arch, item: TimedItem, *, by_memory: bool) -> float:
+    """The share of its speed that too few waves leave to our kernel; 1 where a library's runs, or nothing is known."""
+    waves = _waves(target.name, item.op, tuple(item.problem.items()))
+    if waves is None:
+        return 1.0
+    needed = float(_WAVES_FOR_MATRICES)
+    if by_memory:
+        figures = (target.compute_units, target.simds_per_cu, target.wave_size, target.bandwidth_gbps)
+        if any(figure is None for figure in figures):
+            return 1.0
+        lanes = (target.compute_units or 1) * (target.simds_per_cu or 1) * (target.wave_size or 1)
+        needed = (target.bandwidth_gbps or 0.0) * 1e9 * LATENCY_S / (lanes * _LOAD_BYTES)
+    return min(1.0, waves / needed)
+
+
+@cache
+def _waves(architecture: str, op: str, problem: tuple[tuple[str, int | str], ...]) -> int | None:
+    """Waves a SIMD of the kernel that runs there, from the compiler's figures; None where it is not ours."""
+    resource = files("rocm_sd.tuning").joinpath(f"data/{architecture}/{op}.json")
+    if not resource.is_file():
+        return None
+    for entry in json.loads(resource.read_text(encoding="utf-8")).get("bucket", ()):
+        if within(entry["when"], dict(problem)):
+            figures = entry.get("figures", {})
+            return figures.get("waves_per_simd") if entry["implementation"] == "triton" else None
+    return None
+
+
+def _parts(
+    items: Sequence[TimedItem], steps: int, us: Callable[[TimedItem], float]
+) -> tuple[dict[str, float], list[float]]:
+    """Milliseconds of each part of a picture once, and of each item in the whole picture."""
+    parts: dict[str, float] = {}
+    whole = []
+    for item in items:
+        once = item.count * us(item) / 1e3
+        parts[item.part] = parts.get(item.part, 0.0) + once
+        whole.append(once * (steps if item.part == "step" else 1))
+    return parts, whole
+
+
+def project_items(
+    items: Sequence[TimedItem], steps: int, timed_on: str, target: str, families: Mapping[str, Fit], workload: str = ""
+) -> Projection:
+    """For a list of your own, such as a profile of another card: see `fit` for the families."""
+    card, other = arch.get(timed_on), arch.get(target)
+    for one in (card, other):
+        if one.peak(DTYPE) is None or one.bandwidth_gbps is None:
+            raise Unsupported("A projection", f"{one.name}: its peak rate or bandwidth is not known")
+    derated: dict[str, float] = {}
+
+    def us(item: TimedItem) -> float:
+        there = arch.roofline(other, item.flops, item.bytes, DTYPE)
+        here = _roofline_us(card, item.flops, item.bytes)
+        family = _family(families, item.op)
+        speed = _occupancy(other, item, by_memory=there.bound == "memory")
+        if speed < 1:
+            derated[item.op] = min(speed, derated.get(item.op, 1.0))
+        roofline = there.seconds * 1e6
+        if item.us is not None and item.us > family.fixed_us:
+            return family.fixed_us + (item.us - family.fixed_us) * roofline / here / speed
+        return family.fixed_us + roofline / family.share / speed
+
+    parts, each = _parts(items, steps, us)
+    total = sum(each)
+    counted = list(zip(items, each, strict=True))
+    return Projection(
+        workload=workload,
+        arch=other.name,
+        product=other.product or other.name,
+        ms=total,
+        step_ms=parts.get("step", 0.0),
+        decode_ms=parts.get("decode", 0.0),
+        steps=steps,
+        timed_share=sum(ms for item, ms in counted if item.us is not None) / total,
+        derated=tuple(f"{op} to {share:.0%}" for op, share in sorted(derated.items())),
+        deviation=None,
+    )
+
+
+def project(workload: str, target: str) -> Projection:
+    """One picture of the workload on `target` ("gfx1100"), with the model's error on the card that was timed."""
+    found = _workload(workload)
+    made = project_items(_items(workload), found["steps"], _data()["arch"], target, fits(), workload)
+    return replace(made, deviation=deviation(workload))
+
+
+def projections(targets: Iterable[str] = TARGETS, workloads: Iterable[str] = ()) -> tuple[Projection, ...]:
+    asked = tuple(workloads) or tuple(_data()["workloads"])
+    return tuple(project(workload, target) for workload in asked for target in targets)
+
+
+@cache
+def deviation(workload: str) -> Deviation | None:
+    """None where no whole picture of this workload is recorded for the card that was timed."""
+    picture = _workload(workload).get("picture")
+    if picture is None:
+        return None
+    card, items, steps = arch.get(_data()["arch"]), _items_of_picture(workload), _workload(workload)["steps"]
+
+    def percent(us: Callable[[TimedItem], float]) -> float:
+        return 100 * (sum(_parts(items, steps, us)[1]) / float(picture["ms"]) - 1)
+
+    def by(families: Mapping[str, Fit]) -> Callable[[TimedItem], float]:
+        def us(item: TimedItem) -> float:
+            family = _family(families, item.op)
+            return family.fixed_us + _roofline_us(card, item.flops, item.bytes) / family.share
+
+        return us
+
+    own = by(fits())
+    return Deviation(
+        measured_ms=picture["ms"],
+        as_used=percent(lambda item: own(item) if item.us is None else item.us),
+        shapes_left_out=percent(own),
+        ops_left_out=percent(by(_fits_of_others())),
+        source=picture["source"],
+    )
+
+
+def rows(workload: str) -> list[dict[str, Any]]:
+    """The targets as plain values, for `Record.extra["projection"]` and the reports that read it."""
+    return [
+        {**asdict(made), "derated": list(made.derated), "steps_per_s": made.steps_per_s, "told_error": made.told_error}
+        for made in projections(workloads=(workload,))
+    ]
+
+
+def elsewhere() -> tuple[Elsewhere, ...]:
+    """Cards that the model never saw, and of which somebody published a figure: the fastest stands beside it."""
+    found = []
+    for workload, facts in _data()["workloads"].items():
+        fastest: dict[str, Baseline] = {}
+        for figure in baselines():
+            like = (figure.model, figure.height, figure.batch) == (facts["model"], facts["side"], 1)
+            card = arch.get(figure.arch)
+            # The table's figures are of one product: an H100 is no H200, and half of an MI250X is no MI250X.
+            same = set(figure.hardware.split()) <= set((card.product or "").split())
+            rate = figure.steps_per_s
+            if not like or not same or rate is None or figure.arch == _data()["arch"]:
+                continue
+            if figure.arch not in fastest or rate > (fastest[figure.arch].steps_per_s or 0.0):
+                fastest[figure.arch] = figure
+        found += [Elsewhere(project(workload, name), figure) for name, figure in sorted(fastest.items())]
+    return tuple(found)
+
+
+def table() -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Headings and rows for a document; every row says that it is modelled."""
+    headings = (
+        "workload",
+        "card",
+        "picture ms",
+        "it/s",
+        "UNet step ms",
+        "VAE decode ms",
+        "what it is",
+        "model's error",
+    )
+    lines: list[tuple[str, ...]] = [
+        (
+            p.workload,
+            f"{p.product} ({p.arch})",
+            f"{p.ms:.0f}",
+            f"{p.steps_per_s:.1f}",
+            f"{p.step_ms:.1f}",
+            f"{p.decode_ms:.1f}",
+            f"**{p.label}**",
+            p.told_error,
+        )
+        for p in projections()
+    ]
+    return headings, lines

@@ -1,0 +1,8 @@
+"""One self-contained HTML page from recorded results: `render(page(read(files)))`."""
+
+from __future__ import annotations
+
+from rocm_sd.bench.report.page import page, render
+from rocm_sd.bench.report.reading import Inputs, read, read_ladder
+
+__all__ = ["Inputs", "page", "read", "read_ladder", "render"]

@@ -1,0 +1,93 @@
+"""Memory: the peaks of first and second runs, and memory over time where it was watched."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+from rocm_sd.bench.report.charts import Bar, bars, lines
+from rocm_sd.bench.report.parts import Figure, Section, Table, shown
+from rocm_sd.bench.report.speed import OURS, commands_of
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rocm_sd.bench.records import Measurement, Record
+
+__all__ = ["memory"]
+
+
+def memory(records: Sequence[Record]) -> Section:
+    title = "Memory"
+    figures: list[Figure] = []
+    chosen: list[Record] = []
+    for record in records:
+        if record.kind != "engines":
+            continue
+        before = len(figures)
+        for batch in record.batches:
+            found = [m for m in record.measurements if m.batch == batch]
+            drawn = [(m, m.first_run_mib, m.second_run_mib) for m in found if _peak(m) is not None]
+            if drawn:
+                figures.append(_memory_bars(record, batch, drawn))
+        figures += _over_time(record)
+        if len(figures) > before:
+            chosen.append(record)
+    if not figures:
+        return Section(
+            "memory",
+            title,
+            missing="No memory was recorded. It is where a record has a GPU, or a system that tells it.",
+        )
+    lead = (
+        "Peak memory of the first picture, compilation and search included, and of the second, which is what stays: "
+        "the outline, and the bar in it."
+    )
+    return Section("memory", title, lead, tuple(figures), commands=commands_of(chosen))
+
+
+def _peak(m: Measurement) -> float | None:
+    known = [value for value in (m.first_run_mib, m.second_run_mib) if value is not None]
+    return max(known, default=None)
+
+
+def _memory_bars(record: Record, batch: int, found: list[tuple[Measurement, float | None, float | None]]) -> Figure:
+    title = f"{record.workload.name}, batch {batch}, on {record.machine.device}"
+    rows = []
+    for m, first, second in found:
+        kind = "ours" if m.engine == OURS else "other"
+        told = f"{shown(second)} MiB" if second is not None else "only a first run"
+        told += f" · first {shown(first)}" if first is not None else ""
+        rows.append(Bar(m.engine, second if second is not None else first, told, kind=kind, outline=first))
+    table = Table.of(
+        title,
+        ("engine", "first-run MiB", "second-run MiB", "warm-up s"),
+        [(m.engine, shown(first), shown(second), shown(m.warm_up_s)) for m, first, second in found],
+    )
+    return Figure(title, bars(title, rows, unit="MiB"), table)
+
+
+def _over_time(record: Record) -> list[Figure]:
+    """record.extra["memory_over_time"]: [[seconds, MiB], ...], or one such list for each engine by name."""
+    told = record.extra.get("memory_over_time")
+    named: dict[str, Any] = told if isinstance(told, dict) else {OURS: told} if told else {}
+    series = {str(name): points for name, raw in named.items() if (points := _points(raw))}
+    if not series:
+        return []
+    title = f"{record.workload.name} over time, on {record.machine.device}"
+    rows = [(name, shown(s), shown(mib)) for name, points in series.items() for s, mib in points]
+    return [Figure(title, lines(title, series, unit="MiB"), Table.of(title, ("engine", "seconds", "MiB"), rows))]
+
+
+def _points(raw: object, most: int = 400) -> list[tuple[float, float]]:
+    """At most `most` of them, the highest of each neighbourhood: a peak is never thinned away."""
+    if not isinstance(raw, list):
+        return []
+    points = [
+        (float(p[0]), float(p[1]))
+        for p in raw
+        if isinstance(p, (list, tuple)) and len(p) == 2 and all(isinstance(v, (int, float)) for v in p)
+    ]
+    points = [p for p in points if math.isfinite(p[0]) and math.isfinite(p[1]) and min(p) >= 0]
+    size = -(-len(points) // most) or 1
+    return [max(points[n : n + size], key=lambda p: p[1]) for n in range(0, len(points), size)]

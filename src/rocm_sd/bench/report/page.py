@@ -1,0 +1,87 @@
+"""The page: sections put into the template, with the style and the script inside and nothing loaded from elsewhere."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from importlib.resources import files
+from typing import TYPE_CHECKING
+
+from rocm_sd import __version__
+from rocm_sd.bench.report import ladders, memory, pictures, projections, rooflines, speed
+from rocm_sd.bench.report.parts import Page
+from rocm_sd.bench.report.svg import Svg
+from rocm_sd.errors import MissingDependency
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rocm_sd.bench.report.parts import Picture
+    from rocm_sd.bench.report.reading import Inputs, Outcome
+
+__all__ = ["page", "render"]
+
+
+def page(
+    inputs: Inputs,
+    outcomes: Sequence[Outcome] = (),
+    given: Sequence[Picture] = (),
+    drawn: Sequence[tuple[Picture, ...]] = (),
+) -> Page:
+    records = inputs.records
+    notes = []
+    if any(record.workload.weights == "random" for record in records):
+        notes.append("Weights are random, of the real architecture: speed and memory do not depend on them.")
+    if not records:
+        notes.append("No whole pictures were timed.")
+    projected = projections.projection(records)
+    sections = (
+        speed.speed(records),
+        speed.ablation(records),
+        rooflines.rooflines(inputs.op_runs),
+        memory.memory(records),
+        *((projected,) if projected else ()),
+        ladders.ladder(outcomes),
+        pictures.pictures(given, drawn),
+    )
+    return Page(
+        "Measured, and how to repeat it",
+        _subtitle(inputs),
+        speed.headlines(records),
+        speed.cards(records),
+        tuple(notes),
+        sections,
+        __version__,
+    )
+
+
+def _subtitle(inputs: Inputs) -> str:
+    """When and on what; files of single ops have no date."""
+    dates = sorted({record.when[:10] for record in inputs.records})
+    span = " to ".join(dict.fromkeys((dates[0], dates[-1]))) if dates else ""
+    pictures_on = " and ".join(dict.fromkeys(record.machine.device for record in inputs.records))
+    ops_on = " and ".join(dict.fromkeys(run.device for run in inputs.op_runs))
+    sentences = [f"Pictures on {pictures_on}, {span}." if dates else "", f"Single ops on {ops_on}." if ops_on else ""]
+    return " ".join(filter(None, sentences)) or "Proofs and pictures."
+
+
+def render(content: Page) -> str:
+    """HTML, every value escaped. Its policy allows this one script and this one style, by their hashes."""
+    try:
+        import jinja2  # noqa: PLC0415 -- of the extra "report"
+    except ImportError:
+        raise MissingDependency("jinja2", "report") from None
+    folder = files("rocm_sd.bench.report") / "templates"
+    style, script, source = (
+        (folder / name).read_text(encoding="utf-8") for name in ("page.css", "page.js", "page.html")
+    )
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    return environment.from_string(source).render(
+        page=content, style=Svg(style), script=Svg(script), style_hash=_hash(style), script_hash=_hash(script)
+    )
+
+
+def _hash(text: str) -> str:
+    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode("ascii")

@@ -1,0 +1,185 @@
+"""What a report is made from: records, timings of single ops in either format, and results of the proof ladder.
+
+Every value that is shown or drawn is checked here. A file that is broken is named, and nothing is written.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from rocm_sd.bench.records import FORMAT, Record, UnreadableRecord
+from rocm_sd.bench.report.checking import check, is_number
+from rocm_sd.errors import RocmSdError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from pathlib import Path
+
+__all__ = ["Inputs", "OpRun", "OpTiming", "UnreadableLadder", "read", "read_ladder"]
+
+
+class UnreadableLadder(RocmSdError):
+    """A file that is not what `rocm-sd verify --json` prints."""
+
+    def __init__(self, path: Path, why: str) -> None:
+        super().__init__(
+            f"{path} is not a result of the proof ladder: {why}.",
+            hint="Type: rocm-sd verify --json > ladder.json, or let it be made: rocm-sd report --ladder run",
+        )
+
+
+@dataclass(frozen=True)
+class OpTiming:
+    """One call of one op; times in microseconds. `ours` is None where it was left out, and then `left_out` says why."""
+
+    op: str
+    call: str
+    dtype: str
+    ours: float | None
+    stock: float | None
+    implementation: str
+    left_out: str | None = None
+
+
+@dataclass(frozen=True)
+class OpRun:
+    device: str
+    arch: str
+    command: str
+    timings: tuple[OpTiming, ...]
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """`skipped` are files of a folder that hold something else."""
+
+    records: tuple[Record, ...] = ()
+    op_runs: tuple[OpRun, ...] = ()
+    skipped: tuple[str, ...] = ()
+
+
+def read(files: Iterable[Path], folder: Path | None = None) -> Inputs:
+    """Files given by name must be readable; of a folder, those that are neither format are skipped and named."""
+    records: list[Record] = []
+    op_runs: list[OpRun] = []
+    skipped: list[str] = []
+    named = list(dict.fromkeys(files))
+    found = sorted(folder.rglob("*.json")) if folder else []
+    for path in [*named, *(file for file in found if file not in named)]:
+        values = _json(path) if path in named else _json_or_none(path)
+        if isinstance(values, dict) and values.get("format") == FORMAT:
+            record = Record.load(path)
+            check(record, path)
+            if record.kind == "op":
+                op_runs.append(_op_run(record))
+            else:
+                records.append(record)
+        elif isinstance(values, dict) and isinstance(values.get("rows"), list) and "op" in values:
+            op_runs.append(_old_op_run(values, path))
+        elif path in named:
+            raise UnreadableRecord(path, f"its format is neither {FORMAT} nor that of benchmarks/ops.py")
+        else:
+            skipped.append(str(path.relative_to(folder)) if folder else path.name)
+    return Inputs(tuple(records), tuple(op_runs), tuple(skipped))
+
+
+def _json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UnreadableRecord(path, "there is no such file") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise UnreadableRecord(path, str(error)) from error
+
+
+def _json_or_none(path: Path) -> Any:
+    try:
+        return _json(path)
+    except UnreadableRecord:
+        return None
+
+
+def _op_run(record: Record) -> OpRun:
+    """Of a record of kind "op": the case that each batch number stands for, ours beside stock."""
+    whole = record.workload.name.removeprefix("op:")
+    timings = []
+    for batch in record.batches:
+        case = record.op_cases[batch - 1]
+        # The op stands in front of its call: a record may hold one op, or all.
+        op, _, call = case.partition(" ")
+        op, call = (op, call) if whole in {"ops", op} else (whole, case)
+        stock = record.measurement("stock", batch)
+        ours = next((m for m in record.measurements if m.batch == batch and m.engine != "stock"), None)
+        subject = ours or stock
+        timings.append(
+            OpTiming(
+                op,
+                call,
+                _dtype(call) or record.workload.dtype,
+                ours.p50_ms * 1e3 if ours and ours.ms else None,
+                stock.p50_ms * 1e3 if stock and stock.ms else None,
+                subject.provider if subject else "",
+                ours.left_out if ours else None,
+            )
+        )
+    note = "" if record.complete else "The run was interrupted; this is what it has."
+    return OpRun(record.machine.device, record.machine.arch, record.command, tuple(timings), note)
+
+
+def _dtype(call: str) -> str | None:
+    """Calls end with their dtype, or have it between commas: "2x320x64x64 in 32 groups, float16, no add"."""
+    parts = [part.strip() for part in call.split(",")]
+    return next((part for part in parts if part in {"float16", "bfloat16", "float32", "float8", "int8"}), None)
+
+
+def _old_op_run(values: dict[str, Any], path: Path) -> OpRun:
+    """What benchmarks/ops.py wrote: `us` of each implementation, "stock" among them."""
+    try:
+        machine, timings = values["machine"], []
+        for row in values["rows"]:
+            name = row["implementation"]
+            us = row["us"]
+            ours, stock = us.get("stock" if name == "torch" else name), us.get("stock")
+            if not all(is_number(value) and value > 0 for value in (ours, stock)):
+                raise UnreadableRecord(path, f"a timing of {row['call']!r} is not a positive number")
+            dtype = str(row["problem"].get("dtype") or _dtype(row["call"]) or "float16")
+            timings.append(OpTiming(str(values["op"]), str(row["call"]), dtype, ours, stock, str(name)))
+        return OpRun(
+            str(machine["gpu"]), str(machine["arch"]), str(values["command"]), tuple(timings), _note(values.get("note"))
+        )
+    except (KeyError, TypeError, AttributeError) as error:
+        raise UnreadableRecord(path, f"a field is missing or of another type ({error})") from error
+
+
+def _note(text: object) -> str:
+    return f"{str(text)[:1].upper()}{str(text)[1:]}." if text else ""
+
+
+Outcome = dict[str, Any]
+_STATES: tuple[Literal["passed", "failed", "skipped"], ...] = ("passed", "failed", "skipped")
+
+
+def read_ladder(path: Path) -> tuple[Outcome, ...]:
+    """What `rocm-sd verify --json` prints: a list of outcomes."""
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UnreadableLadder(path, "there is no such file") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise UnreadableLadder(path, str(error)) from error
+    if not isinstance(values, list) or not values:
+        raise UnreadableLadder(path, "it holds no list of outcomes")
+    for value in values:
+        if not isinstance(value, dict) or not all(
+            isinstance(value.get(name), str) for name in ("op", "arch", "rung", "state", "sentence")
+        ):
+            raise UnreadableLadder(path, "an outcome lacks its op, arch, rung, state or sentence")
+        if value["state"] not in _STATES or not isinstance(value.get("figures", {}), dict):
+            raise UnreadableLadder(path, f"the state or the figures of {value['op']!r} are not known")
+        figures = value.get("figures", {})
+        if not all(is_number(figures.get(name, 0)) for name in ("vgprs", "lds", "waves_per_simd")):
+            raise UnreadableLadder(path, f"registers, LDS or waves of {value['op']!r} are not numbers")
+    return tuple(values)

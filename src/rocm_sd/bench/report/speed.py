@@ -1,0 +1,228 @@
+"""Summary, speed against engines and ablation: what the timings of whole pictures say."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from rocm_sd.bench.report.charts import Bar, Step, bars, waterfall
+from rocm_sd.bench.report.parts import Card, Figure, Headline, Section, Table, ratio_words, shown, times
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rocm_sd.bench.records import Comparison, Measurement, Record
+
+__all__ = ["OURS", "ablation", "cards", "commands_of", "headlines", "speed", "workload_words"]
+
+OURS, STOCK = "rocm-sd", "stock"
+
+
+def workload_words(record: Record) -> str:
+    """The workload as a stranger would set it up."""
+    facts = record.workload
+    return (
+        f"{facts.name}: {facts.width}×{facts.height}, {facts.steps} steps {facts.scheduler}, "  # noqa: RUF001
+        f"guidance {facts.guidance:g}, {facts.dtype}, weights {facts.weights}"
+    )
+
+
+def _usable(measurement: Measurement | None) -> bool:
+    """No speed is shown for a result that is not a number."""
+    return bool(measurement and measurement.ms and (measurement.error is None or math.isfinite(measurement.error)))
+
+
+def _comparison(record: Record, engine: str, against: str, batch: int) -> Comparison | None:
+    return next(
+        (c for c in record.comparisons if (c.engine, c.against, c.batch) == (engine, against, batch)),
+        None,
+    )
+
+
+def _interval(comparison: Comparison) -> str:
+    ends = (comparison.low, comparison.high)
+    # An interval that ends beside 1 and not at it is told so: 1.003 is not 1.00.
+    if any(0.995 <= end < 1.005 for end in ends):
+        return " to ".join(f"{end:.3f}" for end in ends)
+    return " to ".join(ratio_words(end) for end in ends)
+
+
+def headlines(records: Sequence[Record]) -> tuple[Headline, ...]:
+    """For each workload and batch: rocm-sd against stock, then against the best of the others."""
+    found: list[Headline] = []
+    for record in records:
+        if record.kind != "engines":
+            continue
+        for batch in record.batches:
+            ours = [c for c in record.comparisons if c.engine == OURS and c.batch == batch]
+            rivals = sorted((c for c in ours if c.against != STOCK), key=lambda c: c.ratio)[:1]
+            found += [_headline(record, c) for c in (*(c for c in ours if c.against == STOCK), *rivals)]
+    return tuple(found)
+
+
+def _headline(record: Record, c: Comparison) -> Headline:
+    pictures = "one picture" if c.batch == 1 else f"{c.batch} pictures at once"
+    if c.verdict == "no difference":
+        sentence = f"No difference between {c.engine} and {c.against} beyond the spread, {pictures}."
+    elif c.verdict == "slower":
+        sentence = f"{c.engine} is slower than {c.against}: {ratio_words(c.ratio)} times its speed, {pictures}."
+    else:
+        sentence = f"{c.engine} is {ratio_words(c.ratio)} times as fast as {c.against}, {pictures}."
+    detail = f"95% interval {_interval(c)}. {record.workload.name} on {record.machine.device}."
+    return Headline(times(c.ratio), sentence, detail, verdict=c.verdict)
+
+
+def cards(records: Sequence[Record]) -> tuple[Card, ...]:
+    """Each machine once, with its versions."""
+    found: dict[str, Card] = {}
+    for record in records:
+        m = record.machine
+        facts = [("architecture", m.arch)]
+        if m.compute_units:
+            facts.append(("compute units", str(m.compute_units)))
+        if m.memory_mib:
+            facts.append(("memory", f"{m.memory_mib / 1024:.1f} GiB"))
+        if m.driver:
+            facts.append(("driver", str(m.driver)))
+        facts += [("system", str(m.system)), *((str(k), str(v)) for k, v in m.versions.items() if v)]
+        found.setdefault(repr((m.device, facts)), Card(m.device, tuple(facts)))
+    return tuple(found.values())
+
+
+_COLUMNS = (
+    "engine", "version", "provider", "average ms", "p50 ms", "p90 ms", "images/s", "it/s", "times stock",
+    "95% interval", "warm-up s", "power W", "J/image", "clock MHz", "°C", "% of floor", "error vs fp32", "note",
+)  # fmt: skip
+
+
+def _row(record: Record, m: Measurement) -> tuple[object, ...]:
+    if not _usable(m):
+        why = m.left_out or "not timed yet" if not m.ms else "its result is not a number"
+        return (m.engine, m.version, m.provider, *[None] * (len(_COLUMNS) - 4), f"no speed: {why}")
+    c = _comparison(record, m.engine, STOCK, m.batch)
+    figures = (m.average_ms, m.p50_ms, m.p90_ms, m.images_per_s, m.steps_per_s)
+    after = (m.warm_up_s, m.power_watt, m.energy_joule, m.clock_mhz, m.temperature_c, m.floor_percent, m.error)
+    return (
+        m.engine, m.version, m.provider, *map(shown, figures), c and ratio_words(c.ratio), c and _interval(c),
+        *map(shown, after),
+        "; ".join((*((c.verdict,) if c and c.verdict == "no difference" else ()), *m.notes)),
+    )  # fmt: skip
+
+
+def _bar(record: Record, m: Measurement, stock: Measurement | None) -> Bar:
+    if not _usable(m):
+        return Bar(m.engine, None, "no speed, see below" if m.left_out else "not timed")
+    kind = "ours" if m.engine == OURS else "other"
+    c = _comparison(record, m.engine, STOCK, m.batch)
+    if c is None:
+        if stock is None or m.engine != STOCK:
+            return Bar(m.engine, m.images_per_s, f"{shown(m.p50_ms)} ms", kind=kind)
+        return Bar(m.engine, m.images_per_s, f"{shown(m.p50_ms)} ms · 1×", kind=kind)  # noqa: RUF001
+    # Stock's rate times the ratio, so that the whisker is the interval of the ratio and not of one of the two.
+    rate = stock.images_per_s if stock else m.images_per_s / c.ratio
+    told = f"{shown(m.p50_ms)} ms · {times(c.ratio)} ({_interval(c)})"
+    if c.verdict == "no difference":
+        return Bar(
+            m.engine, rate * c.ratio, f"{shown(m.p50_ms)} ms · no difference", rate * c.low, rate * c.high, "undecided"
+        )
+    return Bar(m.engine, rate * c.ratio, told, rate * c.low, rate * c.high, kind)
+
+
+def speed(records: Sequence[Record]) -> Section:
+    chosen = [record for record in records if record.kind == "engines"]
+    if not chosen:
+        return Section(
+            "speed",
+            "Speed against engines",
+            missing="No engines were timed side by side. Type: rocm-sd bench emoji, and give its record to the report.",
+        )
+    figures = []
+    for record in chosen:
+        for batch in record.batches:
+            found = [m for m in record.measurements if m.batch == batch]
+            stock = record.measurement(STOCK, batch)
+            stock = stock if _usable(stock) else None
+            title = f"{record.workload.name}, batch {batch}, on {record.machine.device}"
+            mark = (stock.images_per_s, "stock") if stock else None
+            chart = bars(title, [_bar(record, m, stock) for m in found], unit="images/s", mark=mark)
+            table = Table.of(
+                title,
+                _COLUMNS,
+                [_row(record, m) for m in found],
+                text=(0, 1, 2, len(_COLUMNS) - 1),
+                marked=[n for n, m in enumerate(found) if m.engine == OURS],
+            )
+            reasons = tuple(f"{m.engine}: {m.left_out}." for m in found if m.left_out)
+            figures.append(Figure(title, chart, table, (*_notes(record), *reasons)))
+    lead = (
+        "Pictures a second, whole pictures from noise to pixels; the engines took turns in one run. The value is the "
+        "median time of a batch, then how many times as fast as stock it is, with its 95% interval: the whisker."
+    )
+    return Section("speed", "Speed against engines", lead, tuple(figures), commands=commands_of(chosen))
+
+
+def _notes(record: Record) -> tuple[str, ...]:
+    first = (workload_words(record) + ".",)
+    unfinished = () if record.complete else ("The run was interrupted; this is what it has.",)
+    return (*first, *unfinished, *map(str, record.notes))
+
+
+def commands_of(records: Sequence[Record]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(record.command for record in records if record.command))
+
+
+def ablation(records: Sequence[Record]) -> Section:
+    title = "What each optimisation gives"
+    chosen = [record for record in records if record.kind == "ablation"]
+    if not chosen:
+        return Section(
+            "ablation", title, missing="No ablation was recorded. Type: rocm-sd bench sd15-512 --ablation --batch 1,8"
+        )
+    figures = [_waterfall(record, batch) for record in chosen for batch in record.batches]
+    lead = (
+        "One optimisation is added a row. Grey is the time that is left, colour is what the row took away. A pale end "
+        "is a difference inside the spread: nothing can be said about it."
+    )
+    return Section("ablation", title, lead, tuple(f for f in figures if f), commands=commands_of(chosen))
+
+
+def _waterfall(record: Record, batch: int) -> Figure | None:
+    title = f"{record.workload.name}, batch {batch}, on {record.machine.device}"
+    steps: list[Step] = []
+    rows: list[tuple[object, ...]] = []
+    first: Measurement | None = None
+    before: Measurement | None = None
+    for m in (m for m in record.measurements if m.batch == batch):
+        if not _usable(m):
+            why = m.left_out or "not timed yet"
+            rows.append((m.engine, *[None] * 6, f"no speed: {why}"))
+            continue
+        gained = _step(record, m, before) if before else None
+        whole = _step(record, m, first) if first else None
+        decided = gained is None or gained.verdict != "no difference"
+        told = f"{shown(m.p50_ms)} ms"
+        if gained:
+            told += f" · {times(gained.ratio)}" if decided else " · no difference"
+        steps.append(Step(m.engine, before.p50_ms if before else None, m.p50_ms, told, decided))
+        rows.append(
+            (
+                m.engine, shown(m.p50_ms), gained and ratio_words(gained.ratio), gained and _interval(gained),
+                whole and ratio_words(whole.ratio), shown(m.first_run_mib), shown(m.second_run_mib), "; ".join(m.notes),
+            )
+        )  # fmt: skip
+        first, before = first or m, m
+    if not steps:
+        return None
+    headings = (
+        "with", "p50 ms", "times the row above", "95% interval", "times the first row", "first-run MiB",
+        "second-run MiB", "note",
+    )  # fmt: skip
+    table = Table.of(title, headings, rows, text=(0, 7))
+    return Figure(title, waterfall(title, steps, unit="ms"), table, _notes(record))
+
+
+def _step(record: Record, m: Measurement, before: Measurement) -> Comparison:
+    from rocm_sd.bench.measuring import compare  # noqa: PLC0415 -- only ablations need it
+
+    recorded = _comparison(record, m.engine, before.engine, m.batch)
+    return recorded or compare(m.engine, before.engine, m.batch, m.ms, before.ms)

@@ -1,0 +1,326 @@
+"""Engines side by side in one interleaved run: right first, then timed; what is measured is never lost.
+
+For each batch size: exact latents, each engine made ready and compared with them, then pictures in turns. An engine
+that is wrong, crashes or runs out of memory is left out with the reason, and the others go on.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+import sys
+import time
+from dataclasses import replace
+from datetime import datetime, timezone
+from typing import TYPE_CHECKING, Any
+
+from rocm_sd import arch
+from rocm_sd.bench.gate import PICTURES, STEPS, Gate, free_memory
+from rocm_sd.bench.machine import machine
+from rocm_sd.bench.measuring import Stopwatch, compare, interleaved, settled
+from rocm_sd.bench.peaks import PeakMemory
+from rocm_sd.bench.records import Comparison, Measurement, Record
+from rocm_sd.bench.resuming import keep_older, record_file, unfinished
+from rocm_sd.bench.sensors import watch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    import torch
+
+    from rocm_sd.bench.engines import Engine
+    from rocm_sd.bench.workloads import Workload
+
+    # Done, total, and what is under way: in steps of one picture, so that a bar's estimate holds for every stage.
+    Progress = Callable[[float, float, str], object]
+
+__all__ = ["default_repeats", "run"]
+
+log = logging.getLogger("rocm_sd")
+STOCK, OURS = "stock", "rocm-sd"
+_SETTLING = 5  # pictures, for the estimate
+_SAVE_EVERY_S = 5.0
+_SENSED_S = 2.0
+_FOLDERS = re.compile(r"(?:[A-Za-z]:)?(?:[\\/][\w.~@+-]+)+[\\/](?=[\w.~@+-])")
+
+
+def default_repeats(device: torch.device) -> int:
+    """On a CPU as many as an interval needs, within a minute."""
+    return 8 if device.type == "cpu" else 20
+
+
+def run(
+    workload: Workload,
+    engines: Sequence[Engine],
+    batches: Sequence[int],
+    *,
+    out: Path,
+    kind: str = "engines",
+    repeats: int | None = None,
+    resume: bool = True,
+    cold: bool = False,
+    command: str = "",
+    against: str = STOCK,
+    progress: Progress | None = None,
+) -> Record:
+    """Measure, and keep the record in `record_file(out, ...)` up to date. Ctrl-C leaves one that can be resumed.
+
+    Every engine is compared with the one called `against`. The numerics gate compares with a stock pipeline of its own,
+    whether or not that is among the engines.
+    """
+    repeats = repeats or default_repeats(workload.device)
+    planned = {
+        "engines": {engine.name: engine.version() for engine in engines},
+        "batches": list(batches),
+        "repeats": repeats,
+        "cold": cold,
+    }
+    record = Record(
+        kind, workload.facts, machine(workload.device), command, _now(), (), complete=False, extra={"planned": planned}
+    )
+    file = record_file(out, workload.name, kind)
+    earlier = unfinished(file, record) if resume else None
+    if earlier is None:
+        keep_older(file)
+    return _Run(workload, engines, batches, repeats, cold, against, earlier or record, file, progress).go()
+
+
+def _now() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
+
+
+class _Failed(Exception):
+    def __init__(self, engine: str, why: str) -> None:
+        super().__init__(engine)
+        self.engine, self.why = engine, why
+
+
+class _Run:
+    def __init__(
+        self,
+        workload: Workload,
+        engines: Sequence[Engine],
+        batches: Sequence[int],
+        repeats: int,
+        cold: bool,
+        against: str,
+        record: Record,
+        file: Path,
+        progress: Progress | None,
+    ) -> None:
+        self.workload, self.engines, self.batches, self.repeats = workload, tuple(engines), tuple(batches), repeats
+        self.device, self.record, self.file, self.against = workload.device, record, file, against
+        self.measured = {(one.engine, one.batch): one for one in record.measurements}
+        self.stopwatch = Stopwatch(self.device, cold=cold)
+        self._progress = progress
+        # Of one engine: its gate, its first two pictures, its warm-up and its turns; of the batch the gate's own two.
+        gate = PICTURES * min(STEPS, workload.facts.steps)
+        self._engine_share = gate + (2 + _SETTLING + repeats) * workload.facts.steps
+        self._gate_share = 3 * gate
+        self._total = sum(batch * (self._gate_share + len(engines) * self._engine_share) for batch in batches)
+        self._done, self._saved_at = 0.0, 0.0
+
+    def go(self) -> Record:
+        try:
+            for number, batch in enumerate(self.batches):
+                self._batch(batch)
+                shares = self._gate_share + len(self.engines) * self._engine_share
+                self._reach(sum(each * shares for each in self.batches[: number + 1]), f"batch {batch}")
+            self.save(complete=True)
+        except KeyboardInterrupt:
+            self.save()
+            raise
+        return self.record
+
+    def save(self, *, complete: bool = False) -> None:
+        order = {engine.name: place for place, engine in enumerate(self.engines)}
+        measurements = sorted(
+            self.measured.values(), key=lambda one: (self.batches.index(one.batch), order[one.engine])
+        )
+        self.record = replace(
+            self.record, measurements=tuple(measurements), comparisons=tuple(self._comparisons()), complete=complete
+        )
+        self.record.save(self.file)
+        self._saved_at = time.perf_counter()
+
+    def _comparisons(self) -> list[Comparison]:
+        """Every engine with stock, or what stands for it, and ours with every other."""
+        found = []
+        for batch in self.batches:
+            timed = {e.name: m.ms for e in self.engines if (m := self.measured.get((e.name, batch))) and m.ms}
+            pairs = [(name, self.against) for name in timed if name != self.against]
+            pairs += [(OURS, name) for name in timed if name not in {self.against, OURS}]
+            found += [
+                compare(ours, theirs, batch, timed[ours], timed[theirs])
+                for ours, theirs in pairs
+                if ours in timed and theirs in timed
+            ]
+        return found
+
+    def _batch(self, batch: int) -> None:
+        todo = [engine for engine in self.engines if not self._is_done(engine.name, batch)]
+        if not todo:
+            return
+        self._advance(0, f"batch {batch}: exact latents")
+        try:
+            gate = Gate(self.workload, batch)
+        except Exception as error:  # noqa: BLE001 -- out of memory most likely: without a reference nothing is timed
+            for engine in todo:
+                self._leave_out(engine.name, batch, f"nothing to compare it with: {_told(error)}")
+            free_memory()
+            return
+        self._advance(self._gate_share * batch, f"batch {batch}")
+        ready: dict[str, Any] = {}
+        for engine in todo:
+            pipe = self._prepared(engine, batch, gate)
+            if pipe is not None:
+                ready[engine.name] = pipe
+            self.save()
+        self._timed(batch, ready)
+        self._sensed(batch, ready)
+        ready.clear()
+        if "torch._dynamo" in sys.modules:
+            # Compiled code of this batch size would keep its pipelines, and its limit of recompilations counts it.
+            sys.modules["torch._dynamo"].reset()
+        free_memory()
+
+    def _is_done(self, engine: str, batch: int) -> bool:
+        found = self.measured.get((engine, batch))
+        return found is not None and (found.left_out is not None or len(found.ms) >= self.repeats)
+
+    def _prepared(self, engine: Engine, batch: int, gate: Gate) -> Any | None:
+        """The engine's pipeline after its warm-up and the gate, or None where it is left out."""
+        steps = self.workload.facts.steps
+
+        def drawn() -> None:
+            self.workload.picture(pipe, batch)
+
+        self._advance(0, f"batch {batch}: {engine.name}, first picture")
+        free_memory()
+        memory = PeakMemory(self.device)
+        try:
+            pipe = self.workload.pipeline()
+            started = time.perf_counter()
+            pipe = engine.prepare(pipe)
+            self.stopwatch.milliseconds(drawn)
+            first_s, first_mib = time.perf_counter() - started, memory.mib()
+            self._advance(steps * batch, f"batch {batch}: {engine.name}, second picture")
+            drawn()
+            second_mib = memory.mib()
+            self._advance(steps * batch, f"batch {batch}: {engine.name}, compared with exact")
+            verdict = gate.check(pipe)
+            self._advance(PICTURES * gate.steps * batch, f"batch {batch}: {engine.name}, warming up")
+            if verdict.wrong:
+                self._leave_out(engine.name, batch, verdict.wrong, verdict.error, gate.stock_error)
+                return None
+            started = time.perf_counter()
+            settled(drawn, self.stopwatch, budget_s=3.0 if self.device.type == "cpu" else 20.0)
+            settled_s = time.perf_counter() - started
+            self._advance(_SETTLING * steps * batch, f"batch {batch}: {engine.name} is warm")
+        except Exception as error:  # noqa: BLE001 -- whatever ails one engine, the others go on
+            self._leave_out(engine.name, batch, _told(error))
+            free_memory()
+            return None
+        fresh = Measurement(
+            engine.name, engine.version(), engine.provider, batch, (), steps, first_s + settled_s, first_mib,
+            second_mib, floor_ms=self._floor_ms(batch), error=verdict.error, stock_error=gate.stock_error,
+        )  # fmt: skip
+        # A resumed run finds compiled kernels: the first one's warm-up is the true one.
+        self.measured.setdefault((engine.name, batch), fresh)
+        return pipe
+
+    def _floor_ms(self, batch: int) -> float | None:
+        peak = arch.detect(self.device).peak(self.workload.facts.dtype)
+        flops = self.workload.facts.flops
+        return None if peak is None or flops is None else batch * flops / peak / 1e9
+
+    def _timed(self, batch: int, ready: dict[str, Any]) -> None:
+        def kept(name: str, milliseconds: float) -> None:
+            found = self.measured[name, batch]
+            self.measured[name, batch] = replace(found, ms=(*found.ms, milliseconds))
+            self._advance(self.workload.facts.steps * batch, f"batch {batch}: {name}, {len(found.ms) + 1}")
+            if time.perf_counter() - self._saved_at > _SAVE_EVERY_S:
+                self.save()
+
+        while ready:
+            done = {name: self.measured[name, batch].ms for name in ready}
+            calls = {name: self._call(name, pipe, batch) for name, pipe in ready.items()}
+            try:
+                interleaved(calls, self.stopwatch, repeats=self.repeats, done=done, on_turn=kept)
+            except _Failed as failed:
+                del ready[failed.engine]
+                self._leave_out(failed.engine, batch, failed.why)
+            else:
+                return
+
+    def _call(self, name: str, pipe: Any, batch: int) -> Callable[[], None]:
+        def call() -> None:
+            try:
+                self.workload.picture(pipe, batch)
+            except Exception as error:
+                raise _Failed(name, _told(error)) from error
+
+        return call
+
+    def _sensed(self, batch: int, ready: dict[str, Any]) -> None:
+        """Power, clock and temperature of each engine alone, after the turns: a turn may be shorter than a reading."""
+        with watch(self.device) as readings:
+            pass  # it reads once at each end, which tells whether there is anything to read
+        if readings.power_watt is None and readings.clock_mhz is None and readings.temperature_c is None:
+            if self.device.type != "cpu":
+                self.record = replace(
+                    self.record,
+                    notes=tuple(dict.fromkeys((*self.record.notes, *map(_without_folders, readings.notes)))),
+                )
+            return
+        for name, pipe in ready.items():
+            self._advance(0, f"batch {batch}: {name}, power and clock")
+            call = self._call(name, pipe, batch)
+            until = time.perf_counter() + _SENSED_S
+            try:
+                with watch(self.device) as readings:
+                    while time.perf_counter() < until:
+                        self.stopwatch.milliseconds(call)
+            except _Failed as failed:
+                self._leave_out(name, batch, failed.why)
+                continue
+            self.measured[name, batch] = replace(
+                self.measured[name, batch],
+                power_watt=readings.power_watt,
+                clock_mhz=readings.clock_mhz,
+                temperature_c=readings.temperature_c,
+            )
+
+    def _leave_out(
+        self, name: str, batch: int, why: str, error: float | None = None, stock_error: float | None = None
+    ) -> None:
+        log.warning("%s is left out at batch %d: %s", name, batch, why)
+        engine = next(each for each in self.engines if each.name == name)
+        self.measured[name, batch] = Measurement(
+            name, engine.version(), engine.provider, batch, (), self.workload.facts.steps,
+            # JSON has no NaN.
+            error=error if error is not None and math.isfinite(error) else None,
+            stock_error=stock_error, left_out=why,
+        )  # fmt: skip
+        self.save()
+
+    def _advance(self, by: float, what: str) -> None:
+        self._reach(self._done + by, what)
+
+    def _reach(self, done: float, what: str) -> None:
+        self._done = min(max(self._done, done), self._total)
+        if self._progress:
+            self._progress(self._done, self._total, what)
+
+
+def _told(error: Exception) -> str:
+    """One line: what a user reads in a table. Folders are not named in a record."""
+    lines = _without_folders(str(error)).strip().splitlines()
+    kind = "out of memory" if type(error).__name__ == "OutOfMemoryError" else type(error).__name__
+    return f"{kind}: {lines[0][:200]}" if lines else kind
+
+
+def _without_folders(text: str) -> str:
+    return _FOLDERS.sub("", text)

@@ -1,0 +1,306 @@
+"""rocm-sd bench: engines side by side, right first and then timed."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from rocm_sd.errors import InvalidOption, RocmSdError, Unsupported
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+
+    from rocm_sd.bench.records import Record
+    from rocm_sd.bench.regressions import Regression
+
+__all__ = ["bench"]
+
+
+def bench(
+    workload: Annotated[
+        str | None, typer.Argument(help="sd15-512, sdxl-mlperf, emoji, ..., op:NAME or ops.", show_default=False)
+    ] = None,
+    batch: Annotated[str, typer.Option(help="Batch sizes, e.g. 1,8.")] = "1",
+    engines: Annotated[
+        str | None,
+        typer.Option(help="Engines, e.g. stock,compile,rocm-sd. (default: stock, channels_last, compile and rocm-sd)"),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(help="A Diffusers folder, a .safetensors checkpoint or a hub id. (default: random weights)"),
+    ] = None,
+    steps: Annotated[int | None, typer.Option(min=1, help="Denoising steps. (default: the workload's)")] = None,
+    repeats: Annotated[int | None, typer.Option(min=1, help="Turns. (default: 20; 8 on a CPU)")] = None,
+    cold: Annotated[bool, typer.Option("--cold", help="Flush the caches before each picture.")] = False,
+    out: Annotated[Path, typer.Option(help="The folder for WORKLOAD.json, .csv and .md.")] = Path("out"),
+    as_csv: Annotated[bool, typer.Option("--csv", help="Print CSV.")] = False,
+    as_markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the whole record.")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume/--fresh", help="Continue an interrupted run of the same command, or start anew.")
+    ] = True,
+    against: Annotated[
+        Path | None, typer.Option(help="An earlier record: exit code 1 where this run is slower beyond the interval.")
+    ] = None,
+    ablation: Annotated[bool, typer.Option("--ablation", help="One optimisation added a row.")] = False,
+    submit: Annotated[Path | None, typer.Option(help="Also write a contribution to this file.")] = None,
+    sign_off: Annotated[
+        bool, typer.Option("--sign-off", help="With --submit: agree to its statement without being asked.")
+    ] = False,
+    tiny: Annotated[
+        bool, typer.Option("--tiny", help="A small model with random weights, to try the command.")
+    ] = False,
+    device: Annotated[str | None, typer.Option(help="cuda (AMD and NVIDIA) or cpu. (default: what is there)")] = None,
+    listed: Annotated[bool, typer.Option("--list", help="List workloads and engines, and exit.")] = False,
+) -> None:
+    """Time engines side by side, in turns of one run. Nothing is timed whose result is wrong.
+
+    rocm-sd bench emoji
+
+    rocm-sd bench sd15-512 --batch 1,8 --engines stock,compile,rocm-sd
+
+    rocm-sd bench sdxl-mlperf --model ./sdxl --out results --markdown
+
+    rocm-sd bench sd15-512 --ablation --batch 1,8
+
+    rocm-sd bench op:conv2d
+
+    rocm-sd bench sd15-512 --against results/sd15-512.json
+
+    Ctrl-C keeps what was measured, and the same command continues there. Columns are explained in
+    docs/benchmarking.md. The exit code is 7 where an engine's result was wrong.
+    """
+    from rocm_sd.bench.records import Record
+    from rocm_sd.cli.pictures import save_text, writable_folder
+    from rocm_sd.integrations.diffusers.loading import default_device, hush
+
+    on = default_device(device)
+    if listed:
+        _show_list(Console(), on)
+        return
+    if workload is None:
+        raise InvalidOption("workload", "", [], hint="Type: rocm-sd bench --list, or: rocm-sd bench emoji")
+    formats = [name for name, asked in (("--csv", as_csv), ("--markdown", as_markdown), ("--json", as_json)) if asked]
+    if len(formats) > 1:
+        raise InvalidOption(formats[1], f"beside {formats[0]}", [], hint=f"All are written to {out}; print one.")
+    # Read before the run, which may write to the same place.
+    before = Record.load(against) if against else None
+    if submit is not None:
+        _signed_off(agreed=sign_off)
+    writable_folder(out)
+    hush()
+    asked = _Asked(workload, batch, engines, model, steps, repeats, cold, ablation, tiny, out, resume)
+    record, file = _with_progress(_planned(asked, on), out)
+    from rocm_sd.bench import tables
+
+    save_text(tables.csv_text(record), file.with_suffix(".csv"))
+    save_text(tables.markdown(record), file.with_suffix(".md"))
+    if formats:
+        texts: dict[str, Callable[[], str]] = {
+            "--csv": lambda: tables.csv_text(record),
+            "--markdown": lambda: tables.markdown(record),
+            "--json": lambda: json.dumps(record.to_dict(), indent=2),
+        }
+        typer.echo(texts[formats[0]](), nl=as_json)
+    else:
+        console = Console()
+        console.print(tables.rich_tables(record))
+        console.print(f"wrote {file}, and the same as .csv and .md", soft_wrap=True, highlight=False)
+    if submit is not None:
+        from rocm_sd.bench import submission
+
+        written = submission.write(record, submit)
+        Console(stderr=True).print(f"wrote {escape(str(written))}", soft_wrap=True, highlight=False)
+    if before is not None:
+        _compare(before, record)
+    _require_right(record)
+
+
+@dataclass(frozen=True)
+class _Asked:
+    workload: str
+    batch: str
+    engines: str | None
+    model: str | None
+    steps: int | None
+    repeats: int | None
+    cold: bool
+    ablation: bool
+    tiny: bool
+    out: Path
+    resume: bool
+
+    @property
+    def command(self) -> str:
+        """What to type to repeat it. Folders are a person's own: only the last part of a model's is kept."""
+        model = self.model
+        if model is not None and Path(model).exists():
+            model = Path(model).resolve().name
+        options = {
+            "--batch": None if self.batch == "1" else self.batch,
+            "--engines": self.engines,
+            "--model": model,
+            "--steps": self.steps,
+            "--repeats": self.repeats,
+        }
+        words = [word for name, value in options.items() if value is not None for word in (name, str(value))]
+        flags = {"--cold": self.cold, "--ablation": self.ablation, "--tiny": self.tiny}
+        return " ".join(["rocm-sd", "bench", self.workload, *words, *(name for name, on in flags.items() if on)])
+
+
+def _planned(asked: _Asked, device: torch.device) -> Callable[[Any], tuple[Record, Path]]:
+    """Everything that can be wrong with the options is said here, before anything is timed."""
+    from rocm_sd.bench import ops
+    from rocm_sd.bench.engines import chosen, default_names
+    from rocm_sd.bench.resuming import record_file
+    from rocm_sd.bench.runner import run as run_engines
+    from rocm_sd.bench.workloads import make
+
+    workload, out = asked.workload, asked.out
+    common: dict[str, Any] = {"repeats": asked.repeats, "out": out, "resume": asked.resume}
+    if ops.is_op(workload):
+        _require_plain_op(asked)
+        ops.selected(workload)
+        common |= {"cold": asked.cold or None, "command": asked.command}
+        return lambda progress: (
+            ops.run(workload, device, progress=progress, **common),
+            record_file(out, workload),
+        )
+    batches = _batches(asked.batch)
+    if asked.ablation and asked.engines is not None:
+        raise InvalidOption("--engines", asked.engines, [], hint="An ablation has rows of its own: leave it out.")
+    given = [name.strip() for name in (asked.engines or "").split(",") if name.strip()]
+    selected = chosen(given or default_names(device), device)
+    with Console(stderr=True).status(f"Making {workload} ..."):
+        made = make(workload, device, model=asked.model, steps=asked.steps, tiny=asked.tiny)
+    common |= {"cold": asked.cold, "command": asked.command}
+    if asked.ablation:
+        from rocm_sd.bench import ablation
+
+        return lambda progress: (
+            ablation.run(made, batches, progress=progress, **common),
+            record_file(out, made.name, "ablation"),
+        )
+    return lambda progress: (
+        run_engines(made, selected, batches, progress=progress, **common),
+        record_file(out, made.name),
+    )
+
+
+def _require_plain_op(asked: _Asked) -> None:
+    given = {"--model": asked.model, "--steps": asked.steps, "--engines": asked.engines}
+    given |= {"--ablation": asked.ablation or None}
+    for name in (name for name, value in given.items() if value is not None):
+        raise Unsupported(
+            f"bench {asked.workload}", name, hint="An op is timed call by call beside stock torch: leave it out."
+        )
+
+
+def _with_progress(run: Callable[[Any], tuple[Record, Path]], out: Path) -> tuple[Record, Path]:
+    errors = Console(stderr=True)
+    # On standard error, so that --csv and --json leave nothing but those on standard output.
+    columns = (
+        TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn(), TimeRemainingColumn(),
+    )  # fmt: skip
+    try:
+        with Progress(*columns, console=errors, transient=True, speed_estimate_period=600) as bar:
+            task = bar.add_task("starting", total=None)
+            return run(lambda done, total, what: bar.update(task, completed=done, total=total, description=what))
+    except KeyboardInterrupt:
+        errors.print(
+            f"Interrupted. What was measured is kept in {escape(str(out))}; to go on, type the same command again.",
+            highlight=False,
+            soft_wrap=True,
+        )
+        raise typer.Exit(130) from None
+
+
+def _batches(text: str) -> tuple[int, ...]:
+    try:
+        found = tuple(dict.fromkeys(int(part) for part in text.split(",")))
+    except ValueError:
+        found = ()
+    if not found or min(found) < 1:
+        raise InvalidOption("--batch", text, [], hint="It takes sizes of 1 or more, e.g. --batch 1,8.")
+    return found
+
+
+def _show_list(console: Console, device: torch.device) -> None:
+    from rocm_sd.bench.engines import default_names, engines
+    from rocm_sd.bench.workloads import OP_PREFIX, WORKLOADS
+    from rocm_sd.ops import OPS
+
+    table = Table("workload", "what", title="Workloads", title_justify="left")
+    for recipe in WORKLOADS.values():
+        table.add_row(recipe.name, recipe.summary)
+    table.add_row(f"{OP_PREFIX}NAME", f"one op: {', '.join(OPS)}")
+    table.add_row("ops", "all of them")
+    console.print(table)
+    table = Table("engine", "computed by", "here", title="Engines", title_justify="left")
+    for engine in engines().values():
+        reason = engine.why_not(device)
+        here = "yes, by default" if engine.name in default_names(device) else "when asked for"
+        table.add_row(engine.name, engine.provider, escape(reason) if reason else here)
+    console.print(table)
+
+
+def _signed_off(*, agreed: bool) -> None:
+    """Asked before the run: nobody waits at the end of one."""
+    from rocm_sd.bench.submission import STATEMENT
+
+    typer.echo(STATEMENT, err=True)
+    if not agreed and not typer.confirm("Do you agree?", err=True):
+        raise RocmSdError("Nothing was measured: a contribution needs your agreement.", hint="Leave out --submit.")
+
+
+def _compare(before: Record, now: Record) -> None:
+    from rocm_sd.bench.regressions import regressions
+
+    found = regressions(before, now)
+    errors = Console(stderr=True)
+    if not found:
+        errors.print("No regression beyond the interval.", highlight=False)
+        return
+    errors.print(_regression_table(found))
+    worst = max(found, key=lambda each: each.ratio)
+    raise RocmSdError(
+        f"{len(found)} regression(s) beyond the interval; the worst is {worst}.",
+        hint="To see where the time goes, type: rocm-sd profile",
+    )
+
+
+def _regression_table(found: tuple[Regression, ...]) -> Table:
+    table = Table("engine", "batch", "what", "before", "now", "ratio", "95% interval", title="Regressions")
+    for each in found:
+        table.add_row(
+            each.engine, str(each.batch), each.what, f"{each.before:.4g}", f"{each.now:.4g}", f"{each.ratio:.3f}",
+            f"{each.low:.3f} to {each.high:.3f}",
+        )  # fmt: skip
+    return table
+
+
+def _require_right(record: Record) -> None:
+    """A wrong result was not timed; that it was wrong must not go unseen in a script."""
+    from rocm_sd.bench.gate import WRONG
+    from rocm_sd.errors import NumericsFailure
+
+    wrong = [
+        f"{one.engine}: {one.left_out}"
+        for one in record.measurements
+        if one.left_out and one.left_out.startswith(WRONG)
+    ]
+    if wrong:
+        raise NumericsFailure(
+            f"{len(wrong)} result(s) were wrong, and were not timed: {'; '.join(wrong)}.",
+            hint="Please report it with the record, which names the machine and the versions.",
+        )

@@ -1,0 +1,122 @@
+"""rocm-sd report: one HTML page from recorded results."""
+
+from __future__ import annotations
+
+import webbrowser
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from rocm_sd.errors import InvalidOption, MissingDependency, RocmSdError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from rocm_sd.bench.report.parts import Picture
+    from rocm_sd.bench.report.reading import Outcome
+
+__all__ = ["report"]
+
+RUN = "run"
+
+
+def report(
+    records: Annotated[
+        list[Path] | None,
+        typer.Argument(metavar="[RECORD]...", help="Files of rocm-sd bench.", show_default="those of the folder"),
+    ] = None,
+    folder: Annotated[
+        Path | None, typer.Option(help="Every record in it. (default: benchmarks, where no record is named)")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="The page to write.")] = Path("report.html"),
+    ladder: Annotated[
+        str | None, typer.Option(help="The proof ladder: a file of rocm-sd verify --json, or: run (two kernels).")
+    ] = None,
+    picture: Annotated[list[Path] | None, typer.Option(help="A PNG file to show; may be given again.")] = None,
+    draw: Annotated[
+        bool, typer.Option("--draw", help="Draw three pictures on the CPU, by stock and by rocm-sd.")
+    ] = False,
+    show: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
+) -> None:
+    """Make one HTML page from recorded results, which works with no network.
+
+    rocm-sd report results/emoji.json --draw --open
+
+    rocm-sd report --folder benchmarks --out report.html
+
+    rocm-sd report results/*.json --ladder run --picture out/demo.png
+    """
+    from rocm_sd.bench import report as reports
+    from rocm_sd.bench.report import ladders, pictures
+    from rocm_sd.cli.pictures import save_text, writable_folder
+
+    _require_jinja2()
+    # Everything that is given is read before anything is made, and everything is made before anything is written.
+    folder = _folder(folder, records or [])
+    inputs = reports.read(records or [], folder)
+    outcomes = reports.read_ladder(Path(ladder)) if ladder and ladder != RUN else ()
+    given = [pictures.read(path) for path in picture or []]
+    if out.is_dir():
+        raise InvalidOption("--out", str(out), [], hint="It is a folder. Name a file: --out report.html")
+    writable_folder(out.parent)
+    console = Console(stderr=True)
+    if ladder == RUN:
+        with _progress(console, "proof ladder") as advance:
+            outcomes = ladders.run(lambda o, total: advance(f"{o['op']} {o['arch']} {o['rung']}", total))
+    drawn: tuple[tuple[Picture, ...], ...] = ()
+    if draw:
+        with _progress(console, "drawing") as advance:
+            drawn = pictures.draw(advance)
+    if not (inputs.records or inputs.op_runs or outcomes or given or drawn):
+        where = f"{folder} holds no record" if folder else "No record was given"
+        raise RocmSdError(f"There is nothing to report on: {where}.", hint="Type: rocm-sd bench emoji --out results")
+    html = reports.render(reports.page(inputs, outcomes, given, drawn))
+    save_text(html, out)
+    if inputs.skipped:
+        console.print(
+            f"left out, since they are no records: {', '.join(inputs.skipped)}", highlight=False, markup=False
+        )
+    Console().print(f"wrote {out} ({len(html.encode()) / 1024:.0f} KiB)", highlight=False, markup=False, soft_wrap=True)
+    _name_failures(outcomes)
+    if show:
+        webbrowser.open(out.resolve().as_uri())
+
+
+def _require_jinja2() -> None:
+    """Said before a ladder is climbed for a minute."""
+    from importlib.util import find_spec
+
+    if find_spec("jinja2") is None:
+        raise MissingDependency("jinja2", "report")
+
+
+def _folder(folder: Path | None, records: list[Path]) -> Path | None:
+    if folder is None:
+        usual = Path("benchmarks")
+        return usual if not records and usual.is_dir() else None
+    if not folder.is_dir():
+        raise InvalidOption("--folder", str(folder), [], hint="There is no such folder. Records are files in one.")
+    return folder
+
+
+@contextmanager
+def _progress(console: Console, what: str) -> Iterator[Callable[[str, int], None]]:
+    columns = (
+        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(),
+    )  # fmt: skip
+    with Progress(*columns, console=console, transient=True) as progress:
+        bar = progress.add_task(what, total=None)
+        yield lambda description, total: progress.update(bar, advance=1, total=total, description=description)
+
+
+def _name_failures(outcomes: tuple[Outcome, ...]) -> None:
+    """The page shows a failure, and the terminal does, too."""
+    failed = [f"{o['op']} on {o['arch']} ({o['rung']})" for o in outcomes if o["state"] == "failed"]
+    if failed:
+        Console(stderr=True).print(
+            f"failed on the ladder: {', '.join(failed)}", highlight=False, markup=False, soft_wrap=True
+        )

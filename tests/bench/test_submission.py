@@ -1,0 +1,206 @@
+"""Contributions: nothing personal goes in, nothing changed or impossible is listed."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import contributions_page
+from rocm_sd.bench import gate, submission, submission_checks
+from rocm_sd.bench.records import Comparison, Machine, Measurement, Record, UnreadableRecord, WorkloadFacts
+
+ROOT = Path(__file__).parents[2]
+
+
+def measured(engine: str, ms: float, **more) -> Measurement:
+    turns = tuple(ms * (1 + wobble) for wobble in (0.0, 0.01, -0.01, 0.02, 0.0))
+    return Measurement(
+        engine, "1.0", "torch", 1, turns, 50, **{"error": 1.4e-3, "stock_error": 2.2e-3, "floor_ms": 90.0, **more}
+    )
+
+
+def record(**changes) -> Record:
+    made = Record(
+        kind="engines",
+        workload=WorkloadFacts(
+            "sd15-512", "sd15", "random", 512, 512, 50, "DDIMScheduler", 7.5, "float16", flops=8.3e13
+        ),
+        machine=Machine("AMD Radeon RX 7900 XTX", "gfx1100", 96, 24560, "6.12", "Linux 6.8", {"torch": "2.11.0+rocm7"}),
+        command="rocm-sd bench sd15-512 --out results",
+        when="2026-11-15T12:00:00+00:00",
+        measurements=(measured("stock", 4000.0), measured("rocm-sd", 1600.0)),
+        comparisons=(Comparison("rocm-sd", "stock", 1, 2.5, 2.4, 2.6, "faster"),),
+    )
+    return replace(made, **changes)
+
+
+def test_a_record_comes_back_as_it_was(tmp_path):
+    file = submission.write(record(), tmp_path)
+    assert file.name == submission.file_name(record())
+    assert file.name.startswith("gfx1100-sd15-512-")
+    assert submission.validate(file) == ()
+    assert submission.load(file) == record()
+    values = json.loads(file.read_text())
+    assert values["statement"] == submission.STATEMENT
+    assert file.name[-13:-5] == values["sha256"][:8]
+
+
+def test_the_same_record_has_the_same_hash_and_another_one_another():
+    assert submission.file_name(record()) == submission.file_name(record())
+    assert submission.file_name(record()) != submission.file_name(record(notes=("at night",)))
+
+
+def test_paths_are_cut_down_to_their_last_part(tmp_path):
+    command = "rocm-sd bench sd15-512 --model /home/ann/models/dream --out=/data/ann/results C:\\Users\\ann\\x ~/y/z"
+    weights = replace(record().workload, weights="/mnt/disk/ann/my-model")
+    file = submission.write(
+        record(command=command, workload=weights, notes=("3 images/s, see https://a.b/c",)), tmp_path
+    )
+    back = submission.load(file)
+    assert back.command == "rocm-sd bench sd15-512 --model dream --out=results x z"
+    assert back.workload.weights == "my-model"
+    assert back.notes == ("3 images/s, see https://a.b/c",)
+    assert "ann" not in file.read_text().replace("channels", "")
+
+
+def test_names_of_people_and_hosts_keep_a_record_back(tmp_path, monkeypatch):
+    monkeypatch.setattr(submission.getpass, "getuser", lambda: "annabel")
+    monkeypatch.setattr(submission.socket, "gethostname", lambda: "bench-box.example.org")
+    for note, where in (
+        ("write to ann@example.org", "notes[0] has an e-mail address"),
+        ("ran by annabel", "notes[0] has the user's name"),
+        ("on bench-box, at night", "notes[0] has the host's short name"),
+        ("file:/home/ann", "notes[0] names a home folder"),
+    ):
+        with pytest.raises(submission.PersonalData) as error:
+            submission.write(record(notes=(note,)), tmp_path)
+        assert where in str(error.value)
+    with pytest.raises(submission.PersonalData, match="extra"):
+        submission.write(record(extra={"cache": {"annabel": 1}}), tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    # A name that is part of another word, or nobody's, is no name.
+    submission.write(record(notes=("annabelle's law",)), tmp_path)
+    monkeypatch.setattr(submission.getpass, "getuser", lambda: "amd")
+    submission.write(record(notes=("an amd card",)), tmp_path)
+
+
+def test_a_changed_file_is_found_out(tmp_path):
+    file = submission.write(record(), tmp_path)
+    values = json.loads(file.read_text())
+    values["record"]["measurements"][1]["ms"][0] = 800.0
+    file.write_text(json.dumps(values))
+    assert "changed after it was written" in submission.validate(file)[0]
+
+
+def signed(path: Path, change) -> Path:
+    """A file that somebody changed and hashed again."""
+    file = submission.write(record(), path)
+    values = json.loads(file.read_text())
+    change(values)
+    values["sha256"] = submission._hash(values)
+    file.write_text(json.dumps(values))
+    return file
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda v: v["record"].pop("machine"), "record has no machine"),
+        (lambda v: v["record"].update(owner="ann"), "record.owner is not known"),
+        (lambda v: v["record"]["workload"].update(steps="50"), "record.workload.steps should be integer"),
+        (lambda v: v["record"]["workload"].update(steps=True), "record.workload.steps should be integer"),
+        (lambda v: v["record"]["measurements"][0]["ms"].append(-1), "ms[5] is not above 0"),
+        (lambda v: v["record"]["machine"].update(arch="RX 7900"), "record.machine.arch is 'RX 7900'"),
+        (lambda v: v["record"].update(measurements=[]), "fewer than 1"),
+        (lambda v: v.update(statement="mine"), "statement should be one of"),
+        (lambda v: v["record"].update(notes=["/home/ann/x"]), "names a home folder"),
+        (lambda v: v["record"]["comparisons"][0].update(verdict="great"), "verdict should be one of"),
+    ],
+)
+def test_a_form_that_is_not_the_schema_s_is_told_in_words(tmp_path, change, words):
+    problems = submission.validate(signed(tmp_path, change))
+    assert any(words in problem for problem in problems), problems
+
+
+def test_what_is_no_contribution_is_no_contribution(tmp_path):
+    file = tmp_path / "x.json"
+    assert submission.validate(file) == ("there is no such file",)
+    file.write_text("{")
+    assert "cannot be read" in submission.validate(file)[0]
+    record().save(file)
+    assert submission.validate(file) == (f"its format is not {submission.FORMAT}",)
+    with pytest.raises(UnreadableRecord):
+        submission.load(file)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"complete": False}, "not finished"),
+        ({"machine": replace(record().machine, arch="gfx9999")}, "gfx9999 is not known"),
+        ({"workload": replace(record().workload, name="sd15-512-tiny")}, "a trial"),
+        ({"measurements": (measured("stock", 4000.0), measured("rocm-sd", 80.0))}, "own floor"),
+        ({"measurements": (measured("stock", 4000.0), measured("rocm-sd", 91.0))}, "the arithmetic alone takes"),
+        ({"measurements": (measured("stock", 4000.0), measured("rocm-sd", 1600.0, error=9e-3))}, "more than 1.5 times"),
+        (
+            {"measurements": (measured("stock", 4000.0), measured("rocm-sd", 1600.0, error=None))},
+            "compared with nothing",
+        ),
+        ({"measurements": (measured("stock", 4000.0), replace(measured("rocm-sd", 1600.0), ms=(1600.0,)))}, "1 times"),
+        (
+            {"measurements": (measured("stock", 4000.0), replace(measured("rocm-sd", 1600.0), ms=()))},
+            "does not say why",
+        ),
+        ({"measurements": (measured("stock", 4000.0),) * 2}, "there twice"),
+        ({"comparisons": ()}, "not compared"),
+        ({"comparisons": (Comparison("rocm-sd", "stock", 1, 2.5, 2.6, 2.4, "faster"),)}, "does not hold the ratio"),
+        ({"comparisons": (Comparison("rocm-sd", "stock", 1, 2.5, 0.9, 2.6, "faster"),)}, "the interval contains 1"),
+        ({"comparisons": (Comparison("rocm-sd", "stock", 1, 2.5, 2.4, 2.6, "slower"),)}, "called slower"),
+        ({"comparisons": (Comparison("rocm-sd", "stock", 1, 9.0, 8.9, 9.1, "faster"),)}, "the timings say 2.5"),
+        ({"comparisons": (Comparison("rocm-sd", "compile", 1, 2.5, 2.4, 2.6, "faster"),)}, "was not timed"),
+    ],
+)
+def test_figures_that_cannot_be_are_neither_written_nor_listed(tmp_path, changes, words):
+    with pytest.raises(submission.Unpublishable) as error:
+        submission.write(record(**changes), tmp_path)
+    assert words in str(error.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_engine_that_was_left_out_with_a_reason_may_be():
+    left = replace(measured("compile", 1.0), ms=(), error=None, left_out="it does not compile here")
+    assert submission_checks.implausible(record(measurements=(*record().measurements, left))) == ()
+
+
+def test_the_gate_is_that_of_the_benchmark():
+    assert submission_checks.GATE == gate.LATENTS_TIMES
+
+
+def test_the_page_lists_valid_contributions_and_names_the_others(tmp_path, capsys):
+    (tmp_path / "docs").mkdir()
+    assert contributions_page.main([], tmp_path) == 0
+    assert "There is no contribution yet" in (tmp_path / "docs/contributions.md").read_text()
+    file = submission.write(record(), tmp_path / "contributions/gfx1100")
+    assert contributions_page.main(["--check"], tmp_path) == 1
+    assert "out of date" in capsys.readouterr().out
+    assert contributions_page.main([], tmp_path) == 0
+    assert contributions_page.main(["--check"], tmp_path) == 0
+    page = (tmp_path / "docs/contributions.md").read_text()
+    assert "## sd15-512" in page
+    assert "| AMD Radeon RX 7900 XTX (gfx1100) | stock | 1 | 4000 |  | torch 2.11.0+rocm7 | 2026-11-15 |" in page
+    assert "|  | rocm-sd | 1 | 1600 | 2.50 (2.40 to 2.60) |" in page
+    assert f"`contributions/gfx1100/{file.name}`" in page
+    moved = tmp_path / "contributions/gfx942" / file.name
+    moved.parent.mkdir()
+    file.rename(moved)
+    assert contributions_page.main([], tmp_path) == 1
+    assert "belongs into contributions/gfx1100/" in capsys.readouterr().out
+    assert "There is no contribution yet" in (tmp_path / "docs/contributions.md").read_text()
+
+
+def test_the_repository_s_own_page_and_schema_are_up_to_date():
+    assert contributions_page.problems() == {}
+    assert list(contributions_page.stale()) == [], "type: python tools/contributions_page.py"

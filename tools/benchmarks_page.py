@@ -1,0 +1,256 @@
+"""Fill the tables of BENCHMARKS.md and docs/projection.md from what is recorded under benchmarks/.
+
+python tools/benchmarks_page.py          rewrites what lies between <!-- table: NAME --> and <!-- end of table -->
+python tools/benchmarks_page.py --check  changes nothing, and fails when a table is not what the records say
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rocm_sd.bench import kpis, projection
+from rocm_sd.bench.records import FORMAT, Measurement, Record
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+__all__ = ["DOCUMENTS", "TABLES", "fill", "main", "stale"]
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCUMENTS = ("BENCHMARKS.md", "docs/projection.md")
+_BLOCK = re.compile(r"(<!-- table: (?P<name>[\w-]+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
+
+
+def _table(headings: Sequence[str], rows: Iterable[Sequence[object]], words: Sequence[str] = ()) -> str:
+    """Figures stand on the right; `words` are the headings of columns that are read."""
+    lines = [list(headings), ["---" if heading in words else "---:" for heading in headings]]
+    lines += [[str(cell).replace("|", "\\|") for cell in row] for row in rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+
+
+@cache
+def _found(pattern: str, root: Path) -> tuple[tuple[str, dict[str, Any]], ...]:
+    paths = sorted((root / "benchmarks").glob(pattern))
+    return tuple((str(path.relative_to(root)), json.loads(path.read_text(encoding="utf-8"))) for path in paths)
+
+
+def _records(pattern: str) -> list[tuple[str, Record]]:
+    return [
+        (name, Record.load(ROOT / name)) for name, values in _found(pattern, ROOT) if values.get("format") == FORMAT
+    ]
+
+
+def _versions(versions: dict[str, Any], names: Sequence[str] = ("torch", "cuda", "hip", "rocm", "triton")) -> str:
+    return ", ".join(f"{name} {versions[name]}" for name in names if versions.get(name))
+
+
+def _mib(value: float | None) -> str:
+    return "" if value is None else f"{value:.0f}"
+
+
+def _compared(record: Record, measured: Measurement, against: str) -> str:
+    for one in record.comparisons:
+        if (one.engine, one.against, one.batch) == (measured.engine, against, measured.batch):
+            told = "no difference" if one.verdict == "no difference" else f"{one.ratio:.2f}"
+            return f"{told} ({one.low:.2f} to {one.high:.2f})"
+    return ""
+
+
+def _engines() -> str:
+    """Whole pictures; the records of the script that came before `rocm-sd bench` have quartiles, not intervals."""
+    headings = (
+        "workload", "card", "engine", "batch", "ms a batch", "times as fast as stock", "warm-up s", "peak MiB",
+        "record",
+    )  # fmt: skip
+    rows: list[tuple[object, ...]] = []
+    for name, record in _records("engine-*/*.json"):
+        facts = record.workload
+        told = f"{facts.name}, {facts.steps} steps, {facts.dtype}, {facts.weights} weights"
+        for measured in record.measurements:
+            if measured.ms:
+                warm = "" if measured.warm_up_s is None else f"{measured.warm_up_s:.1f}"
+                rows.append(
+                    (told, record.machine.device, measured.engine, measured.batch, f"{measured.p50_ms:.0f}",
+                     _compared(record, measured, "stock"), warm, _mib(measured.second_run_mib), f"`{name}`")
+                )  # fmt: skip
+    for name, values in _found("engine-*/engine-*.json", ROOT):
+        if values.get("format") == FORMAT:
+            continue
+        stock = values["ms"]["stock"][1]
+        batch = re.search(r"batch (\d+)", values["workload"])
+        for engine in values["engines"]:
+            median = values["ms"][engine["engine"]][1]
+            first = engine["optimize_s"] + engine["first_picture_s"]
+            faster = "" if engine["engine"] == "stock" else f"{stock / median:.2f}"
+            if engine["engine"] == "rocm-sd":
+                # Turn by turn, as it was recorded; of the other engines only the medians are.
+                low, middle, high = values["times_as_fast"]["stock"]
+                faster = f"{middle:.2f} ({low:.2f} to {high:.2f})"
+            told = f"`{name}`" + (f", {values['note']}" if "note" in values else "")
+            rows.append(
+                (values["workload"].replace("torch.", ""), values["machine"]["gpu"], engine["engine"],
+                 batch[1] if batch else "", f"{median:.0f}", faster, f"{first:.1f}", _mib(engine["peak_MiB"]),
+                 told)
+            )  # fmt: skip
+    return _table(headings, rows, ("workload", "card", "engine", "record")) if rows else "Nothing is recorded yet.\n"
+
+
+def _ablation() -> str:
+    """One table for each record: a row adds one optimisation to those before it."""
+    parts = []
+    for name, record in _records("ablation-*/*.json"):
+        batches = record.batches
+        headings = ["added"]
+        for batch in batches:
+            headings += [f"batch {batch}: ms", "times the row before", "MiB, first run", "MiB, second run"]
+        rows: list[list[str]] = []
+        before: dict[int, float] = {}
+        for engine in record.engines:
+            row = [engine]
+            for batch in batches:
+                measured = record.measurement(engine, batch)
+                if measured is None or not measured.ms:
+                    row += [measured.left_out or "" if measured else "", "", "", ""]
+                    continue
+                gain = f"{before[batch] / measured.p50_ms:.2f}" if batch in before else ""
+                before[batch] = measured.p50_ms
+                row += [f"{measured.p50_ms:.0f}", gain, _mib(measured.first_run_mib), _mib(measured.second_run_mib)]
+            rows.append(row)
+        facts = record.workload
+        told = f"{facts.name}, {facts.steps} steps, {facts.weights} weights, on {record.machine.device}"
+        versions = _versions(record.machine.versions)
+        parts.append(f"{told} ({versions}); `{name}`.\n\n{_table(headings, rows, ('added',))}")
+    return "\n".join(parts) if parts else "No ablation is recorded yet.\n"
+
+
+def _ops() -> str:
+    headings = ("op", "card", "shapes", "times stock", "least", "most", "times the best stock", "versions", "record")
+    rows = []
+    for name, values in _found("ops-*/*.json", ROOT):
+        if values.get("format") == FORMAT:
+            continue
+        ratios = [row["against_stock"]["ratio"] for row in values["rows"]]
+        mean = values["geomean"]
+        rows.append(
+            (f"`{values['op']}`", values["machine"]["gpu"], len(ratios), f"{mean['against_stock']:.2f}",
+             f"{min(ratios):.2f}", f"{max(ratios):.2f}", f"{mean['against_best_stock']:.2f}",
+             _versions(values["versions"]), f"`{name}`" + (f", {values['note']}" if "note" in values else ""))
+        )  # fmt: skip
+    return _table(headings, rows, ("op", "card", "versions", "record")) if rows else "Nothing is recorded yet.\n"
+
+
+def _projections() -> str:
+    headings, rows = projection.table()
+    return _table(headings, rows, ("workload", "card", "what it is", "model's error"))
+
+
+def _elsewhere() -> str:
+    headings = ("workload", "card", "modelled it/s", "fastest published it/s", "with", "modelled speed against it")
+    rows = []
+    for one in projection.elsewhere():
+        modelled, published = one.modelled, one.published
+        rows.append(
+            (modelled.workload, modelled.product, f"{modelled.steps_per_s:.1f}", f"{published.steps_per_s:.1f}",
+             f"[{published.engine}, {published.year}]({published.source})", f"{one.percent:+.0f}%")
+        )  # fmt: skip
+    return _table(headings, rows, ("workload", "card", "with"))
+
+
+def _families() -> str:
+    rows = [
+        (f"`{op}`", f"{family.fixed_us:.1f}", f"{family.share:.0%}", family.calls)
+        for op, family in sorted(projection.fits().items())
+    ]
+    return _table(("family", "fixed us", "share of the roofline", "timed calls"), rows, ("family",))
+
+
+def _error() -> str:
+    rows: list[tuple[str, ...]] = []
+    for workload in dict.fromkeys(made.workload for made in projection.projections()):
+        found = projection.deviation(workload)
+        if found is None:
+            rows.append((workload, "none recorded", "", "", ""))
+            continue
+        figures = (found.as_used, found.shapes_left_out, found.ops_left_out)
+        rows.append((workload, f"{found.measured_ms:.0f}", *(f"{figure:+.0f}%" for figure in figures)))
+    headings = ("workload", "measured ms", "as it is used", "shapes left out", "ops left out")
+    return _table(headings, rows, ("workload",))
+
+
+def _kpis() -> str:
+    parts = []
+    for name, record in _records("engine-*/*.json"):
+        found = kpis.kpis(record)
+        if found:
+            headings, rows = kpis.table(found)
+            words = ("engine", "beside", "target", "what differs")
+            parts.append(
+                f"{record.workload.name} on {record.machine.device}; `{name}`.\n\n{_table(headings, rows, words)}"
+            )
+    if not parts:
+        return (
+            "No record is there that could be compared: whole pictures are recorded on one NVIDIA card, in an older "
+            "form. `rocm-sd bench` compares every new record.\n"
+        )
+    return "\n".join(parts)
+
+
+def _targets() -> str:
+    headings = ("on", "beside", "target", "fastest published figures")
+    rows = []
+    for target in kpis.targets():
+        best: dict[str, kpis.Baseline] = {}
+        for figure in kpis.baselines():
+            rate = figure.steps_per_s
+            if figure.hardware in target.hardware and rate is not None and figure.batch == 1:
+                held = best.get(figure.model)
+                best[figure.model] = figure if held is None or rate > (held.steps_per_s or 0) else held
+        told = ", ".join(f"{m}: [{f.steps_per_s:.1f} it/s, {f.engine}]({f.source})" for m, f in sorted(best.items()))
+        rows.append((", ".join(target.families), " or ".join(target.hardware), f"{target.percent:.0f}%", told))
+    return _table(headings, rows, headings)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "bench-engines": _engines,
+    "bench-ablation": _ablation,
+    "bench-ops": _ops,
+    "bench-kpis": _kpis,
+    "bench-targets": _targets,
+    "projections": _projections,
+    "projection-families": _families,
+    "projection-error": _error,
+    "projection-elsewhere": _elsewhere,
+}
+
+
+def fill(text: str) -> str:
+    """The text with every marked table made anew."""
+    return _BLOCK.sub(lambda block: f"{block[1]}\n{TABLES[block['name']]()}\n{block[3]}", text)
+
+
+def stale(root: Path = ROOT) -> dict[Path, str]:
+    """Documents whose tables are not what the records say, each with its right text."""
+    texts = {root / name: (root / name).read_text(encoding="utf-8") for name in DOCUMENTS}
+    filled = {path: fill(text) for path, text in texts.items()}
+    return {path: text for path, text in filled.items() if text != texts[path]}
+
+
+def main(arguments: list[str]) -> int:
+    documents = stale()
+    for path, text in documents.items():
+        name = path.relative_to(ROOT)
+        if "--check" in arguments:
+            print(f"{name} has tables that are out of date. Type: python tools/benchmarks_page.py")
+        else:
+            path.write_text(text, encoding="utf-8")
+            print(f"rewrote the tables of {name}")
+    return 1 if documents and "--check" in arguments else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
