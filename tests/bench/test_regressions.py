@@ -213,7 +213,9 @@ def by_hand():
 
 
 def by_hand_with_extra_work():
-    PICTURE.exp()
+    """About half as slow again. One exp() is 12%, which 30 turns on a busy machine find in 22 of 24 pairs of runs."""
+    for _ in range(4):
+        PICTURE.exp()
     return by_hand()
 
 
@@ -240,7 +242,7 @@ def test_an_op_that_really_became_slower_is_caught():
     before = run(by_hand, turns=30)
     (found,) = regressions(before, run(by_hand_with_extra_work, turns=30))
     assert found.what == "time against stock"
-    assert found.ratio > 1.1
+    assert found.ratio > 1.2
 
 
 @pytest.mark.usefixtures("one_thread")

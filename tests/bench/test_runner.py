@@ -95,6 +95,7 @@ def test_engines_side_by_side(work, tmp_path, quick):
         ("rocm-sd", "stock", 1), ("rocm-sd", "stock", 2),
     ]  # fmt: skip
     assert Record.load(record_file(tmp_path, work.name)) == record
+    assert set(record.extra["memory_over_time"]) <= {"stock", "rocm-sd"}
     # The bar never goes back, ends full, and says what is under way.
     done = [each[0] for each in seen]
     assert done == sorted(done)

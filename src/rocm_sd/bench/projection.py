@@ -337,7 +337,9 @@ def deviation(workload: str) -> Deviation | None:
 
 
 def rows(workload: str) -> list[dict[str, Any]]:
-    """The targets as plain values, for `Record.extra["projection"]` and the reports that read it."""
+    """The targets as plain values, for reports; none of a workload whose work was not counted."""
+    if workload not in _data()["workloads"]:
+        return []
     return [
         {**asdict(made), "derated": list(made.derated), "steps_per_s": made.steps_per_s, "told_error": made.told_error}
         for made in projections(workloads=(workload,))

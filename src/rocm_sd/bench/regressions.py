@@ -106,12 +106,14 @@ def regressions(before: Record, now: Record) -> tuple[Regression, ...]:
     - its time over stock's is more than 3% worse, and the 99% intervals of before and now do not touch; and
     - its own time is more than 3% worse.
 
-    99% and not 95%, since a record has many comparisons: with 95%, one of 40 unchanged records of six comparisons
-    raised an alarm. 3%, since an interval knows the noise within its run only, and not what differs between runs for
-    their whole length: where memory lies, which algorithm a library picked. And both times: of 1900 pairs of runs of an
-    unchanged op in 20 processes on a busy machine, 177 were alarms by stock alone, 243 by its own time, none by both.
+    99% and not 95%, since a record has many comparisons: with 95%, 19 of 2700 simulated pairs of unchanged records with
+    six comparisons each were alarms. 3%, since an interval knows the noise within its run only, and not what differs
+    between runs for their whole length: where memory lies, which algorithm a library picked. And both times: of 1900
+    pairs of runs of an unchanged op, from 20 processes on a busy machine, 84 were alarms by stock alone, 158 by the
+    op's own time, none by both.
 
-    Without stock in both runs the engine's own time is all there is, and the margin is 10%: the drift is in it.
+    Without stock in both runs the engine's own time is all there is, and the margin is 10%, since the drift is in it.
+    That is not enough on a busy machine (64 of those 1900): run with stock.
 
     Memory of the second run does not vary: more than 2%, and more than 16 MiB (torch's allocator gives large tensors
     segments of 20 MiB, and which tensors share one may differ). Error: more than twice as large. And what was timed

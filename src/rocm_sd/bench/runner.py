@@ -19,7 +19,7 @@ from rocm_sd import arch
 from rocm_sd.bench.gate import PICTURES, STEPS, Gate, free_memory
 from rocm_sd.bench.machine import machine
 from rocm_sd.bench.measuring import Stopwatch, compare, interleaved, settled
-from rocm_sd.bench.peaks import PeakMemory
+from rocm_sd.bench.peaks import PeakMemory, Points
 from rocm_sd.bench.records import Comparison, Measurement, Record
 from rocm_sd.bench.resuming import keep_older, record_file, unfinished
 from rocm_sd.bench.sensors import watch
@@ -207,8 +207,10 @@ class _Run:
             self.stopwatch.milliseconds(drawn)
             first_s, first_mib = time.perf_counter() - started, memory.mib()
             self._advance(steps * batch, f"batch {batch}: {engine.name}, second picture")
-            drawn()
-            second_mib = memory.mib()
+            with memory.over_time() as course:
+                drawn()
+                second_mib = memory.mib()
+            self._remember_memory(engine.name, batch, course)
             self._advance(steps * batch, f"batch {batch}: {engine.name}, compared with exact")
             verdict = gate.check(pipe)
             self._advance(PICTURES * gate.steps * batch, f"batch {batch}: {engine.name}, warming up")
@@ -230,6 +232,14 @@ class _Run:
         # A resumed run finds compiled kernels: the first one's warm-up is the true one.
         self.measured.setdefault((engine.name, batch), fresh)
         return pipe
+
+    def _remember_memory(self, engine: str, batch: int, course: Points) -> None:
+        """Of the second picture, and of one batch size: the others look alike."""
+        if batch == self.batches[0] and course:
+            kept = self.record.extra.get("memory_over_time", {})
+            self.record = replace(
+                self.record, extra={**self.record.extra, "memory_over_time": {**kept, engine: course}}
+            )
 
     def _floor_ms(self, batch: int) -> float | None:
         peak = arch.detect(self.device).peak(self.workload.facts.dtype)

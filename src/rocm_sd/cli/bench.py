@@ -115,6 +115,7 @@ def bench(
     else:
         console = Console()
         console.print(tables.rich_tables(record))
+        _show_published(console, record)
         console.print(f"wrote {file}, and the same as .csv and .md", soft_wrap=True, highlight=False)
     if submit is not None:
         from rocm_sd.bench import submission
@@ -188,7 +189,7 @@ def _planned(asked: _Asked, device: torch.device) -> Callable[[Any], tuple[Recor
         from rocm_sd.bench import ablation
 
         return lambda progress: (
-            ablation.run(made, batches, progress=progress, **common),
+            ablation.run(made, batches, progress=progress, cold=asked.cold, command=asked.command, **common),
             record_file(out, made.name, "ablation"),
         )
     return lambda progress: (
@@ -233,6 +234,18 @@ def _batches(text: str) -> tuple[int, ...]:
     if not found or min(found) < 1:
         raise InvalidOption("--batch", text, [], hint="It takes sizes of 1 or more, e.g. --batch 1,8.")
     return found
+
+
+def _show_published(console: Console, record: Record) -> None:
+    from rocm_sd.bench.kpis import kpis, table
+
+    found = kpis(record)
+    if found:
+        header, rows = table(found)
+        shown = Table(*header, title="Beside published figures", title_justify="left")
+        for row in rows:
+            shown.add_row(*map(escape, row))
+        console.print(shown)
 
 
 def _show_list(console: Console, device: torch.device) -> None:

@@ -179,6 +179,13 @@ def test_what_is_modelled_says_so_in_every_row():
     assert "-3.00% on the card that was timed" in html
 
 
+def test_a_workload_that_was_counted_is_projected():
+    html = section(html_of(made_up.engines()), "projection")
+    assert html.count("<td>modelled</td>") == 4
+    for card in ("gfx942", "gfx1100", "gfx1200", "gfx1201"):
+        assert card in html
+
+
 def test_memory_over_time_keeps_its_peak():
     points = [[n / 100, 1000.0] for n in range(5000)]
     points[2345][1] = 1777.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from rocm_sd.bench.projection import rows as rows_of
 from rocm_sd.bench.report.parts import MODELLED, Figure, Section, Table, shown
 
 if TYPE_CHECKING:
@@ -15,10 +16,10 @@ __all__ = ["projection"]
 
 
 def projection(records: Sequence[Record]) -> Section | None:
-    """record.extra["projection"]: rows of plain values. Nothing of it was measured, and every row says so."""
+    """record.extra["projection"], or the model's rows of the workload: plain values, each labelled as modelled."""
     figures = []
-    for record in records:
-        found = record.extra.get("projection")
+    for record in {record.workload.name: record for record in records}.values():
+        found = record.extra.get("projection", rows_of(record.workload.name))
         rows = [row for row in found if isinstance(row, dict)] if isinstance(found, list) else []
         if not rows:
             continue
