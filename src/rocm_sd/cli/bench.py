@@ -293,7 +293,7 @@ def _compare(before: Record, now: Record) -> None:
 
 
 def _regression_table(found: tuple[Regression, ...]) -> Table:
-    table = Table("engine", "batch", "what", "before", "now", "ratio", "95% interval", title="Regressions")
+    table = Table("engine", "batch", "what", "before", "now", "ratio", "bounds", title="Regressions")
     for each in found:
         table.add_row(
             each.engine, str(each.batch), each.what, f"{each.before:.4g}", f"{each.now:.4g}", f"{each.ratio:.3f}",
