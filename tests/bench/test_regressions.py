@@ -96,6 +96,14 @@ def test_memory_must_be_up_by_two_percent_and_sixteen_mebibytes(before, now, wor
 
 
 @pytest.mark.parametrize(
+    ("before", "now", "worse"), [(105, 128, False), (100, 163, False), (200, 290, False), (200, 310, True)]
+)
+def test_the_resident_set_of_a_cpu_varies_by_itself(before, now, worse):
+    records = (replace(pair(40, second_run_mib=mib), machine=replace(MACHINE, arch="cpu")) for mib in (before, now))
+    assert what(regressions(*records)) == ["second-run memory"] * worse
+
+
+@pytest.mark.parametrize(
     ("before", "now", "worse"),
     [(1e-3, 1.9e-3, False), (1e-3, 2.1e-3, True), (0.0, 1e-6, False), (1e-3, math.nan, True), (None, 1.0, False)],
 )

@@ -26,7 +26,7 @@ class Status(Enum):
     NOT_HERE = "not here"
 
 
-class CannotRun(Exception):  # noqa: N818 -- said to the check, not to the user: a reason, not a fault
+class CannotRun(Exception):
     """A probe that crashed, hung, or has nothing to run on; its text is the reason, in words."""
 
 
