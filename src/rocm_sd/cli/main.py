@@ -15,6 +15,7 @@ from rich.markup import escape
 from rocm_sd import __version__, settings
 from rocm_sd.cli.bench import bench
 from rocm_sd.cli.demo import demo
+from rocm_sd.cli.doctor import DoctorCommand, doctor
 from rocm_sd.cli.generate import generate
 from rocm_sd.cli.info import info
 from rocm_sd.cli.profile import profile
@@ -44,6 +45,7 @@ app.command()(tune)
 app.command()(bench)
 app.command()(profile)
 app.command()(report)
+app.command(cls=DoctorCommand)(doctor)
 
 
 def _version(wanted: bool) -> None:

@@ -1,0 +1,278 @@
+"""rocm-sd doctor: what is wrong with this set-up, what it means, and what mends it."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path  # noqa: TC003 -- typer reads the annotations
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from typer.core import TyperCommand
+
+from rocm_sd.errors import InvalidOption
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rocm_sd.doctor.check import Probes
+    from rocm_sd.doctor.examination import Examined
+    from rocm_sd.doctor.facts import Facts
+    from rocm_sd.doctor.treatment import Treatment
+
+__all__ = ["DoctorCommand", "doctor"]
+
+_COLOURS = {"ok": "green", "problem": "bold red", "unknown": "yellow", "not here": "dim"}
+_COMMAND = "rocm_sd.doctor.command"
+
+
+class DoctorCommand(TyperCommand):
+    """Keeps what follows `--` apart: it is a command to run, and not the names of checks."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if "--" in args:
+            at = args.index("--")
+            ctx.meta[_COMMAND] = args[at + 1 :]
+            args = args[:at]
+        return super().parse_args(ctx, args)
+
+
+def doctor(
+    context: typer.Context,
+    checks: Annotated[
+        list[str] | None, typer.Argument(metavar="[CHECK]...", help="Checks by name.", show_default="all")
+    ] = None,
+    fix: Annotated[
+        bool, typer.Option("--fix", help="Apply what is safe: to the command after --, or in a file after asking.")
+    ] = False,
+    undo: Annotated[bool, typer.Option("--undo", help="Bring back the file as it was before the last --fix.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="With --fix: write the file without asking.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Machine-readable, for bug reports and scripts.")] = False,
+    machine: Annotated[
+        Path | None, typer.Option(help="Examine a recorded machine, in this folder, and not the one at hand.")
+    ] = None,
+    record: Annotated[
+        Path | None, typer.Option(help="Write this machine to a folder, with nothing personal in it.")
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Measure with small sizes.")] = False,
+) -> None:
+    """Say what is wrong with this set-up, what it means, and what mends it. Nothing is changed without --fix.
+
+    rocm-sd doctor
+
+    rocm-sd doctor sdpa_numerics two_tritons --json
+
+    rocm-sd doctor --fix
+
+    rocm-sd doctor --fix -- python draw.py
+
+    rocm-sd doctor --undo
+
+    rocm-sd doctor --record ./my-machine
+
+    Each measurement runs in a process of its own: a crash or a hang costs one answer. A check that could not run is
+    told as unknown, never as a pass. The exit code is 1 where there is a problem; with a command after -- it is the
+    command's. All checks are explained in docs/doctor.md.
+    """
+    from rocm_sd.doctor import treatment as treating
+    from rocm_sd.doctor.check import Status
+    from rocm_sd.doctor.examination import chosen_checks
+
+    command: list[str] | None = context.meta.get(_COMMAND)
+    _require_sense(fix=fix, undo=undo, machine=machine, record=record, command=command)
+    if undo:
+        Console().print(escape(treating.undo(treating.env_file())), soft_wrap=True, highlight=False)
+        return
+    chosen = chosen_checks(checks or ())
+    facts, examined = _examined(chosen, machine=machine, record=record, quick=quick)
+    # Standard output is the command's own, where there is one.
+    console = Console(stderr=command is not None)
+    treatment = treating.treatment_for(examined) if fix else None
+    if as_json and command is None:
+        typer.echo(json.dumps(_as_json(facts, examined, treatment), indent=2))
+    else:
+        _show(console, examined)
+    if treatment is not None and command is not None:
+        _show_treatment(console, treatment)
+        raise typer.Exit(treating.run_with(treatment, command))
+    if treatment is not None:
+        _offer(Console(stderr=as_json), treatment, agreed=yes)
+    if any(each.finding.status is Status.PROBLEM for each in examined):
+        raise typer.Exit(1)
+
+
+def _require_sense(
+    *, fix: bool, undo: bool, machine: Path | None, record: Path | None, command: list[str] | None
+) -> None:
+    if command is not None and not (fix and command):
+        hint = "Type: rocm-sd doctor --fix -- COMMAND"
+        raise InvalidOption("--", " ".join(command), [], hint=hint)
+    if undo and fix:
+        raise InvalidOption("--undo", "beside --fix", [], hint="Type one of them.")
+    if machine is not None and (fix or undo or record is not None):
+        hint = "A recorded machine is not the one at hand: it can be looked at, and not changed or recorded."
+        raise InvalidOption("--machine", f"{machine} beside --fix, --undo or --record", [], hint=hint)
+
+
+def _examined(
+    chosen: Sequence[Any], *, machine: Path | None, record: Path | None, quick: bool
+) -> tuple[Facts, tuple[Examined, ...]]:
+    from rocm_sd.doctor import recording
+    from rocm_sd.doctor.examination import examine
+    from rocm_sd.doctor.probes import LiveProbes, RecordedProbes
+    from rocm_sd.doctor.reading import gather
+
+    errors = Console(stderr=True)
+    live = LiveProbes(quick=quick)
+    if machine is not None:
+        facts = recording.load(machine)
+        probes: Probes = RecordedProbes(recording.read_probes(machine))
+    else:
+        if record is not None:
+            from rocm_sd.cli.pictures import writable_folder
+
+            writable_folder(record)
+        with errors.status("Looking at the machine ..."):
+            facts = gather()
+        probes = live
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=errors, transient=True) as progress:
+        bar = progress.add_task("examining", total=len(chosen))
+        done = -1
+
+        def show(name: str) -> None:
+            nonlocal done
+            done += 1
+            progress.update(bar, completed=done, description=name)
+
+        examined = examine(facts, probes, chosen, show)
+    if record is not None:
+        recording.record(record, facts, live.answers)
+        told = f"wrote {record}: facts.json, probes.json and what sysfs says of the GPUs"
+        errors.print(escape(told), soft_wrap=True, highlight=False)
+    return facts, examined
+
+
+def _as_json(facts: Facts, examined: Sequence[Examined], treatment: Treatment | None) -> dict[str, Any]:
+    told: dict[str, Any] = {"facts": facts.to_json(), "findings": [_row(each) for each in examined]}
+    if treatment is not None:
+        told["fix"] = {
+            "env": dict(treatment.env),
+            "unset": list(treatment.unset),
+            "left": [{"of": name, "reason": reason} for name, reason in treatment.left],
+        }
+    return told
+
+
+def _row(each: Examined) -> dict[str, Any]:
+    check, finding = each.check, each.finding
+    fix = finding.fix
+    return {
+        "check": check.name,
+        "question": check.question,
+        "measures": check.measures,
+        "links": list(check.links),
+        "status": finding.status.value,
+        "says": finding.says,
+        "means": finding.means,
+        "measured": dict(finding.measured),
+        "fix": fix
+        and {
+            "summary": fix.summary,
+            "env": dict(fix.env),
+            "unset": list(fix.unset),
+            "commands": list(fix.commands),
+            "safe": fix.safe,
+        },
+    }
+
+
+def _show(console: Console, examined: Sequence[Examined]) -> None:
+    """Problems first: they are what was asked for."""
+    order = list(_COLOURS)
+    table = Table("check", "status", "what was seen", "what it means, and the fix", show_lines=True)
+    table.columns[0].no_wrap = True
+    table.columns[1].no_wrap = True
+    for status in ("problem", "unknown", "ok"):
+        for each in examined:
+            if each.finding.status.value == status:
+                shown = f"[{_COLOURS[status]}]{status}[/]"
+                table.add_row(each.check.name, shown, escape(each.finding.says), _advice(each))
+    if table.row_count:
+        console.print(table)
+    counts = {status: sum(each.finding.status.value == status for each in examined) for status in order}
+    console.print(
+        f"{counts['problem']} problem(s), {counts['ok']} ok, {counts['unknown']} could not be told, "
+        f"{counts['not here']} do not arise here"
+    )
+    _show_absent(console, examined)
+    for each in examined:
+        if each.finding.status.value == "problem" and each.finding.fix and each.finding.fix.commands:
+            # Below the table, unwrapped, so that they can be copied.
+            console.print(f"\n{each.check.name}:", highlight=False)
+            for line in each.finding.fix.commands:
+                console.print(f"  {escape(line)}", soft_wrap=True, highlight=False)
+    if counts["problem"]:
+        console.print("\nWhat is safe to apply, rocm-sd doctor --fix applies; docs/doctor.md has the evidence.")
+
+
+def _show_absent(console: Console, examined: Sequence[Examined]) -> None:
+    absent = [each for each in examined if each.finding.status.value == "not here"]
+    if len(absent) == len(examined):
+        for each in absent:
+            console.print(escape(f"{each.check.name}: {each.finding.says}"), highlight=False)
+    elif absent:
+        names = ", ".join(each.check.name for each in absent)
+        console.print(f"not here: {names} (--json says why)", style="dim", highlight=False)
+
+
+def _advice(each: Examined) -> str:
+    finding = each.finding
+    parts = [escape(finding.means)] if finding.means else []
+    if finding.fix is not None:
+        parts.append(f"[bold]fix:[/] {escape(finding.fix.summary)}")
+    if finding.status.value == "problem":
+        parts += [f"[dim]{escape(link)}[/]" for link in each.check.links[:1]]
+    return "\n".join(parts)
+
+
+def _show_treatment(console: Console, treatment: Treatment) -> None:
+    for name, reason in treatment.left:
+        console.print(f"left to you: {escape(name)}: {escape(reason)}", soft_wrap=True, highlight=False)
+    if treatment.is_empty:
+        console.print("There is nothing that is safe to apply by itself.")
+        return
+    for line in treatment.lines():
+        console.print(f"  {escape(line)}", soft_wrap=True, highlight=False)
+
+
+def _offer(console: Console, treatment: Treatment, *, agreed: bool) -> None:
+    from rocm_sd.doctor import treatment as treating
+
+    _show_treatment(console, treatment)
+    if treatment.is_empty:
+        return
+    file = treating.env_file()
+    if not agreed and not _asked(console, file):
+        console.print("Nothing was written.")
+        return
+    if treating.write(treatment, file):
+        console.print(f"wrote {escape(str(file))}", soft_wrap=True, highlight=False)
+    else:
+        console.print(f"{escape(str(file))} says so already", soft_wrap=True, highlight=False)
+    source = f". {shlex.quote(str(file))}"
+    console.print(f"In each shell, or once in its profile, type: {escape(source)}", soft_wrap=True, highlight=False)
+    console.print("To take it back: rocm-sd doctor --undo")
+
+
+def _asked(console: Console, file: Path) -> bool:
+    """No terminal, no answer: then nothing is written."""
+    try:
+        return typer.confirm(f"Write these lines to {file}?", default=False, err=True)
+    except typer.Abort:
+        console.print("No answer; with --yes it is written without one.")
+        return False

@@ -1,0 +1,96 @@
+"""How much of the system's memory may the processor's own GPU use?"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rocm_sd.doctor.check import CannotRun, Check, Finding, Fix, Status
+
+if TYPE_CHECKING:
+    from rocm_sd.doctor.check import Probes
+    from rocm_sd.doctor.facts import Facts, Gpu
+
+__all__ = ["CHECK"]
+
+_GIB = 2**30
+_PAGES_PER_GIB = 262144
+# The driver gives half of the system's memory by itself; clearly less means that something holds it down.
+_USUAL_SHARE = 0.45
+# Below this SDXL does not fit beside its text encoders.
+_COMFORT = 16 * _GIB
+
+
+def run(facts: Facts, _probes: Probes) -> Finding:
+    used = facts.used
+    if used is None or used.vendor != "amd" or not used.integrated:
+        return Finding(Status.NOT_HERE, "No GPU that shares the system's memory is in use.")
+    if used.vram_total is None or used.gtt_total is None:
+        raise CannotRun("the kernel does not tell mem_info_vram_total and mem_info_gtt_total")
+    own, shared = used.vram_total, used.gtt_total
+    told = facts.torch.devices[0].total if facts.torch.devices else None
+    measured = {"vram_total": own, "gtt_total": shared, "torch_total": told, "memory_total": facts.memory_total}
+    seen = f"{facts.called(used)} owns {own / _GIB:.1f} GiB and may use {shared / _GIB:.1f} GiB of the system's"
+    if facts.cards:
+        return _beside_a_card(facts, seen, told, measured)
+    reach = own + shared
+    if told is not None and told < 0.75 * max(own, shared):
+        return Finding(
+            Status.PROBLEM,
+            f"{seen}, but torch sees {told / _GIB:.1f} GiB.",
+            "The runtime counts less than the kernel gives: models that would fit are refused.",
+            Fix("A newer kernel and ROCm count it right; or raise the GPU's own memory in the firmware's settings."),
+            measured,
+        )
+    system = facts.memory_total
+    if system is not None and (reach < _USUAL_SHARE * (system + own) or reach < _COMFORT <= 0.7 * system):
+        return Finding(
+            Status.PROBLEM,
+            f"{seen}, of {system / _GIB:.1f} GiB.",
+            "Models that would fit into the machine do not fit into what the GPU may use.",
+            _raise_limit(system),
+            measured,
+        )
+    means = "It is the same memory: moving a model's parts to the processor frees nothing."
+    return Finding(Status.OK, f"{seen}.", means, measured=measured)
+
+
+def _beside_a_card(facts: Facts, seen: str, told: int | None, measured: dict[str, int | None]) -> Finding:
+    card: Gpu | None = facts.meant
+    assert card is not None
+    counted = f", and torch counts {told / _GIB:.1f} GiB as its own" if told is not None else ""
+    return Finding(
+        Status.PROBLEM,
+        f"{seen}{counted}.",
+        "Programs take the system's memory for video memory, and this GPU for a large card.",
+        Fix(
+            f"Use the card: HIP_VISIBLE_DEVICES={card.index}.",
+            env={"HIP_VISIBLE_DEVICES": str(card.index)},
+            safe=True,
+        ),
+        measured,
+    )
+
+
+def _raise_limit(system: int) -> Fix:
+    gib = int(0.75 * system / _GIB)
+    pages = gib * _PAGES_PER_GIB
+    return Fix(
+        f"Let it use {gib} GiB: add the kernel parameter ttm.pages_limit={pages} and start the machine anew.",
+        # amdgpu.gttsize is the older way, and deprecated.
+        commands=(
+            f"sudo grubby --update-kernel=ALL --args=ttm.pages_limit={pages}   # or GRUB_CMDLINE_LINUX on Debian",
+        ),
+    )
+
+
+CHECK = Check(
+    name="apu_memory",
+    question="How much of the system's memory may the processor's own GPU use?",
+    measures="mem_info_vram_total and mem_info_gtt_total of the kernel, the system's memory, and torch's own count",
+    links=(
+        "https://github.com/ROCm/ROCm/issues/5444",
+        "https://github.com/ROCm/ROCm/issues/5595",
+        "https://github.com/Comfy-Org/ComfyUI/issues/14274",
+    ),
+    run=run,
+)

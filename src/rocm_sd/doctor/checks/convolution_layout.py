@@ -1,0 +1,63 @@
+"""Are convolutions with the channels last as fast as with the channels first?"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from rocm_sd.doctor.answers import number, on_the_gpu, rows, text
+from rocm_sd.doctor.check import Check, Finding, Fix, Status
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from rocm_sd.doctor.facts import Facts
+
+__all__ = ["CHECK"]
+
+# Converting there and back costs less than half of such a convolution again; the regression cost 3 to 44 times.
+_HARM = 2.0
+# As long as a launch: less is no pain.
+_LEAST_MS = 0.05
+_SUGGEST = "PYTORCH_MIOPEN_SUGGEST_NHWC"
+
+
+def judge(facts: Facts, answer: Mapping[str, Any]) -> Finding:
+    times = [(text(row, "name"), number(row, "nchw_ms"), number(row, "nhwc_ms")) for row in rows(answer)]
+    measured = {name: {"nchw_ms": first, "nhwc_ms": last} for name, first, last in times}
+    harmed = [(b / a, name, a, b) for name, a, b in times if b > _HARM * a and b - a > _LEAST_MS]
+    if harmed:
+        ratio, name, first, last = max(harmed)
+        says = (
+            f"With the channels last {name} takes {last:.3g} ms, with the channels first {first:.3g} ms: {ratio:.1f} "
+            f"times as long ({len(harmed)} of {len(times)} convolutions)."
+        )
+        means = "Programs that ask for channels_last, or get it unasked, take many times as long, above all in the VAE."
+        return Finding(Status.PROBLEM, says, means, _fix(facts), measured)
+    total = sum(first for _, first, _ in times) / sum(last for _, _, last in times)
+    better = f"{total:.2g} times as fast as" if total >= 1 else f"at {total:.2g} of the speed of"
+    return Finding(Status.OK, f"Channels last run {better} channels first over all of them.", measured=measured)
+
+
+def _fix(facts: Facts) -> Fix:
+    if facts.amd and facts.environment.get(_SUGGEST) != "0":
+        # torch then converts to channels first by itself: right either way, so it is safe.
+        summary = f"Set {_SUGGEST}=0: torch then gives MIOpen channels first. Later builds of torch do so again."
+        return Fix(summary, env={_SUGGEST: "0"}, safe=True)
+    return Fix(
+        "Do not ask for channels_last. rocm-sd tune measures the layouts and keeps the faster.",
+        commands=("rocm-sd tune",),
+    )
+
+
+CHECK = Check(
+    name="convolution_layout",
+    question="Are convolutions with the channels last as fast as with the channels first?",
+    measures="four convolutions of UNet and VAE in NHWC and in NCHW",
+    links=(
+        "https://github.com/pytorch/pytorch/issues/170764",
+        "https://github.com/ROCm/TheRock/issues/2485",
+        "https://github.com/Comfy-Org/ComfyUI/issues/11381",
+        "https://github.com/pytorch/pytorch/issues/187600",
+    ),
+    run=on_the_gpu("convolution_layout", judge),
+)

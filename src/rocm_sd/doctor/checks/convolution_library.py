@@ -1,0 +1,60 @@
+"""Is the vendor's convolution library faster than torch without it?"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from rocm_sd.doctor.answers import number, on_the_gpu, rows, text
+from rocm_sd.doctor.check import Check, Finding, Fix, Status
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from rocm_sd.doctor.facts import Facts
+
+__all__ = ["CHECK"]
+
+# Reports of harm speak of five times. Below twice the user gains little by a switch that other shapes may need on.
+_HARM = 2.0
+# A launch alone takes about this long: what differs by less is no pain.
+_LEAST_MS = 0.05
+
+
+def judge(_facts: Facts, answer: Mapping[str, Any]) -> Finding:
+    library = {"miopen": "MIOpen", "cudnn": "cuDNN"}.get(text(answer, "library"), text(answer, "library"))
+    times = [(text(row, "name"), number(row, "on_ms"), number(row, "off_ms")) for row in rows(answer)]
+    measured = {name: {"on_ms": on, "off_ms": off} for name, on, off in times}
+    harmed = [(on / off, name, on, off) for name, on, off in times if on > _HARM * off and on - off > _LEAST_MS]
+    if harmed:
+        ratio, name, on, off = max(harmed)
+        says = (
+            f"{library} takes {on:.3g} ms for {name}, torch without it {off:.3g} ms: {ratio:.1f} times as long "
+            f"({len(harmed)} of {len(times)} convolutions)."
+        )
+        means = "Decoding a picture, and perhaps every step of it, takes longer than it must."
+        fix = Fix(
+            "rocm-sd tune measures each convolution both ways and remembers the faster. In your own code: "
+            "with torch.backends.cudnn.flags(enabled=False) around the part that is slow. In ComfyUI leave "
+            "COMFYUI_ENABLE_MIOPEN unset.",
+            commands=("rocm-sd tune",),
+        )
+        return Finding(Status.PROBLEM, says, means, fix, measured)
+    worst = max(on / off for _, on, off in times)
+    return Finding(
+        Status.OK, f"{library} takes at most {worst:.2g} times as long as torch without it.", measured=measured
+    )
+
+
+CHECK = Check(
+    name="convolution_library",
+    question="Is the vendor's convolution library faster than torch without it?",
+    measures="four convolutions of UNet and VAE with MIOpen (or cuDNN) on and off",
+    links=(
+        "https://github.com/Comfy-Org/ComfyUI/issues/14895",
+        "https://github.com/Comfy-Org/ComfyUI/issues/10447",
+        "https://github.com/Comfy-Org/ComfyUI/issues/11366",
+        "https://github.com/ROCm/ROCm/issues/4729",
+        "https://github.com/ROCm/MIOpen/issues/1621",
+    ),
+    run=on_the_gpu("convolution_library", judge),
+)

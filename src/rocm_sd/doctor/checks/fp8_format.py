@@ -1,0 +1,58 @@
+"""Which FP8 format has the GPU, and is something installed that takes it for the other?"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rocm_sd import arch
+from rocm_sd.doctor.check import Check, Finding, Fix, Status
+
+if TYPE_CHECKING:
+    from rocm_sd.doctor.check import Probes
+    from rocm_sd.doctor.facts import Facts
+
+__all__ = ["CHECK"]
+
+# Packages with kernels that hold the largest value of the OCP format, 448, as a number.
+_TAKES_448 = ("torchao",)
+
+
+def run(facts: Facts, _probes: Probes) -> Finding:
+    meant = facts.meant
+    if meant is None or meant.gfx is None:
+        return Finding(Status.NOT_HERE, "There is no AMD GPU whose gfx is known.")
+    format_ = arch.get("gfx1030" if meant.gfx.startswith("gfx103") else meant.gfx).fp8
+    if format_ is None:
+        return Finding(Status.UNKNOWN, f"{meant.gfx} is not in the table of architectures.")
+    if format_ is arch.Fp8.NONE:
+        means = "FP8 weights save memory and no time: they are turned to float16 before each product."
+        return Finding(Status.OK, f"{meant.gfx} has no FP8 arithmetic.", means)
+    if format_ is arch.Fp8.OCP:
+        return Finding(Status.OK, f"{meant.gfx} has FP8 in the OCP format: float8_e4m3fn, largest value 448.")
+    says = f"{meant.gfx} has FP8 in the fnuz format: float8_e4m3fnuz, largest value 240, and not 448"
+    trusting = [f"{name} {facts.packages[name]}" for name in _TAKES_448 if name in facts.packages]
+    if trusting:
+        return Finding(
+            Status.PROBLEM,
+            f"{says}; {', '.join(trusting)} has kernels that assume 448.",
+            "Quantized weights come out as garbage where 448 is taken for granted; files hold the OCP format.",
+            Fix(
+                "Name the format (float8_dynamic_activation_float8_weight(torch.float8_e4m3fnuz, ...)) and leave "
+                "block-wise scaling alone; or keep FP8 for storage and compute in float16."
+            ),
+        )
+    return Finding(Status.OK, f"{says}.", "Weights in a file are in the OCP format and must be converted, not copied.")
+
+
+CHECK = Check(
+    name="fp8_format",
+    question="Which FP8 format has the GPU, and is something installed that takes it for the other?",
+    measures="the table of architectures, and the installed packages that are known to assume the OCP format",
+    links=(
+        "https://github.com/ROCm/ROCm/issues/6019",
+        "https://github.com/pytorch/ao/pull/4130",
+        "https://github.com/pytorch/ao/issues/1066",
+        "https://github.com/vllm-project/vllm/issues/51021",
+    ),
+    run=run,
+)

@@ -1,0 +1,63 @@
+"""Is enough of the GPU's memory free?"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rocm_sd.doctor.check import CannotRun, Check, Finding, Fix, Status
+
+if TYPE_CHECKING:
+    from rocm_sd.doctor.check import Probes
+    from rocm_sd.doctor.facts import Facts
+
+__all__ = ["CHECK"]
+
+_GIB = 2**30
+# The weights of Stable Diffusion 1.5 in half precision are 2 GiB, and drawing 512x512 needs about one more.
+_LEAST = 3 * _GIB
+# A desktop and a browser hold one to three GiB; beyond half of the memory another program works on the GPU.
+_HELD_BY_OTHERS = 0.5
+
+
+def run(facts: Facts, _probes: Probes) -> Finding:
+    used = facts.used
+    if used is None:
+        return Finding(Status.NOT_HERE, "There is no GPU.")
+    free, total = used.vram_free, used.vram_total
+    if facts.torch.devices:
+        free, total = facts.torch.devices[0].free, facts.torch.devices[0].total
+    if free is None or not total:
+        raise CannotRun("neither torch nor the kernel tells how much memory is free")
+    name = facts.called(used)
+    if free > total:
+        raise CannotRun(f"{name} reports more free memory ({free / _GIB:.1f} GiB) than it has ({total / _GIB:.1f} GiB)")
+    seen = f"{free / _GIB:.1f} of {total / _GIB:.1f} GiB of {name} are free"
+    measured = {"free": free, "total": total}
+    if free < _LEAST:
+        if total < _LEAST:
+            fix = Fix("Ask for the smaller way: rocm_sd.optimize(pipe, level='memory').")
+            means = "Stable Diffusion 1.5 does not fit without moving parts of it out and in."
+        else:
+            fix = Fix("End the programs that hold the rest, and look again.", commands=_WHO)
+            means = "Another program holds it. A picture will fail, or spill into the system's memory and crawl."
+        return Finding(Status.PROBLEM, f"Only {seen}.", means, fix, measured)
+    if free < (1 - _HELD_BY_OTHERS) * total:
+        means = "Another program holds more than half of it. Large pictures will fail, or crawl."
+        fix = Fix("End the programs that hold the rest, and look again.", commands=_WHO)
+        return Finding(Status.PROBLEM, f"{seen}.", means, fix, measured)
+    return Finding(Status.OK, f"{seen}.", measured=measured)
+
+
+_WHO = ("rocm-smi --showpids",)
+
+CHECK = Check(
+    name="free_memory",
+    question="Is enough of the GPU's memory free?",
+    measures="free and total memory of the GPU in use, as torch tells them, or else the kernel",
+    links=(
+        "https://github.com/ROCm/ROCm/issues/3580",
+        "https://github.com/Comfy-Org/ComfyUI/issues/9922",
+        "https://github.com/unslothai/unsloth/issues/7960",
+    ),
+    run=run,
+)

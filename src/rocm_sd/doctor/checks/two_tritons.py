@@ -1,0 +1,75 @@
+"""Is there one Triton, and the one that torch wants?"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rocm_sd.doctor.check import Check, Finding, Fix, Status
+
+if TYPE_CHECKING:
+    from rocm_sd.doctor.check import Probes
+    from rocm_sd.doctor.facts import Facts
+
+__all__ = ["CHECK"]
+
+# All of them install a folder named triton: the last one wins, file by file.
+_NAMES = ("triton", "pytorch-triton-rocm", "triton-rocm", "pytorch-triton", "triton-windows")
+_PYTORCH_INDEX = "https://download.pytorch.org/whl"
+
+
+def run(facts: Facts, _probes: Probes) -> Finding:
+    found = {name: facts.packages[name] for name in _NAMES if name in facts.packages}
+    told = ", ".join(f"{name} {version}" for name, version in found.items())
+    wanted = facts.torch.wants_triton
+    if len(found) > 1:
+        return Finding(
+            Status.PROBLEM,
+            f"{len(found)} packages install Triton into the same folder: {told}.",
+            "Files of both are mixed. torch.compile and Triton kernels fail, or are built for another GPU.",
+            _one(tuple(found), wanted, facts),
+            {"installed": found, "wanted": wanted},
+        )
+    if wanted is None:
+        return Finding(Status.OK if found else Status.NOT_HERE, f"Triton: {told or 'none'}; torch asks for none.")
+    name, _, version = wanted.partition("==")
+    if not found:
+        means = "torch.compile and Triton kernels cannot run; stock torch can."
+        return Finding(
+            Status.PROBLEM, f"torch asks for {wanted}, and no Triton is installed.", means, _one((), wanted, facts)
+        )
+    if found.get(name) != version:
+        return Finding(
+            Status.PROBLEM,
+            f"torch {facts.torch.version} asks for {wanted}, and {told} is installed.",
+            "A Triton of another version or for another vendor fails when torch compiles.",
+            _one(tuple(found), wanted, facts),
+            {"installed": found, "wanted": wanted},
+        )
+    return Finding(Status.OK, f"There is one Triton, {told}, and torch asks for it.")
+
+
+def _one(installed: tuple[str, ...], wanted: str | None, facts: Facts) -> Fix:
+    commands: tuple[str, ...] = (f"pip uninstall -y {' '.join(installed)}",) if installed else ()
+    if wanted is not None:
+        commands += (f'pip install --no-deps {_index(wanted, facts)}"{wanted}"',)
+    return Fix("Remove them all, and install the one that torch asks for.", commands=commands)
+
+
+def _index(wanted: str, facts: Facts) -> str:
+    """PyPI has the name triton alone; a ROCm build stands in the index that torch came from."""
+    build = (facts.torch.version or "").partition("+")[2]
+    if wanted.startswith("triton==") and "+" not in wanted:
+        return ""
+    # PyTorch's own wheels name ROCm by two numbers, AMD's by three: of those the index is not known from the version.
+    return (
+        f"--index-url {_PYTORCH_INDEX}/{build} " if build.count(".") == 1 else "--index-url <the index of your torch> "
+    )
+
+
+CHECK = Check(
+    name="two_tritons",
+    question="Is there one Triton, and the one that torch wants?",
+    measures="every installed package that brings Triton, against the one that torch's own package asks for",
+    links=("https://github.com/ROCm/ROCm/issues/3060", "https://github.com/pytorch/pytorch/issues/113623"),
+    run=run,
+)

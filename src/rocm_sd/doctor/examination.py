@@ -1,0 +1,77 @@
+"""The checks, found and run one after the other. A check that raises is unknown, with the reason: never a pass."""
+
+from __future__ import annotations
+
+import pkgutil
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from rocm_sd.doctor import checks as checks_package
+from rocm_sd.doctor.check import CannotRun, Check, Finding, Status
+from rocm_sd.errors import InvalidOption
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from rocm_sd.doctor.check import Probes
+    from rocm_sd.doctor.facts import Facts
+
+__all__ = ["Examined", "all_checks", "chosen_checks", "examine"]
+
+
+@dataclass(frozen=True)
+class Examined:
+    check: Check
+    finding: Finding
+
+
+def all_checks() -> tuple[Check, ...]:
+    """Every module in doctor/checks/, by name. One that cannot be imported is a check that says so."""
+    names = sorted(module.name for module in pkgutil.iter_modules(checks_package.__path__))
+    return tuple(_check(f"{checks_package.__name__}.{name}") for name in names)
+
+
+def chosen_checks(names: Sequence[str]) -> tuple[Check, ...]:
+    every = all_checks()
+    by_name = {check.name: check for check in every}
+    for name in names:
+        if name not in by_name:
+            raise InvalidOption("check", name, sorted(by_name))
+    return tuple(by_name[name] for name in dict.fromkeys(names)) or every
+
+
+def examine(
+    facts: Facts, probes: Probes, checks: Sequence[Check], progress: Callable[[str], None] | None = None
+) -> tuple[Examined, ...]:
+    """In the order of `checks`; `progress` is told the name of each before it is run."""
+    examined = []
+    for check in checks:
+        if progress is not None:
+            progress(check.name)
+        examined.append(Examined(check, _run(check, facts, probes)))
+    return tuple(examined)
+
+
+def _run(check: Check, facts: Facts, probes: Probes) -> Finding:
+    try:
+        return check.run(facts, probes)
+    except CannotRun as reason:
+        return Finding(Status.UNKNOWN, f"It could not be run: {str(reason).rstrip('.')}.")
+    except Exception as error:  # noqa: BLE001 -- a fault of one check must not end the others, nor pass for health
+        return Finding(Status.UNKNOWN, f"The check itself failed: {type(error).__name__}: {error}.")
+
+
+def _check(module: str) -> Check:
+    try:
+        found = import_module(module).CHECK
+    except Exception as error:  # noqa: BLE001 -- whatever a broken module raises, the others are still wanted
+        return _broken(module.rsplit(".", 1)[-1], f"{type(error).__name__}: {error}")
+    return found if isinstance(found, Check) else _broken(module.rsplit(".", 1)[-1], "its CHECK is no check")
+
+
+def _broken(name: str, reason: str) -> Check:
+    def run(_facts: Facts, _probes: Probes) -> Finding:
+        raise CannotRun(f"the check could not be loaded ({reason})")
+
+    return Check(name, f"Does the check {name} load?", "nothing: it did not load", (), run)

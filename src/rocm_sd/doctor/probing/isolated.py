@@ -1,0 +1,93 @@
+"""Work that may crash or never end, in a process of its own: the caller gets its answer, or the reason for none."""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+import sys
+import traceback
+from contextlib import suppress
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from rocm_sd.doctor.probing.common import Cannot
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from multiprocessing.connection import Connection
+
+__all__ = ["Outcome", "isolated"]
+
+# A fork saves the seconds that importing torch takes. It is sound as long as the parent has neither opened the GPU nor
+# computed anything, and the parent only waits. Windows and macOS start afresh.
+_START = "fork" if sys.platform == "linux" else "spawn"
+_LONGEST_REASON = 400
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """`answer`, or None with the reason in `failed`; `exceeded` where it was ended for taking too long."""
+
+    answer: dict[str, Any] | None
+    failed: str = ""
+    exceeded: bool = False
+
+
+def isolated(work: Callable[..., dict[str, Any]], *arguments: Any, limit_s: float) -> Outcome:
+    """work(*arguments) in another process. `work` is a function of a module, and so are its arguments plain values.
+
+    What it cannot do, the caller cannot: that one reason is raised here again.
+    """
+    if _START == "fork":
+        _import_beforehand()
+    context: Any = multiprocessing.get_context(_START)
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_send, args=(theirs, work, arguments), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        if not ours.poll(limit_s):
+            return Outcome(None, f"it did not end within {limit_s:g} s", exceeded=True)
+        kind, value = ours.recv()
+    except EOFError:
+        process.join(5)
+        return Outcome(None, f"its process {_ending(process.exitcode)}")
+    finally:
+        ours.close()
+        # What hangs in the driver cannot even be killed: no waiting for it.
+        process.kill()
+        process.join(1)
+    if kind == "cannot":
+        raise Cannot(value)
+    return Outcome(value) if kind == "answer" else Outcome(None, str(value))
+
+
+def _import_beforehand() -> None:
+    """Importing opens no GPU and computes nothing; a process that is forked afterwards need not do it again."""
+    with suppress(ImportError):
+        import_module("rocm_sd.bench.measuring")
+
+
+def _send(connection: Connection, work: Callable[..., dict[str, Any]], arguments: tuple[Any, ...]) -> None:
+    try:
+        answer = work(*arguments)
+    except Cannot as reason:
+        connection.send(("cannot", str(reason)))
+    except Exception as error:  # noqa: BLE001 -- the reason is the answer
+        traceback.print_exc()
+        connection.send(("failed", f"{type(error).__name__}: {str(error).strip()[:_LONGEST_REASON]}"))
+    else:
+        connection.send(("answer", answer))
+    connection.close()
+
+
+def _ending(code: int | None) -> str:
+    if code is None:
+        return "ended without a word"
+    if code >= 0:
+        return f"ended with code {code}"
+    try:
+        return f"was ended by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"was ended by signal {-code}"

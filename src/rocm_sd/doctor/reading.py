@@ -1,0 +1,177 @@
+"""The facts of the machine at hand: sysfs for its GPUs, package metadata for versions, a process for torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+from contextlib import suppress
+from dataclasses import fields, replace
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rocm_sd import arch, settings
+from rocm_sd.doctor.facts import WATCHED, Facts, Gpu, TorchDevice, TorchFacts
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+__all__ = ["PACKAGES", "gather", "gpus_in"]
+
+PACKAGES = (
+    "accelerate",
+    "aiter",
+    "diffusers",
+    "flash-attn",
+    "pytorch-triton",
+    "pytorch-triton-rocm",
+    "rocm-sd",
+    "sageattention",
+    "safetensors",
+    "torch",
+    "torchao",
+    "torchvision",
+    "transformers",
+    "triton",
+    "triton-rocm",
+    "triton-windows",
+    "xformers",
+)
+
+_DRM = "sys/class/drm"
+# Importing torch takes seconds, opening a sick driver minutes.
+_PATIENCE_S = 120.0
+
+
+def gather(root: Path | None = None, environment: Mapping[str, str] | None = None) -> Facts:
+    """The machine at hand. `root` is where sys/, proc/ and opt/ are, `environment` what its variables are."""
+    root = root or Path("/")
+    given = os.environ if environment is None else environment
+    told = _ask_torch(_PATIENCE_S)
+    torch = _torch_facts(told)
+    return Facts(
+        system=_system(platform.system(), platform.release()),
+        python=platform.python_version(),
+        kernel=_digits(platform.release()) if platform.system() == "Linux" else None,
+        rocm=told.get("rocm") or _rocm_version(root) or _rocm_of(torch.version),
+        miopen=told.get("miopen"),
+        memory_total=_memory(root),
+        gpus=gpus_in(root),
+        torch=torch,
+        packages=_packages(),
+        environment={name: given[name] for name in WATCHED if name in given},
+    )
+
+
+def gpus_in(root: Path) -> tuple[Gpu, ...]:
+    """In the order of the kernel's nodes, which is the order that HIP_VISIBLE_DEVICES counts in."""
+    memory = dict(_memory_by_address(root))
+    found = sorted(arch.find_gpus(root), key=lambda gpu: (gpu.vendor.value, -1 if gpu.node is None else gpu.node))
+    gpus: list[Gpu] = []
+    for gpu in found:
+        sizes = memory.get(gpu.pci_address or "", {})
+        total, used = sizes.get("vram_total", gpu.vram_bytes), sizes.get("vram_used")
+        gpus.append(
+            Gpu(
+                # Each vendor's runtime counts its own.
+                index=sum(other.vendor == gpu.vendor.value for other in gpus),
+                vendor=gpu.vendor.value,
+                name=gpu.name,
+                gfx=gpu.arch_name,
+                integrated=gpu.integrated,
+                compute_units=gpu.compute_units,
+                vram_total=total,
+                vram_free=None if total is None or used is None else total - used,
+                gtt_total=sizes.get("gtt_total"),
+                pci_address=gpu.pci_address,
+            )
+        )
+    return tuple(gpus)
+
+
+def _memory_by_address(root: Path) -> Iterator[tuple[str, dict[str, int]]]:
+    """amdgpu tells the sizes of its memories in a card's folder: video memory, and what it may take of the system's."""
+    folder = root / _DRM
+    if not folder.is_dir():
+        return
+    for card in sorted(folder.glob("card[0-9]*")):
+        device = card / "device"
+        if "-" in card.name or not device.is_dir():
+            continue
+        slot = re.search(r"^PCI_SLOT_NAME=(\S+)$", _read(device / "uevent"), re.MULTILINE)
+        sizes = {name: _read(device / f"mem_info_{name}") for name in ("vram_total", "vram_used", "gtt_total")}
+        numbers = {name: int(text) for name, text in sizes.items() if text.isdecimal()}
+        yield (slot[1] if slot else device.resolve().name), numbers
+
+
+def _ask_torch(patience: float) -> dict[str, Any]:
+    command = [sys.executable, "-m", "rocm_sd.doctor.torch_facts"]
+    try:
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=patience, check=False)
+    except subprocess.TimeoutExpired:
+        return {"error": f"torch did not answer within {patience:.0f} s"}
+    if ran.returncode != 0:
+        last = (ran.stderr.strip().splitlines() or ["it said nothing"])[-1]
+        return {"error": f"asking torch ended with code {ran.returncode}: {last}"}
+    try:
+        # A driver may print before it.
+        told: dict[str, Any] = json.loads(ran.stdout[ran.stdout.index("{") :])
+    except ValueError:
+        return {"error": f"torch's answer could not be read: {ran.stdout[:80]!r}"}
+    return told
+
+
+def _torch_facts(told: Mapping[str, Any]) -> TorchFacts:
+    known = {each.name for each in fields(TorchFacts)}
+    plain = {name: value for name, value in told.items() if name in known}
+    plain["arch_list"] = tuple(told.get("arch_list", ()))
+    plain["devices"] = tuple(TorchDevice(**each) for each in told.get("devices", ()))
+    facts = TorchFacts(**plain)
+    # A torch that crashes is installed all the same: its package tells the version.
+    return replace(facts, version=_packages().get("torch")) if facts.error else facts
+
+
+def _packages() -> dict[str, str]:
+    found = {}
+    for name in PACKAGES:
+        with suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
+
+
+def _system(name: str, release: str) -> str:
+    """Name and numbers: what follows them may be anything, such as the name of who built the kernel."""
+    wsl = " (WSL)" if "microsoft" in release.lower() else ""
+    return f"{name} {_digits(release) or ''}".strip() + wsl
+
+
+def _digits(text: str) -> str | None:
+    found = re.match(r"\d+(\.\d+)*", text)
+    return found[0] if found else None
+
+
+def _rocm_version(root: Path) -> str | None:
+    folder = settings.current().rocm_path if root == Path("/") else None
+    return _digits(_read((folder or root / "opt/rocm") / ".info/version"))
+
+
+def _rocm_of(torch_version: str | None) -> str | None:
+    """The ROCm inside a wheel: "2.9.1+rocm7.1" was built with 7.1."""
+    found = re.search(r"\+rocm(\d+(?:\.\d+)*)", torch_version or "")
+    return found[1] if found else None
+
+
+def _memory(root: Path) -> int | None:
+    found = re.search(r"^MemTotal:\s+(\d+) kB$", _read(root / "proc/meminfo"), re.MULTILINE)
+    return int(found[1]) * 1024 if found else None
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return ""

@@ -1,0 +1,146 @@
+"""A machine as a folder: facts.json, probes.json, and the part of sysfs that its GPUs are read from.
+
+Nothing in it names a person, a host, a folder or the serial number of a card.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rocm_sd.doctor.facts import Facts
+from rocm_sd.doctor.reading import gpus_in
+from rocm_sd.errors import InvalidOption
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = ["FACTS", "PROBES", "load", "read_probes", "record", "without_names"]
+
+FACTS = "facts.json"
+PROBES = "probes.json"
+
+_NODES = "sys/class/kfd/kfd/topology/nodes"
+_DRM = "sys/class/drm"
+# Of the kernel's own description; it also tells a card's serial number (unique_id), which stays out.
+_KEPT_PROPERTIES = (
+    "cpu_cores_count", "simd_count", "simd_per_cu", "gfx_target_version", "vendor_id", "location_id", "domain",
+)  # fmt: skip
+_KEPT_OF_A_BANK = ("heap_type", "size_in_bytes")
+_KEPT_OF_A_CARD = ("vendor", "mem_info_vram_total", "mem_info_vram_used", "mem_info_gtt_total")
+
+# Two parts or more, and no part of a web address.
+_PATH = re.compile(r"(?<![\w/])(?!//)(?:[A-Za-z]:)?(?:[\\/]|~/)[^\s:,;'\"()<>\\/]+(?:[\\/][^\s:,;'\"()<>\\/]*)+")
+_HOME = re.compile(r"[\\/](?:home|Users)[\\/][^\\/]+[\\/]?$")
+_SERIAL = re.compile(r"GPU-[0-9a-fA-F-]+")
+# A device file says something, and names nobody.
+_DEVICE = re.compile(r"/dev/[\w/]+$")
+
+
+def load(folder: Path) -> Facts:
+    """The machine in a folder. Where the folder has a sysfs tree, the GPUs are read from it, as on a real machine."""
+    file = folder / FACTS
+    try:
+        facts = Facts.from_json(json.loads(file.read_text(encoding="utf-8")))
+    except OSError as error:
+        hint = "Name a folder that `rocm-sd doctor --record FOLDER` wrote."
+        raise InvalidOption("machine", str(folder), [], hint=f"{error.strerror or error}: {file}. {hint}") from None
+    except (ValueError, TypeError, AttributeError) as error:
+        hint = f"{file} is not a recorded machine: {error}."
+        raise InvalidOption("machine", str(folder), [], hint=hint) from None
+    return replace(facts, gpus=gpus_in(folder)) if (folder / "sys").is_dir() else facts
+
+
+def read_probes(folder: Path) -> dict[str, Any]:
+    """The answers of a recorded machine by the probe's name; empty where none were recorded."""
+    file = folder / PROBES
+    try:
+        answers = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise InvalidOption("machine", str(folder), [], hint=f"{file} cannot be read: {error}.") from None
+    if not isinstance(answers, dict):
+        raise InvalidOption("machine", str(folder), [], hint=f"{file} is not an object of answers.")
+    return answers
+
+
+def record(folder: Path, facts: Facts, answers: Mapping[str, Any], root: Path | None = None) -> tuple[Path, ...]:
+    """Write a machine down; `root` is where its sys/ is. Gives the files written."""
+    written = [
+        _write(folder / FACTS, json.dumps(without_names(facts.to_json()), indent=2) + "\n"),
+        _write(folder / PROBES, json.dumps(without_names(dict(answers)), indent=2) + "\n"),
+    ]
+    return (*written, *_record_nodes(root or Path("/"), folder), *_record_cards(root or Path("/"), folder))
+
+
+def without_names(value: Any) -> Any:
+    """Of a path only its last part, of a serial number nothing: an error's text may hold either."""
+    if isinstance(value, str):
+        return _PATH.sub(_last_part, _SERIAL.sub("GPU-(serial)", value))
+    if isinstance(value, dict):
+        return {name: without_names(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_names(each) for each in value]
+    return value
+
+
+def _last_part(found: re.Match[str]) -> str:
+    path = found[0]
+    if _HOME.search(path):
+        return "(path)"
+    return path if _DEVICE.match(path) else "(path)/" + re.split(r"[\\/]", path.rstrip("\\/"))[-1]
+
+
+def _record_nodes(root: Path, folder: Path) -> list[Path]:
+    written = []
+    for node in sorted((root / _NODES).glob("[0-9]*")):
+        files: dict[Path, tuple[str, ...]] = {node / "properties": _KEPT_PROPERTIES}
+        files.update(dict.fromkeys(sorted(node.glob("mem_banks/[0-9]*/properties")), _KEPT_OF_A_BANK))
+        for file, kept in files.items():
+            text = _lines(file, kept)
+            if text is not None:
+                written.append(_write(folder / file.relative_to(root), text))
+        name = _text(node / "name")
+        if name is not None:
+            written.append(_write(folder / (node / "name").relative_to(root), name))
+    return written
+
+
+def _record_cards(root: Path, folder: Path) -> list[Path]:
+    written = []
+    for card in sorted((root / _DRM).glob("card[0-9]*")):
+        if "-" in card.name:
+            continue
+        device, copy = card / "device", folder / _DRM / card.name / "device"
+        slot = re.search(r"^PCI_SLOT_NAME=\S+$", _text(device / "uevent") or "", re.MULTILINE)
+        # The link to the folder that bears the address becomes a plain folder here: the address is written down.
+        written.append(_write(copy / "uevent", (slot[0] if slot else f"PCI_SLOT_NAME={device.resolve().name}") + "\n"))
+        for name in _KEPT_OF_A_CARD:
+            text = _text(device / name)
+            if text is not None:
+                written.append(_write(copy / name, text))
+    return written
+
+
+def _lines(file: Path, kept: tuple[str, ...]) -> str | None:
+    text = _text(file)
+    if text is None:
+        return None
+    return "".join(f"{line}\n" for line in text.splitlines() if line.split(" ")[0] in kept)
+
+
+def _text(file: Path) -> str | None:
+    try:
+        return file.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+
+
+def _write(file: Path, text: str) -> Path:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text, encoding="utf-8")
+    return file

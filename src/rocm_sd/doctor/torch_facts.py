@@ -1,0 +1,88 @@
+"""What torch says of itself, as JSON on standard output: run in a process of its own, which a bad driver may end.
+
+python -m rocm_sd.doctor.torch_facts
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from contextlib import suppress
+from importlib import import_module, metadata
+from typing import Any
+
+__all__ = ["told_by_torch"]
+
+
+def told_by_torch() -> dict[str, Any]:
+    try:
+        torch = import_module("torch")
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        return {}
+    told: dict[str, Any] = {
+        "version": torch.__version__,
+        "hip": torch.version.hip,
+        "cuda": torch.version.cuda,
+        "wants_triton": _wanted_triton(),
+        # The version of ROCm itself; that of HIP, which every ROCm build has, counts in another way.
+        "rocm": getattr(torch.version, "rocm", None),
+        "miopen": None,
+        "arch_list": [],
+        "devices": [],
+    }
+    if torch.version.hip is not None:
+        number = torch.backends.cudnn.version()
+        told["miopen"] = None if number is None else _dotted(int(number))
+    if torch.cuda.is_available():
+        told["arch_list"] = list(torch.cuda.get_arch_list())
+        told["devices"] = [_device(torch, index) for index in range(torch.cuda.device_count())]
+    elif torch.version.hip is not None:
+        # get_arch_list is empty where no GPU is seen; the flags the build was made with are not.
+        told["arch_list"] = (torch._C._cuda_getArchFlags() or "").split()  # noqa: SLF001 -- the only place that tells it
+    return told
+
+
+def _device(torch: Any, index: int) -> dict[str, Any]:
+    properties = torch.cuda.get_device_properties(index)
+    free = total = None
+    # A GPU that cannot be opened is still listed: its memory is then not known.
+    with suppress(RuntimeError):
+        free, total = torch.cuda.mem_get_info(index)
+    on_amd = torch.version.hip is not None
+    return {
+        "name": properties.name,
+        "gfx": properties.gcnArchName.split(":")[0] if on_amd else None,
+        "integrated": bool(getattr(properties, "is_integrated", False)),
+        "total": total,
+        "free": free,
+        "pci_address": _pci_address(properties),
+    }
+
+
+def _pci_address(properties: Any) -> str | None:
+    try:
+        return f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
+    except AttributeError:
+        return None
+
+
+def _dotted(number: int) -> str:
+    """MIOpen 3005001 is 3.5.1."""
+    return f"{number // 1_000_000}.{number % 1_000_000 // 1000}.{number % 1000}"
+
+
+def _wanted_triton() -> str | None:
+    """The Triton that torch's package asks for, as "name==version"."""
+    with suppress(metadata.PackageNotFoundError):
+        for requirement in metadata.requires("torch") or ():
+            wanted = re.match(r"((?:pytorch-)?triton(?:-rocm|-windows)?)\s*\(?==\s*([\w.+]+)", requirement)
+            if wanted:
+                return f"{wanted[1]}=={wanted[2]}"
+    return None
+
+
+if __name__ == "__main__":
+    sys.stdout.write(json.dumps(told_by_torch()))
