@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections import Counter
 from pathlib import Path  # noqa: TC003 -- typer reads the annotations
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.markup import escape
+from rich.padding import Padding
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 from typer.core import TyperCommand
 
 from rocm_sd.errors import InvalidOption
@@ -192,32 +193,42 @@ def _row(each: Examined) -> dict[str, Any]:
 
 
 def _show(console: Console, examined: Sequence[Examined]) -> None:
-    """Problems first: they are what was asked for."""
-    order = list(_COLOURS)
-    table = Table("check", "status", "what was seen", "what it means, and the fix", show_lines=True)
-    table.columns[0].no_wrap = True
-    table.columns[1].no_wrap = True
+    """Problems first, each with all there is to say about it: they are what was asked for."""
     for status in ("problem", "unknown", "ok"):
-        for each in examined:
-            if each.finding.status.value == status:
-                shown = f"[{_COLOURS[status]}]{status}[/]"
-                table.add_row(each.check.name, shown, escape(each.finding.says), _advice(each))
-    if table.row_count:
-        console.print(table)
-    counts = {status: sum(each.finding.status.value == status for each in examined) for status in order}
+        found = [each for each in examined if each.finding.status.value == status]
+        for each in found:
+            _show_one(console, each)
+        if found and status != "problem":
+            console.print()
+    counts = Counter(each.finding.status.value for each in examined)
     console.print(
         f"{counts['problem']} problem(s), {counts['ok']} ok, {counts['unknown']} could not be told, "
         f"{counts['not here']} do not arise here"
     )
     _show_absent(console, examined)
-    for each in examined:
-        if each.finding.status.value == "problem" and each.finding.fix and each.finding.fix.commands:
-            # Below the table, unwrapped, so that they can be copied.
-            console.print(f"\n{each.check.name}:", highlight=False)
-            for line in each.finding.fix.commands:
-                console.print(f"  {escape(line)}", soft_wrap=True, highlight=False)
     if counts["problem"]:
-        console.print("\nWhat is safe to apply, rocm-sd doctor --fix applies; docs/doctor.md has the evidence.")
+        console.print("What is safe to apply, rocm-sd doctor --fix applies.", highlight=False)
+
+
+def _show_one(console: Console, each: Examined) -> None:
+    finding, status = each.finding, each.finding.status.value
+    head = f"[{_COLOURS[status]}]{status:>7}[/]  [bold]{each.check.name}[/]"
+    console.print(f"{head}: {escape(finding.says)}", highlight=False, soft_wrap=status == "ok")
+    if status == "ok":
+        return
+    if finding.means:
+        console.print(Padding(escape(finding.means), (0, 0, 0, 9)), highlight=False)
+    if finding.fix:
+        console.print(Padding(f"[green]fix:[/] {escape(finding.fix.summary)}", (0, 0, 0, 9)), highlight=False)
+        settings = [f"export {name}={value}" for name, value in finding.fix.env.items()]
+        settings += [f"unset {name}" for name in finding.fix.unset]
+        # Unwrapped, so that they can be copied; so are the links.
+        for line in (*settings, *finding.fix.commands):
+            console.print(f"             {escape(line)}", soft_wrap=True, highlight=False)
+    if status == "problem":
+        for link in each.check.links:
+            console.print(f"         [dim]{escape(link)}[/]", soft_wrap=True, highlight=False)
+        console.print()
 
 
 def _show_absent(console: Console, examined: Sequence[Examined]) -> None:
@@ -228,16 +239,6 @@ def _show_absent(console: Console, examined: Sequence[Examined]) -> None:
     elif absent:
         names = ", ".join(each.check.name for each in absent)
         console.print(f"not here: {names} (--json says why)", style="dim", highlight=False)
-
-
-def _advice(each: Examined) -> str:
-    finding = each.finding
-    parts = [escape(finding.means)] if finding.means else []
-    if finding.fix is not None:
-        parts.append(f"[bold]fix:[/] {escape(finding.fix.summary)}")
-    if finding.status.value == "problem":
-        parts += [f"[dim]{escape(link)}[/]" for link in each.check.links[:1]]
-    return "\n".join(parts)
 
 
 def _show_treatment(console: Console, treatment: Treatment) -> None:
