@@ -4,9 +4,13 @@ import json
 from dataclasses import replace
 
 import pytest
+import torch
+from rich.console import Console
 
 from rocm_sd.cli import main
 from rocm_sd.ops import OPS
+from rocm_sd.search.candidates import Candidate as Tried
+from rocm_sd.search.outcome import Failure, Outcome
 from rocm_sd.tuning.ranking import Candidate
 from rocm_sd.verify import static_tuning
 from rocm_sd.verify.tuning_files import Found
@@ -46,15 +50,80 @@ def test_help_has_examples(capsys):
     assert rocm_sd("tune", "--help") == 0
     shown = capsys.readouterr().out
     assert "rocm-sd tune --static group_norm_silu --arch gfx1100,gfx942" in shown
-    for option in ("--static", "--arch", "--out", "--jobs", "--json"):
+    for option in ("--sizes", "--batch", "--budget", "--list", "--static", "--arch", "--out", "--jobs", "--json"):
         assert option in shown
 
 
-def test_without_static_it_says_what_to_type(capsys):
-    assert rocm_sd("tune") == 3
-    told = capsys.readouterr().err
-    assert "does not support timing on a card" in told
-    assert "Type: rocm-sd tune --static" in told
+@pytest.fixture
+def own_cache(monkeypatch, tmp_path):
+    """No measurement of this machine's user is read or written."""
+    monkeypatch.setenv("ROCM_SD_CACHE", str(tmp_path / "cache"))
+    if not torch.cuda.is_available():
+        monkeypatch.setenv("TRITON_INTERPRET", "0")
+    return tmp_path / "cache" / "tuning.sqlite3"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["no-such-model"], "There is no model at no-such-model"),
+        (["sd15-512", "--device", "cpu"], "rocm-sd tune sd15-512-tiny"),
+        (["emoji", "conv2d"], "Give one model; ops are named by --ops"),
+        (["--budget", "soon"], "Give a time: 90s, 2m or 1h"),
+        (["--budget", "0"], "Give a time: 90s, 2m or 1h"),
+        (["--sizes", "512"], "Give widths and heights"),
+        (["--sizes", "500x300"], "Sides are multiples of 8"),
+        (["--batch", "0"], "Give batch sizes"),
+        (["--ops", "no_such_op"], "op 'no_such_op' is not known"),
+        (["--strategy", "guessing"], "Use one of: halving"),
+        (["--arch", "gfx1100"], "A search runs on this card"),
+        (["--import", "no-such-file.json"], "It cannot be read"),
+        (["--export", "no-such-folder/tuned.json"], "It cannot be written"),
+    ],
+)
+def test_a_search_that_cannot_begin_says_what_to_type(own_cache, capsys, arguments, sentence):
+    assert rocm_sd("tune", *arguments) in {2, 4, 6}
+    told = " ".join(capsys.readouterr().err.split())
+    assert sentence in told
+
+
+def test_a_search_is_stored_listed_and_moved(own_cache, capsys, tmp_path, monkeypatch):
+    arguments = ("tune", "sd15-512-tiny", "--ops", "memory_format,attention", "--budget", "20s", "--device", "cpu")
+    assert rocm_sd(*arguments, "--json") == 0
+    outcomes = json.loads(capsys.readouterr().out)
+    assert {o["op"] for o in outcomes} == {"memory_format", "attention"}
+    assert all(o["measured"] == o["candidates"] == 2 and not o["failures"] for o in outcomes)
+    assert all(o["times_stock"] >= 1 for o in outcomes)
+    assert rocm_sd("tune", "--list", "--json", "--device", "cpu") == 0
+    listed = json.loads(capsys.readouterr().out)
+    assert len(listed) == len(outcomes)
+    # Elsewhere: the same is known there without a search.
+    assert rocm_sd("tune", "--export", str(tmp_path / "tuned.json")) == 0
+    monkeypatch.setenv("ROCM_SD_CACHE", str(tmp_path / "other"))
+    assert rocm_sd("tune", "--list", "--device", "cpu") == 0
+    assert "Nothing was measured" in capsys.readouterr().out
+    assert rocm_sd("tune", "--import", str(tmp_path / "tuned.json")) == 0
+    capsys.readouterr()
+    assert rocm_sd(*arguments) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "0 measurements in 0 s" in shown
+    assert "On a CPU there is little to choose" in shown
+    assert "memory_format" in shown
+
+
+def test_what_failed_and_what_is_left_is_told_by_name(capsys):
+    from rocm_sd.cli.tune import _show_outcomes
+
+    failure = Failure("triton block=256", "crashed by signal 11")
+    tried = Outcome("geglu", {"m": 8}, 3, Tried("mine"), 5.0, 10.0, 4, 3, 3, False, (failure,))
+    unchecked = Outcome("attention", {"s": 9}, 1, Tried("torch"), None, None, 4, 0, 0, False, (), "too little memory")
+    _show_outcomes(Console(width=200), [tried, unchecked], 12.0, on_cpu=False)
+    shown = capsys.readouterr().out
+    for words in (
+        "2.00", "1 of 2 problems run faster than stock torch", "1 problems are not searched to the end",
+        "left out triton block=256 (geglu m=8): crashed by signal 11", "not searched attention s=9: too little memory",
+    ):  # fmt: skip
+        assert words in shown
 
 
 @pytest.mark.parametrize(

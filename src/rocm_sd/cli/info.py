@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from rocm_sd import __version__, settings
 
@@ -59,7 +60,31 @@ def gather() -> dict[str, Any]:
             for gpu in arch.find_gpus()
         ],
         "settings": settings.current().to_dict(),
+        "tuning_database": _database(device),
         "ops": _ops(device, architecture.name),
+    }
+
+
+def _database(device: torch.device) -> dict[str, Any]:
+    """What was measured, and what is set aside: here, and by the same file for other cards and versions."""
+    from rocm_sd.tuning import layers
+    from rocm_sd.tuning.environment import current
+
+    facts: dict[str, Any] = {"path": str(layers.default_path()), "exists": layers.default_path().exists()}
+    if not facts["exists"]:
+        return {**facts, "why_not_kept": None, "measurements": 0, "measurements_here": 0, "quarantined": []}
+    database, here = layers.user_database(), current(device)
+    quarantined = [
+        {"op": q.op, "candidate": q.candidate, "reason": q.reason, "when": q.when, "here": q.environment == here}
+        | {"environment": vars(q.environment), "kernel_hash": q.kernel_hash}
+        for q in database.quarantined()
+    ]
+    return {
+        **facts,
+        "why_not_kept": database.why_not_kept(),
+        "measurements": database.count(),
+        "measurements_here": database.count(here),
+        "quarantined": quarantined,
     }
 
 
@@ -84,16 +109,25 @@ def _arch(architecture: Any) -> dict[str, Any]:
 
 def _ops(device: torch.device, architecture: str) -> list[dict[str, Any]]:
     from rocm_sd.ops import OPS
-    from rocm_sd.tuning import lookup
+    from rocm_sd.tuning import layers
+    from rocm_sd.tuning.environment import current
     from rocm_sd.verify.proofs import proofs
 
+    here = current(device)
+    aside = {}
+    if layers.default_path().exists():
+        found = layers.user_database().quarantined(here)
+        aside = {(q.op, q.candidate, q.kernel_hash): q.reason for q in found}
     rows = []
     for op in OPS.values():
         assert op.tuning is not None
         assert op.verification is not None
         typical = op.tuning.buckets[0].sample
         problem = op.verification.problem(*typical.make(filled=False))
-        choice = lookup(op.name, architecture, problem)
+        known = [implementation.name for implementation in op.implementations]
+        choice = layers.choose(op.name, architecture, problem, here, op.kernel_hash(), known)
+        set_aside = {name: aside.get((op.name, name, op.kernel_hash(name))) for name in known}
+        used = op.implementations[0].name if set_aside[choice.implementation] else choice.implementation
         implementations = []
         for implementation in op.implementations:
             proven = [p for p in proofs() if (p.op, p.implementation) == (op.name, implementation.name)]
@@ -101,7 +135,8 @@ def _ops(device: torch.device, architecture: str) -> list[dict[str, Any]]:
                 {
                     "name": implementation.name,
                     "why_not_here": implementation.why_not(problem, device),
-                    "chosen_here": implementation.name == choice.implementation,
+                    "quarantined": set_aside[implementation.name],
+                    "chosen_here": implementation.name == used,
                     "proven": [{"arch": p.arch, "rung": p.rung, "evidence": p.evidence} for p in proven],
                 }
             )
@@ -110,6 +145,7 @@ def _ops(device: torch.device, architecture: str) -> list[dict[str, Any]]:
                 "name": op.name,
                 "summary": op.summary,
                 "typical_call": typical.name,
+                "source": choice.source,
                 "why": choice.why,
                 "implementations": implementations,
             }
@@ -137,16 +173,33 @@ def _show(facts: dict[str, Any]) -> None:
         )
     if device["type"] == "cpu" and facts["gpus_in_system"]:
         machine.add_row("", "torch does not see it: see INSTALL.md for the torch build that does")
+    database = facts["tuning_database"]
+    machine.add_row("measured here", _measured(database))
+    machine.add_row("database", Text(database["path"]))
     console.print(machine)
 
     ops = Table("op", "used here", "beside it", "proven here", title="Operators", title_justify="left")
     for op in facts["ops"]:
         known = op["implementations"]
         used = next(i["name"] for i in known if i["chosen_here"])
-        beside = [i["name"] for i in known if not i["chosen_here"] and not i["why_not_here"]]
+        beside = [i["name"] for i in known if not (i["chosen_here"] or i["why_not_here"] or i["quarantined"])]
         proven = [p["rung"] for i in known for p in i["proven"] if p["arch"] == device["arch"]]
         ops.add_row(op["name"], used, ", ".join(beside) or "nothing", ", ".join(proven) or "no")
     console.print(ops)
     console.print(
         "At a typical call of each; --json has every implementation, with the reason that it cannot run here."
     )
+    for one in database["quarantined"]:
+        if one["here"]:
+            # As text: a reason may hold what a console takes for markup.
+            console.print(Text(f"{one['op']} never runs as {one['candidate']} here: {one['reason']}", style="yellow"))
+
+
+def _measured(database: dict[str, Any]) -> str:
+    if not database["exists"]:
+        return "nothing yet; type: rocm-sd tune"
+    aside = sum(one["here"] for one in database["quarantined"])
+    others = database["measurements"] - database["measurements_here"]
+    told = f"{database['measurements_here']} configs timed, {aside} candidates set aside"
+    told += f"; {others} configs for other cards or versions" if others else ""
+    return told if database["why_not_kept"] is None else f"{told}; not written to: {database['why_not_kept']}"

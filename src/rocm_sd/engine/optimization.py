@@ -17,7 +17,7 @@ from rocm_sd.engine.parts import EVERYTHING, Parts
 from rocm_sd.engine.reporting import Report
 from rocm_sd.errors import InvalidOption, Unsupported
 from rocm_sd.rewrite import RULES, RULES_FOR_GRAPHS, apply, undo
-from rocm_sd.tuning import lookup
+from rocm_sd.tuning import environment, layers
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -64,7 +64,7 @@ def optimize_with(target: Target, level: str, quality: str, parts: Parts) -> Tar
     decision = levels.decide(target, level)
     device = decision.device
     architecture = arch.detect(device)
-    layout = lookup("memory_format", architecture.name, {})
+    layout = layers.choose("memory_format", architecture.name, {}, environment.current(device), "")
     channels_last = layout.implementation == CHANNELS_LAST and parts.channels_last
     reason = None if channels_last else f"its convolutions keep their layout ({layout.why})"
     graphs = (parts.recorded or parts.hoisted) and denoising.is_wanted(device, allowed=decision.graphs)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from rocm_sd import arch, settings
 from rocm_sd.errors import InvalidOption, Unsupported
-from rocm_sd.tuning import Choice, Problem, lookup
+from rocm_sd.tuning import Choice, Problem, layers, lookup
 from rocm_sd.tuning.choice import STOCK
 
 if TYPE_CHECKING:
@@ -29,11 +29,15 @@ __all__ = [
     "Tuning",
     "Verification",
     "Work",
+    "forget_choices",
     "needs_no_dispatcher",
     "register",
 ]
 
 log = logging.getLogger("rocm_sd")
+
+# Where an implementation that is not stock is tested before it is used; on a CPU stock alone runs by itself.
+SELF_TESTED = frozenset({"cuda"})
 
 
 @dataclass(frozen=True)
@@ -133,7 +137,7 @@ class Op:
     verification: Verification | None = None
     tuning: Tuning | None = None
     # What was chosen before: looking it up again would take longer than launching a kernel.
-    _chosen: dict[tuple[Any, ...], Choice] = field(default_factory=dict, repr=False, compare=False)
+    _chosen: dict[tuple[Any, ...], Choice] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def implementation(self, name: str) -> Implementation:
         for candidate in self.implementations:
@@ -141,30 +145,72 @@ class Op:
                 return candidate
         raise InvalidOption(f"{self.name} implementation", name, [i.name for i in self.implementations])
 
+    def kernel_hash(self, implementation: str | None = None) -> str:
+        """Of the source that it depends on: of the op's kernels, or nothing for what has none of them."""
+        known = self.verification
+        if known is None or not known.kernels:
+            return ""
+        own = {known.implementation, *(beside.implementation for beside in known.beside)}
+        if implementation is not None and implementation not in own:
+            return ""
+        from rocm_sd.tuning.environment import kernel_hash  # noqa: PLC0415 -- where nothing is measured, nothing asks
+
+        return kernel_hash(known.kernels)
+
     def choose(self, problem: Problem, device: torch.device, forced: str | None = None) -> Choice:
         """Asked for by name, an implementation that cannot do it raises. Chosen automatically, stock takes over."""
         name = forced or settings.implementation_for(self.name)
         key = (*problem.values(), device, name)
         choice = self._chosen.get(key)
         if choice is None:
-            choice = self._chosen[key] = self._choose(problem, device, name)
+            choice, settled = self._choose(problem, device, name)
+            if settled:
+                self._chosen[key] = choice
         return choice
 
-    def _choose(self, problem: Problem, device: torch.device, name: str | None) -> Choice:
+    def _choose(self, problem: Problem, device: torch.device, name: str | None) -> tuple[Choice, bool]:
+        """The choice, and whether it holds for good."""
         architecture = arch.detect(device).name
-        choice = lookup(self.name, architecture, problem)
+        choice = self._by_layers(problem, device, architecture)
         if name:
             reason = self.implementation(name).why_not(problem, device)
             if reason:
                 raise Unsupported(f"{self.name} ({name})", reason)
             # The data's config is for the kernel, whichever implementation it names.
             config = choice.config or self.default_config
-            return Choice(name, config, "forced", "asked for by name")
+            return Choice(name, config, "forced", "asked for by name"), True
         reason = self.implementation(choice.implementation).why_not(problem, device)
+        settled = True
+        if reason is None and choice.implementation != STOCK and device.type in SELF_TESTED:
+            reason, settled = self._why_not_trusted(choice.implementation, problem, device)
         if reason:
-            _say_once(f"{self.name}: stock torch on {architecture}, because {reason}")
-            return Choice(STOCK, why=reason)
+            if settled:
+                _say_once(f"{self.name}: stock torch on {architecture}, because {reason}")
+            return Choice(STOCK, why=reason), settled
+        return choice, True
+
+    def _by_layers(self, problem: Problem, device: torch.device, architecture: str) -> Choice:
+        if not layers.has_database():
+            return lookup(self.name, architecture, problem)
+        from rocm_sd.tuning.environment import current  # noqa: PLC0415 -- as above
+
+        known = tuple(implementation.name for implementation in self.implementations)
+        choice = layers.choose(self.name, architecture, problem, current(device), self.kernel_hash(), known)
+        if choice.config and choice.config.keys() != self.default_config.keys():
+            # Not from a tuner: a kernel would stop the picture with an error about its arguments.
+            return lookup(self.name, architecture, problem)
         return choice
+
+    def _why_not_trusted(self, name: str, problem: Problem, device: torch.device) -> tuple[str | None, bool]:
+        """The reason that an implementation must not be used here, and whether it holds for good."""
+        if self.verification is None:
+            return None, True
+        from rocm_sd.ops import self_test  # noqa: PLC0415 -- nothing is tested where stock runs
+
+        found = self_test.verdict(self, name, problem, device)
+        if found.state == "passed":
+            return None, True
+        return f"{name} is set aside: {found.reason}", found.state == "failed"
 
     def run(self, problem: Problem, device: torch.device, forced: str | None, *arguments: Any) -> Any:
         choice = self.choose(problem, device, forced)
@@ -192,6 +238,13 @@ OPS: dict[str, Op] = {}
 def register(op: Op) -> Op:
     OPS[op.name] = op
     return op
+
+
+def forget_choices() -> None:
+    """Choose anew from now on: the database has changed, or is another."""
+    layers.forget()
+    for op in OPS.values():
+        op._chosen.clear()  # noqa: SLF001 -- of this module
 
 
 @cache

@@ -12,7 +12,7 @@ from typing import Any, Literal
 __all__ = ["STOCK", "Choice", "Problem", "Source", "lookup"]
 
 Problem = Mapping[str, "int | str"]
-Source = Literal["forced", "exact", "bucket", "static", "stock"]
+Source = Literal["forced", "measured here", "exact", "bucket", "static", "stock"]
 
 STOCK = "torch"  # the name of the stock implementation of every op
 

@@ -1,0 +1,227 @@
+"""At first use on a card and its versions: is what a candidate computes there right? One that fails is set aside.
+
+Two calls of the candidate, once for each dtype, and the verdict is remembered in the performance database:
+1. a small sample, against the op's definition in float64 on the CPU, by the gate of the proof ladder;
+2. a real sample of a million elements or more where the op has one, against stock torch on the same device: there a
+   fault shows that strikes one element in a million.
+Nothing is drawn from torch's own random numbers, so the picture that is under way stays the same.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+from subprocess import SubprocessError
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+from rocm_sd.ops.numerics import compare, in_float64, outputs
+from rocm_sd.tuning import lookup
+from rocm_sd.tuning.environment import current
+from rocm_sd.tuning.layers import user_database
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+    from rocm_sd.ops.registry import Op
+    from rocm_sd.ops.samples import Sample
+    from rocm_sd.tuning import Problem
+    from rocm_sd.tuning.environment import Environment
+
+    _Key = tuple[str, str, Environment, str]
+
+__all__ = ["Verdict", "forget", "verdict"]
+
+log = logging.getLogger("rocm_sd")
+
+MANY = 2**20
+# What step 2 may take of a card that is nearly full: elements of all arguments together, 32 MB in half precision.
+_LARGEST = 2**24
+# Of stock, whose own error grows with the size, and of TF32 where stock uses it, times this much: a fault is grosser.
+_MARGIN = 4
+_TF32 = 2.0**-10
+# A process that dies in a self-test was perhaps only stopped by its user; that it happens twice is no chance.
+_DEATHS = 2
+# What lies with the machine's set-up, which can be mended without any version changing: for this process alone.
+_SET_UP = (ImportError, OSError, SubprocessError, MemoryError, torch.OutOfMemoryError)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """`later`: it cannot be tested now, since a graph is captured or a call is traced, and must not be used yet."""
+
+    state: Literal["passed", "failed", "later"]
+    reason: str = ""
+
+
+_known: dict[tuple[Any, ...], Verdict] = {}
+
+
+def forget() -> None:
+    """What this process knows; the database keeps its own."""
+    _known.clear()
+
+
+def verdict(op: Op, candidate: str, problem: Problem, device: torch.device) -> Verdict:
+    """From memory, else from the database, else by a test now."""
+    dtype = str(problem.get("dtype", ""))
+    database = user_database()
+    known_as = (database.path, op.name, candidate, device, dtype)
+    known = _known.get(known_as)
+    if known is None:
+        key = (op.name, candidate, current(device), op.kernel_hash(candidate))
+        reason = database.why_quarantined(*key)
+        if reason is not None:
+            known = Verdict("failed", reason)
+        elif database.has_passed(*key, dtype):
+            known = Verdict("passed")
+        else:
+            known = _now(op, candidate, dtype, device, key)
+        if known.state != "later":
+            _known[known_as] = known
+    return known
+
+
+def _now(op: Op, candidate: str, dtype: str, device: torch.device, key: _Key) -> Verdict:
+    busy = _why_not_now(device)
+    if busy:
+        return Verdict("later", busy)
+    database, lasting = user_database(), True
+    deaths = database.begin_trial(*key)
+    try:
+        if deaths >= _DEATHS:
+            reason: str | None = f"{deaths} processes ended while they tested it"
+        else:
+            reason = _why_wrong(op, candidate, dtype, device)
+    except Exception as error:  # noqa: BLE001 -- whatever a candidate raises: stock torch runs instead
+        reason = _told(error)
+        lasting = not isinstance(error, _SET_UP) and "C compiler" not in str(error)
+    finally:
+        database.end_trial(*key)
+    if reason is None:
+        database.passed(*key, dtype)
+        return Verdict("passed")
+    if lasting:
+        database.quarantine(*key, reason)
+    return Verdict("failed", reason)
+
+
+def _told(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
+
+
+def _why_not_now(device: torch.device) -> str | None:
+    if torch.compiler.is_compiling():
+        return "a call is being traced"
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return "a graph is being captured"
+    # Tensors may be fake in there, and calls are being counted or recorded.
+    return "calls are being recorded" if is_in_torch_dispatch_mode() else None
+
+
+def _why_wrong(op: Op, candidate: str, dtype: str, device: torch.device) -> str | None:
+    """The reason that its results are not right, or None where they are."""
+    small = _sample(op, candidate, dtype, device, real=False)
+    if small is None:
+        return "it takes none of the calls that it could be tested on"
+    log.info("%s (%s) is tested once on this card: %s", op.name, candidate, small.name)
+    with torch.no_grad(), torch.autocast(device.type, enabled=False):
+        reason, tolerance = _against_float64(op, candidate, small, device)
+        if reason is not None:
+            return reason
+        real = _sample(op, candidate, dtype, device, real=True)
+        return None if real is None else _against_stock(op, candidate, real, device, tolerance)
+
+
+def _sample(op: Op, candidate: str, dtype: str, device: torch.device, *, real: bool) -> Sample | None:
+    """Of those that it takes, the one with most elements; of real ones the cheapest that has a million."""
+    assert op.verification is not None
+    calls = list(op.verification.calls(real=real))
+    own = [sample for name, sample in calls if name == candidate]
+    known = [sample for _, sample in calls]
+    wanted = getattr(torch, dtype, None)
+    # Small ones of its own before those of the op; in the dtype that is asked for before those that are turned to it.
+    for samples in (known,) if real else (own, known):
+        given = [sample for sample in samples if sample.dtype is wanted]
+        turned = [sample if wanted is None else replace(sample, dtype=wanted) for sample in samples]
+        for several in (given, turned):
+            sized = list(_taken(op, candidate, device, several))
+            chosen = _cheapest(sized) if real else max(sized, key=lambda one: one[0], default=None)
+            if chosen is not None:
+                return chosen[2]
+    return None
+
+
+def _taken(
+    op: Op, candidate: str, device: torch.device, samples: Iterable[Sample]
+) -> Iterator[tuple[int, int, Sample]]:
+    """(elements of the first tensor, of all tensors, sample): the first is what an op transforms."""
+    assert op.verification is not None
+    for sample in samples:
+        arguments = sample.make(filled=False)
+        if op.implementation(candidate).why_not(op.verification.problem(*arguments), device) is None:
+            elements = [a.numel() for a in arguments if isinstance(a, torch.Tensor)]
+            yield elements[0], sum(elements), sample
+
+
+def _cheapest(sized: Iterable[tuple[int, int, Sample]]) -> tuple[int, int, Sample] | None:
+    fitting = [one for one in sized if one[1] <= _LARGEST]
+    enough = [one for one in fitting if one[0] >= MANY]
+    if enough:
+        return min(enough, key=lambda one: one[1])
+    return max(fitting, key=lambda one: one[0], default=None)
+
+
+def _run(op: Op, name: str, arguments: tuple[Any, ...], device: torch.device) -> tuple[torch.Tensor, ...]:
+    assert op.verification is not None
+    implementation = op.implementation(name)
+    # The data's config for this very call: that of another size may not fit it.
+    shipped = lookup(op.name, current(device).arch, op.verification.problem(*arguments))
+    return outputs(implementation.run(*arguments, config=shipped.config or op.default_config))
+
+
+def _against_float64(op: Op, candidate: str, sample: Sample, device: torch.device) -> tuple[str | None, float]:
+    """The reason, and what was allowed as a share of the largest value."""
+    assert op.verification is not None
+    arguments = sample.make(device)
+    on_cpu = tuple(a.cpu() if isinstance(a, torch.Tensor) else a for a in arguments)
+    # On the CPU, since a card whose libraries are broken would be its own judge.
+    exact = outputs(op.verification.reference(*in_float64(on_cpu)))
+    stock = [y.cpu() for y in _run(op, op.implementations[0].name, arguments, device)]
+    if not all(bool(y.isfinite().all()) for y in stock):
+        stock = list(_run(op, op.implementations[0].name, on_cpu, torch.device("cpu")))
+    actual = [y.cpu() for y in _run(op, candidate, arguments, device)]
+    tolerance = 0.0
+    for ours, right, theirs in zip(actual, exact, stock, strict=True):
+        if ours.dtype != theirs.dtype:
+            return f"at {sample.name}: {ours.dtype} and not {theirs.dtype}", 0.0
+        compared = compare(ours, right, theirs)
+        if not compared.ok:
+            return f"at {sample.name}: {compared}", 0.0
+        largest = float(right.abs().max()) if right.numel() else 0.0
+        tolerance = max(tolerance, compared.allowed_largest / largest if largest else 0.0)
+    return None, tolerance
+
+
+def _against_stock(op: Op, candidate: str, sample: Sample, device: torch.device, tolerance: float) -> str | None:
+    try:
+        arguments = sample.make(device)
+        stock = _run(op, op.implementations[0].name, arguments, device)
+        actual = _run(op, candidate, arguments, device)
+        for ours, theirs in zip(actual, stock, strict=True):
+            if ours.shape != theirs.shape:
+                return f"at {sample.name}: a result of shape {tuple(ours.shape)} and not {tuple(theirs.shape)}"
+            largest = float(theirs.abs().max()) if theirs.numel() else 0.0
+            allowed = _MARGIN * max(tolerance, _TF32) * largest
+            difference = float((ours - theirs).abs_().max()) if theirs.numel() else 0.0
+            # Stock that is not finite cannot judge; written so that NaN, which compares false, fails.
+            if torch.tensor(largest).isfinite() and not difference <= allowed:
+                told = f"{difference:.3g} from stock torch where {allowed:.3g} is allowed"
+                return f"at {sample.name}: the worst of {ours.numel()} elements is {told}"
+    except torch.OutOfMemoryError:
+        # The small sample was right; a card this full is not the candidate's fault.
+        log.info("%s (%s): no memory to test it at %s", op.name, candidate, sample.name)
+    return None

@@ -1,0 +1,335 @@
+"""The search itself: problems by their share of a picture, candidates by a strategy, everything stored as it comes.
+
+Nothing depends on how a search ends. A candidate is stored when it was measured; stock is stored when the search of a
+problem is complete, so a problem is complete where stock's is the newest of its measurements.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from statistics import median
+from typing import TYPE_CHECKING
+
+import torch
+
+from rocm_sd.bench.measuring import LEAST_TURNS, interval
+from rocm_sd.search import ahead
+from rocm_sd.search.calls import make
+from rocm_sd.search.candidates import Candidate, candidates, hash_of, operations
+from rocm_sd.search.halving import Halving, Strategy
+from rocm_sd.search.outcome import Failure, Outcome, clearly_faster
+from rocm_sd.search.pipeline import CONVOLUTION_LIBRARY
+from rocm_sd.search.process import Lost, OutOfTime, Worker, WorkerCannotStart
+from rocm_sd.search.worker import OK
+from rocm_sd.tuning import environment
+from rocm_sd.tuning.choice import STOCK
+from rocm_sd.tuning.database import Entry
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from typing import Any
+
+    from rocm_sd.ops.registry import Op
+    from rocm_sd.search.calls import Call
+    from rocm_sd.search.shapes import Traced
+    from rocm_sd.tuning.database import Database
+
+__all__ = ["Options", "Progress", "Tuner"]
+
+Key = tuple[str, str, frozenset[tuple[str, int]]]  # hash, implementation, config
+_GRACE = 0.1  # of the budget: what the candidate under way may take beyond it
+_CONFIRMED = 24  # turns: enough that the best is not the luckiest
+_MOST_CONFIRMED = 6
+
+
+@dataclass(frozen=True)
+class Options:
+    """Seconds: `budget_s` for all, `timeout_s` for one candidate, its compilation included."""
+
+    budget_s: float
+    timeout_s: float = 60.0
+    jobs: int = 1
+    strategy: Strategy = field(default_factory=Halving)
+    fresh: bool = False
+
+
+@dataclass(frozen=True)
+class Progress:
+    """`share` of the whole, by time or by candidates, whichever is further; `best` of the problem under way."""
+
+    share: float
+    what: str
+    best: str = ""
+
+
+@dataclass
+class _Search:
+    """One problem: its candidates, and what is known of each."""
+
+    op: Op
+    traced: Traced
+    candidates: list[Candidate]
+    entries: dict[Key, Entry]
+    weight: float
+    turns: dict[Candidate, int] = field(default_factory=dict)
+    measured: int = 0
+    unchecked: str = ""
+
+    @property
+    def call(self) -> Call:
+        return self.traced.call
+
+    def key(self, candidate: Candidate) -> Key:
+        return (hash_of(self.op, candidate.implementation), candidate.implementation, frozenset(candidate.config))
+
+    def entry(self, candidate: Candidate) -> Entry | None:
+        return self.entries.get(self.key(candidate))
+
+    @property
+    def others(self) -> list[Candidate]:
+        return [candidate for candidate in self.candidates if not candidate.is_stock]
+
+    @property
+    def is_complete(self) -> bool:
+        stock = self.entry(Candidate(STOCK))
+        found = [self.entry(candidate) for candidate in self.others]
+        return stock is not None and all(each is not None and each.when <= stock.when for each in found)
+
+    def fastest(self) -> Candidate | None:
+        """By its median, as the database will look for it; stock apart."""
+        times = {
+            candidate: entry.median_us
+            for candidate in self.others
+            if (entry := self.entry(candidate)) is not None and entry.numerics == OK
+        }
+        return min(times, key=times.__getitem__) if times else None
+
+
+class Tuner:
+    """`run` returns an outcome for every problem. After Ctrl-C `interrupted` is true, and what was measured is kept."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        database: Database,
+        options: Options,
+        progress: Callable[[Progress], object] = lambda _: None,
+    ) -> None:
+        self.device, self.database, self.options, self.progress = device, database, options, progress
+        self.environment = environment.current(device)
+        self.interrupted = False
+        self._begun = time.monotonic()
+        self._done = self._total = 0
+
+    def run(self, traced: Sequence[Traced]) -> list[Outcome]:
+        self._begun = time.monotonic()
+        searches = self._searches(traced)
+        waiting = [search for search in searches if self.options.fresh or not search.is_complete]
+        self._total = sum(len(search.candidates) for search in waiting)
+        try:
+            if self.options.jobs > 1:
+                self._compile_ahead(waiting)
+            with Worker(str(self.device)) as worker:
+                for number, search in enumerate(waiting):
+                    if self.left_s <= 0:
+                        break
+                    self._search(search, worker, self._allotted(waiting[number:]))
+        except KeyboardInterrupt:
+            self.interrupted = True
+        return [self._outcome(search) for search in searches]
+
+    @property
+    def left_s(self) -> float:
+        return self.options.budget_s - (time.monotonic() - self._begun)
+
+    def _searches(self, traced: Sequence[Traced]) -> list[_Search]:
+        """Those that a picture spends most on come first; a setting of the whole pipeline comes before all."""
+        known_ops = operations()
+        by_problem: dict[tuple[str, str], dict[Key, Entry]] = {}
+        for entry in self.database.all(environment=self.environment):
+            key = (entry.kernel_hash, entry.candidate, frozenset(entry.config.items()))
+            by_problem.setdefault((entry.op, _text(entry.problem)), {})[key] = entry
+        found = []
+        for each in traced:
+            op, problem = known_ops[each.call.op], dict(each.call.problem)
+            known = by_problem.get((op.name, _text(problem)), {})
+            found.append(_Search(op, each, candidates(op, problem, self.device), known, weight(op, each)))
+        return sorted(found, key=lambda search: -search.weight)
+
+    def _allotted(self, waiting: Sequence[_Search]) -> float:
+        """Seconds for the first of those that wait: its share of what they cost, and at least half an equal one."""
+        costs = [search.weight * len(search.candidates) for search in waiting]
+        share = costs[0] / sum(costs) if sum(costs) else 1.0
+        return self.left_s * max(share, 0.5 / len(waiting))
+
+    def _search(self, search: _Search, worker: Worker, seconds: float) -> None:
+        measure = _Measure(self, search, worker, seconds)
+        done_before = self._done
+        stock = Candidate(STOCK)
+        others = search.others
+        if others:
+            self.options.strategy.search(others, measure)
+            self._confirm(search, measure)
+        complete = all(search.entry(candidate) is not None for candidate in others)
+        if complete and not search.unchecked and self.left_s > -_GRACE * self.options.budget_s:
+            # Whatever was measured before: it must be the newest now.
+            measure.anew(stock, _CONFIRMED)
+        self._done = done_before + len(search.candidates)
+
+    def _confirm(self, search: _Search, measure: _Measure) -> None:
+        """Time the best again until it is one that was timed often: the least of many few turns is mostly luck."""
+        for _ in range(_MOST_CONFIRMED):
+            best = search.fastest()
+            if best is None or search.turns.get(best, 0) >= _CONFIRMED or self.left_s <= 0:
+                return
+            measure.anew(best, _CONFIRMED)
+
+    def measured(self, search: _Search, candidate: Candidate, worker: Worker, turns: int) -> Entry | None:
+        """One candidate, stored at once; None where its time was cut by the end of the budget."""
+        within = self.left_s + _GRACE * self.options.budget_s
+        if within <= 0:
+            return None
+        self._tell(search, candidate)
+        try:
+            answer: Mapping[str, Any] = worker.measure(search.call, candidate, turns, self.options.timeout_s, within)
+        except OutOfTime:
+            return None
+        except Lost as lost:
+            answer = {"failed": str(lost)}
+        except WorkerCannotStart as error:
+            search.unchecked = f"a worker could not be started: {error}"
+            return None
+        if "unchecked" in answer:
+            search.unchecked = str(answer["unchecked"])
+            return None
+        search.turns[candidate] = turns
+        search.measured += 1
+        return self.store(search, candidate, answer)
+
+    def store(self, search: _Search, candidate: Candidate, answer: Mapping[str, Any]) -> Entry:
+        key = search.key(candidate)
+        times = _times(answer)
+        entry = Entry(
+            search.op.name, dict(search.call.problem), self.environment, key[0], candidate.implementation,
+            dict(candidate.config), *times, answer.get("failed") or answer["numerics"], _now(),
+        )  # fmt: skip
+        search.entries[key] = entry
+        self.database.put([entry])
+        return entry
+
+    def _compile_ahead(self, waiting: Sequence[_Search]) -> None:
+        wanted = [
+            (search.call, [c for c in search.others if c.config and search.entry(c) is None]) for search in waiting
+        ]
+        by_call = {search.call: search for search in waiting}
+
+        def failed(call: Call, candidate: Candidate, reason: str) -> None:
+            self.store(by_call[call], candidate, {"failed": reason})
+
+        compiled = ahead.compile_all(
+            wanted, str(self.device), jobs=self.options.jobs, seconds=ahead.SHARE * self.left_s,
+            timeout_s=self.options.timeout_s, on_failed=failed,
+            on_progress=lambda what: self.progress(Progress(self._share(), what)),
+        )  # fmt: skip
+        for search in waiting:
+            # Those that are compiled can be timed at once.
+            slow = {c for c in search.others[1:] if c.config and (search.call, c) not in compiled}
+            search.candidates.sort(key=lambda candidate, slow=slow: candidate in slow)  # type: ignore[misc]
+
+    def _share(self) -> float:
+        by_time = 1 - self.left_s / self.options.budget_s
+        return min(1.0, max(by_time, self._done / self._total if self._total else 1.0))
+
+    def _tell(self, search: _Search, candidate: Candidate) -> None:
+        best = search.fastest()
+        entry = None if best is None else search.entry(best)
+        told = ""
+        if best is not None and entry is not None and entry.stock_us:
+            told = f"best: {best.implementation} {entry.median_us:.1f} us, stock {entry.stock_us:.1f} us"
+        self.progress(Progress(self._share(), f"{search.op.name}: {candidate.implementation}", told))
+
+    def _outcome(self, search: _Search) -> Outcome:
+        entries = {c: e for c in search.candidates if (e := search.entry(c)) is not None}
+        failures = tuple(Failure(str(c), e.numerics) for c, e in entries.items() if e.numerics != OK)
+        usable = {c: e for c, e in entries.items() if clearly_faster(e) and not c.is_stock}
+        chosen = min(usable, key=lambda c: usable[c].median_us) if usable else Candidate(STOCK)
+        stock = entries.get(Candidate(STOCK))
+        stock_us = next((e.stock_us for e in (entries.get(chosen), stock, *entries.values()) if e and e.stock_us), None)
+        return Outcome(
+            search.op.name, dict(search.call.problem), search.traced.count, chosen,
+            entries[chosen].median_us if chosen in usable else stock_us, stock_us, len(search.candidates), len(entries),
+            search.measured, search.is_complete, failures, search.unchecked,
+        )  # fmt: skip
+
+
+class _Measure:
+    """What a strategy is given: what was measured in an earlier run is not measured again at the first question."""
+
+    def __init__(self, tuner: Tuner, search: _Search, worker: Worker, seconds: float) -> None:
+        self._tuner, self._search, self._worker, self._seconds = tuner, search, worker, seconds
+        self._begun = time.monotonic()
+        self._known = set() if tuner.options.fresh else {c for c in search.candidates if search.entry(c) is not None}
+
+    def __call__(self, candidate: Candidate, turns: int) -> float | None:
+        if candidate in self._known:
+            self._known.discard(candidate)
+            return _score(self._search.entry(candidate))
+        if self.over:
+            return None
+        return self.anew(candidate, turns)
+
+    def anew(self, candidate: Candidate, turns: int) -> float | None:
+        return _score(self._tuner.measured(self._search, candidate, self._worker, max(turns, LEAST_TURNS)))
+
+    def left(self) -> float:
+        if self._search.unchecked or not self._seconds:
+            return 0.0
+        return min(1 - (time.monotonic() - self._begun) / self._seconds, self._tuner.left_s / self._seconds)
+
+    @property
+    def over(self) -> bool:
+        return self.left() <= 0
+
+
+def _score(entry: Entry | None) -> float | None:
+    if entry is None or entry.numerics != OK or not entry.stock_us:
+        return None
+    return entry.median_us / entry.stock_us
+
+
+def _times(answer: Mapping[str, Any]) -> tuple[float, float, float, float | None]:
+    """Median, its interval, and stock's median, in microseconds.
+
+    The interval is that of the ratio to stock, turn by turn, at stock's median: what slows both is not in it, so it is
+    below stock's time exactly where the candidate is faster beyond doubt.
+    """
+    if answer.get("numerics") != OK:
+        return math.inf, math.inf, math.inf, None
+    ours, stock = ([1e3 * ms for ms in answer[who]] for who in ("ours", "stock"))
+    if ours == stock:
+        return median(ours), min(ours), max(ours), median(ours)
+    least, most = interval(ours, stock)
+    middle = median(stock)
+    return median(ours), middle / most, middle / least, middle
+
+
+def weight(op: Op, traced: Traced) -> float:
+    """Roughly the seconds that a step spends on it; for the order of problems, and for their share of the budget."""
+    if op.name == CONVOLUTION_LIBRARY.name:
+        # Last: MIOpen's search for algorithms can take minutes.
+        return 0.0
+    if op.tuning is None:
+        return 1.0
+    work = op.tuning.work(*make(traced.call, torch.device("meta")))
+    return traced.count * (work.flops / 50e12 + work.bytes / 500e9 + 3e-6)
+
+
+def _now() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="microseconds")
+
+
+def _text(problem: Mapping[str, int | str]) -> str:
+    return repr(sorted(problem.items()))

@@ -1,0 +1,284 @@
+"""What was measured on the user's own card, in one SQLite file: measurements, self-tests, and what is set aside.
+
+Several processes may read and write at once. A file that is corrupt or not this project's is renamed and a new one
+begun; one that a later rocm-sd wrote is left as it is. A file that cannot be written is read, and what would be written
+lasts as long as the process: each of these is told once and stops nothing.
+"""
+
+# ruff: noqa: S608 -- what is put into a question are names of columns; values are always bound
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sqlite3
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from rocm_sd.errors import InvalidOption
+from rocm_sd.tuning.database_file import Opened, open_file, set_aside, without_file
+from rocm_sd.tuning.entries import Entry, Quarantined, entry_from_dict, now, quarantined_from_dict, text
+from rocm_sd.tuning.layers import default_path
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Iterable, Mapping
+
+    from rocm_sd.tuning.environment import Environment
+
+__all__ = ["Database", "Entry", "Quarantined", "default_path"]
+
+_Row = TypeVar("_Row")
+_EXPORT = "rocm-sd tuning database"
+_EXPORT_VERSION = 1
+_KEY = ("op", "problem", "environment", "kernel_hash", "candidate", "config")
+_VALUE = ("median_us", "low_us", "high_us", "stock_us", "numerics", "taken")
+_COLUMNS = ", ".join((*_KEY, *_VALUE))
+
+
+def _age(table: str) -> str:
+    """By what the newer of two measurements is told; at the same time there is one answer still, the slower."""
+    times = (f"coalesce({table}.{name}, 9e999)" for name in ("median_us", "low_us", "high_us", "stock_us"))
+    return f"({table}.taken, {', '.join(times)}, {table}.numerics)"
+
+
+_PUT = f"""INSERT INTO measurements ({_COLUMNS}) VALUES ({", ".join("?" * 12)})
+    ON CONFLICT ({", ".join(_KEY)}) DO UPDATE SET {", ".join(f"{name} = excluded.{name}" for name in _VALUE)}
+    WHERE {_age("excluded")} > {_age("measurements")}"""
+_SET_ASIDE = """EXISTS (SELECT 1 FROM quarantine q WHERE (q.op, q.candidate, q.environment, q.kernel_hash) =
+    (m.op, m.candidate, m.environment, m.kernel_hash))"""
+_OF_CANDIDATE = "(op, candidate, environment, kernel_hash) = (?, ?, ?, ?)"
+
+
+class Database:
+    """One file. Nothing is opened before the first question, and a child process opens it for itself."""
+
+    def __init__(self, path: Path | str | None = None) -> None:
+        self.path = default_path() if path is None else Path(path)
+        self._opened: Opened | None = None
+        self._owner = 0
+        self._of_parents: list[Opened] = []
+        self._lock = threading.RLock()
+
+    def why_not_kept(self) -> str | None:
+        """The reason that what is written ends with this process, or None where it stays."""
+        with self._lock:
+            return self._open().why_not_kept
+
+    def put(self, entries: Iterable[Entry]) -> None:
+        """All of them or none; of two measurements of the same key the newer one is kept."""
+        self._write(_PUT, [entry.row() for entry in entries])
+
+    def best(
+        self,
+        op: str,
+        problem: Mapping[str, int | str],
+        environment: Environment,
+        kernel_hash: str,
+        among: Collection[str] | None = None,
+    ) -> Entry | None:
+        """The fastest whose numerics are ok and that is not set aside, of this problem exactly.
+
+        Candidates without a kernel of this project are stored with an empty hash: they compete with those of any.
+        """
+        allowed = "" if among is None else f"AND candidate IN ({', '.join('?' * len(among))})"
+        found = self._ask(
+            f"""SELECT {_COLUMNS} FROM measurements m WHERE op = ? AND problem = ? AND environment = ?
+            AND kernel_hash IN (?, '') AND numerics = 'ok' AND median_us IS NOT NULL AND NOT {_SET_ASIDE} {allowed}
+            ORDER BY median_us, candidate, config LIMIT 1""",
+            (op, text(problem), environment.key(), kernel_hash, *(among or ())),
+            Entry.from_row,
+        )
+        return found[0] if found else None
+
+    def all(self, op: str | None = None, environment: Environment | None = None) -> tuple[Entry, ...]:
+        """Every measurement, right or wrong, set aside or not; of one op or environment where it is named."""
+        rows = self._ask(
+            f"""SELECT {_COLUMNS} FROM measurements WHERE (?1 IS NULL OR op = ?1)
+            AND (?2 IS NULL OR environment = ?2) ORDER BY {", ".join(_KEY)}""",
+            (op, environment and environment.key()),
+            Entry.from_row,
+        )
+        return tuple(rows)
+
+    def count(self, environment: Environment | None = None) -> int:
+        sql = "SELECT COUNT(*) FROM measurements WHERE ?1 IS NULL OR environment = ?1"
+        return int(self._ask(sql, (environment and environment.key(),), _first)[0])
+
+    def is_measured(
+        self,
+        op: str,
+        problem: Mapping[str, int | str],
+        environment: Environment,
+        kernel_hash: str,
+        candidate: str,
+        config: Mapping[str, int],
+    ) -> bool:
+        values = (op, text(problem), environment.key(), kernel_hash, candidate, text(config))
+        sql = f"SELECT 1 FROM measurements WHERE ({', '.join(_KEY)}) = (?, ?, ?, ?, ?, ?)"
+        return bool(self._ask(sql, values, _first))
+
+    def quarantine(self, op: str, candidate: str, environment: Environment, kernel_hash: str, reason: str) -> None:
+        """Never choose it there again; the first reason is kept."""
+        self._quarantine([Quarantined(op, candidate, environment, kernel_hash, reason, now())])
+
+    def quarantined(self, environment: Environment | None = None) -> tuple[Quarantined, ...]:
+        """Of every environment where none is named."""
+        sql = "SELECT * FROM quarantine WHERE ?1 IS NULL OR environment = ?1 ORDER BY op, candidate, taken"
+        return tuple(self._ask(sql, (environment and environment.key(),), Quarantined.from_row))
+
+    def why_quarantined(self, op: str, candidate: str, environment: Environment, kernel_hash: str) -> str | None:
+        sql = f"SELECT reason FROM quarantine WHERE {_OF_CANDIDATE}"
+        found = self._ask(sql, (op, candidate, environment.key(), kernel_hash), _first)
+        return found[0] if found else None
+
+    def release(self, op: str, candidate: str) -> int:
+        """Let a candidate be tested anew in every environment; how many were set aside is the answer."""
+        sql = "DELETE FROM quarantine WHERE op = ? AND candidate = ?"
+        return int(self._do(lambda connection: connection.execute(sql, (op, candidate)).rowcount, writes=True))
+
+    def has_passed(self, op: str, candidate: str, environment: Environment, kernel_hash: str, dtype: str) -> bool:
+        """Whether a self-test in this dtype was passed."""
+        sql = f"SELECT 1 FROM self_tests WHERE {_OF_CANDIDATE} AND dtype = ?"
+        return bool(self._ask(sql, (op, candidate, environment.key(), kernel_hash, dtype), _first))
+
+    def passed(self, op: str, candidate: str, environment: Environment, kernel_hash: str, dtype: str) -> None:
+        values = (op, candidate, environment.key(), kernel_hash, dtype, now())
+        self._write("INSERT OR REPLACE INTO self_tests VALUES (?, ?, ?, ?, ?, ?)", [values])
+
+    def begin_trial(self, op: str, candidate: str, environment: Environment, kernel_hash: str) -> int:
+        """Note that this process runs a self-test now; how many processes died in the same one is the answer."""
+        key = (op, candidate, environment.key(), kernel_hash)
+        host, pid = socket.gethostname(), os.getpid()
+
+        def note(connection: sqlite3.Connection) -> int:
+            others = connection.execute(f"SELECT host, pid FROM trials WHERE {_OF_CANDIDATE}", key).fetchall()
+            connection.execute("INSERT OR REPLACE INTO trials VALUES (?, ?, ?, ?, ?, ?, ?)", (*key, host, pid, now()))
+            return sum(1 for at, number in others if at == host and not _lives(number))
+
+        return int(self._do(note, writes=True))
+
+    def end_trial(self, op: str, candidate: str, environment: Environment, kernel_hash: str) -> None:
+        """It was lived through: neither this process nor those before it count any more."""
+        key = (op, candidate, environment.key(), kernel_hash)
+        self._write(f"DELETE FROM trials WHERE {_OF_CANDIDATE}", [key])
+
+    def export_json(self, path: Path | str) -> int:
+        """Measurements and what is set aside; how many of both is the answer. Self-tests hold for this card alone."""
+        entries, quarantined = self.all(), self.quarantined()
+        content = {
+            "format": _EXPORT,
+            "version": _EXPORT_VERSION,
+            "measurements": [entry.to_dict() for entry in entries],
+            "quarantine": [vars(one) | {"environment": vars(one.environment)} for one in quarantined],
+        }
+        path = Path(path)
+        beside = path.with_name(f"{path.name}.{os.getpid()}.part")
+        beside.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        beside.replace(path)
+        return len(entries) + len(quarantined)
+
+    def import_json(self, path: Path | str) -> int:
+        """All that an export has, or an error and nothing of it; of the same key the newer measurement is kept."""
+        try:
+            content = json.loads(Path(path).read_text(encoding="utf-8"))
+            _require_form(content["format"], content["version"])
+            entries = [entry_from_dict(values) for values in content["measurements"]]
+            quarantined = [quarantined_from_dict(values) for values in content["quarantine"]]
+        except (ValueError, KeyError, TypeError) as error:
+            hint = f"It is not what an export of rocm-sd holds: {type(error).__name__}: {error}."
+            raise InvalidOption("tuning data", str(path), [], hint=hint) from error
+        return self._add(entries, quarantined)
+
+    def merge(self, other: Database) -> int:
+        """As if the export of the other one were imported."""
+        return self._add(other.all(), other.quarantined())
+
+    def close(self) -> None:
+        with self._lock:
+            if self._opened is not None and self._owner == os.getpid():
+                self._opened.connection.close()
+                self._opened = None
+
+    def _add(self, entries: Iterable[Entry], quarantined: Iterable[Quarantined]) -> int:
+        entries, quarantined = list(entries), list(quarantined)
+        self.put(entries)
+        self._quarantine(quarantined)
+        return len(entries) + len(quarantined)
+
+    def _quarantine(self, quarantined: Iterable[Quarantined]) -> None:
+        sql = """INSERT INTO quarantine VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT DO UPDATE
+            SET reason = excluded.reason, taken = excluded.taken
+            WHERE (excluded.taken, excluded.reason) < (quarantine.taken, quarantine.reason)"""
+        self._write(sql, [one.row() for one in quarantined])
+
+    def _ask(self, sql: str, values: tuple[Any, ...], read: Callable[[Any], _Row]) -> list[_Row]:
+        def ask(connection: sqlite3.Connection) -> list[_Row]:
+            rows = connection.execute(sql, values).fetchall()
+            try:
+                return [read(row) for row in rows]
+            except (ValueError, TypeError) as error:
+                raise sqlite3.DatabaseError(f"a row that was never written so: {error}") from error
+
+        found: list[_Row] = self._do(ask)
+        return found
+
+    def _write(self, sql: str, rows: list[tuple[Any, ...]]) -> None:
+        self._do(lambda connection: connection.executemany(sql, rows), writes=True)
+
+    def _do(self, what: Callable[[sqlite3.Connection], Any], *, writes: bool = False) -> Any:
+        """On an open connection, as one transaction where it writes; where the file fails, on what takes its place."""
+        with self._lock:
+            while True:
+                opened = self._open()
+                try:
+                    if not writes:
+                        return what(opened.connection)
+                    with opened.connection as connection:
+                        # Before anything is read: of two writers that both read first, one could not go on.
+                        connection.execute("BEGIN IMMEDIATE")
+                        return what(connection)
+                except sqlite3.DatabaseError as error:
+                    if opened.why_not_kept is not None or isinstance(error, _OUR_FAULT):
+                        raise
+                    self._give_up(opened, error)
+
+    def _open(self) -> Opened:
+        if self._opened is None or self._owner != os.getpid():
+            if self._opened is not None:
+                # SQLite forbids a child to use, or even to close, what its parent opened.
+                self._of_parents.append(self._opened)
+            self._opened, self._owner = open_file(self.path), os.getpid()
+        return self._opened
+
+    def _give_up(self, opened: Opened, error: sqlite3.DatabaseError) -> None:
+        """A damaged file makes room for a new one. A full disk or a lock that is never let go: on without the file."""
+        opened.connection.close()
+        self._opened = None
+        damaged = not isinstance(error, sqlite3.OperationalError)
+        if not damaged or not set_aside(self.path, opened.identity, str(error)):
+            self._opened = without_file(self.path, str(error))
+
+
+def _first(row: tuple[Any, ...]) -> Any:
+    return row[0]
+
+
+def _require_form(name: Any, version: Any) -> None:
+    if (name, version) != (_EXPORT, _EXPORT_VERSION):
+        raise ValueError(f"form {name!r}, version {version!r}")
+
+
+_OUR_FAULT = (sqlite3.ProgrammingError, sqlite3.IntegrityError, sqlite3.NotSupportedError)
+
+
+def _lives(pid: int) -> bool:
+    if os.name != "posix":
+        return True  # asking would end it there; nothing is then held against a candidate
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
+    return True

@@ -1,0 +1,162 @@
+"""What a measurement depends on beside the problem: the card, its driver, and every library that compiles or computes.
+
+A measurement is used only where all of it is the same. The kernel's own source is the other half of the key.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from contextlib import suppress
+from dataclasses import asdict, dataclass, fields
+from functools import cache, lru_cache
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rocm_sd import arch
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Environment", "current", "driver", "kernel_hash"]
+
+# The wheel of torch for ROCm brings Triton under names of its own.
+_TRITON_NAMES = ("triton", "pytorch-triton-rocm", "triton-rocm", "pytorch-triton")
+_IMPORTED = re.compile(rb"^\s*(?:from|import)\s+(rocm_sd\.kernels\.[\w.]+)", re.MULTILINE)
+_ROOT = Path("/")
+
+
+@dataclass(frozen=True)
+class Environment:
+    """None is what could not be found out, or what is not there; it equals only itself.
+
+    `runtime` is "rocm 7.1.0" or "cuda 13.0". `miopen` is the convolution library: on CUDA it is cuDNN, and says so.
+    """
+
+    arch: str
+    compute_units: int | None
+    driver: str | None
+    runtime: str | None
+    torch: str
+    triton: str | None
+    miopen: str | None
+
+    def key(self) -> str:
+        """One text for one environment, the same in every process; `from_key` reads it."""
+        return _key(self)
+
+    @classmethod
+    def from_key(cls, key: str) -> Environment:
+        return cls.from_dict(json.loads(key))
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Environment:
+        """Raises ValueError where a field is missing, is not known, or has another type."""
+        names = {f.name for f in fields(cls)}
+        if not isinstance(values, dict) or set(values) != names:
+            raise ValueError(f"an environment has the fields {sorted(names)}")
+        for name, value in values.items():
+            kinds: tuple[type, ...] = (int, type(None)) if name == "compute_units" else (str, type(None))
+            if not isinstance(value, kinds) or (value is None and name in {"arch", "torch"}):
+                raise ValueError(f"{name} {value!r}")
+        return cls(**values)
+
+
+@lru_cache(maxsize=64)
+def _key(environment: Environment) -> str:
+    return json.dumps(asdict(environment), sort_keys=True, separators=(",", ":"))
+
+
+def current(device: object = None) -> Environment:
+    """The environment of `device` ("cuda:1", torch.device, "cpu"); None means torch's current GPU, or else the CPU."""
+    import torch  # noqa: PLC0415 -- importing this module needs none
+
+    if device is None:
+        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else "cpu"
+    asked = torch.device(device)  # type: ignore[call-overload]
+    if asked.type == "cuda" and asked.index is None:
+        asked = torch.device("cuda", torch.cuda.current_device())
+    return _current(asked)
+
+
+@cache
+def _current(device: torch.device) -> Environment:
+    import torch  # noqa: PLC0415
+
+    facts = arch.device_facts(device)
+    runtime = library = None
+    if device.type == "cuda":
+        on_rocm = torch.version.hip is not None
+        number = getattr(torch.version, "rocm", None) or torch.version.hip if on_rocm else torch.version.cuda
+        runtime = f"{'rocm' if on_rocm else 'cuda'} {number}"
+        convolutions: int | None = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
+        if convolutions is not None:
+            library = str(convolutions) if on_rocm else f"cudnn {convolutions}"
+    return Environment(
+        arch=facts.arch.name,
+        compute_units=facts.compute_units if facts.compute_units is not None else facts.multiprocessors,
+        driver=driver(facts.arch.vendor),
+        runtime=runtime,
+        torch=torch.__version__,
+        triton=_installed(*_TRITON_NAMES),
+        miopen=library,
+    )
+
+
+def driver(vendor: arch.Vendor, root: Path = _ROOT) -> str | None:
+    """By what the kernel says under sys/ and proc/ of `root`."""
+    if vendor is arch.Vendor.AMD:
+        told = _read(root / "sys/module/amdgpu/version")
+        if told:
+            return f"amdgpu {told}"
+        # Only AMD's own package has a version; a driver that came with the kernel changes with the kernel.
+        kernel = _read(root / "proc/sys/kernel/osrelease")
+        return f"amdgpu of Linux {kernel}" if (root / "sys/module/amdgpu").is_dir() and kernel else None
+    if vendor is arch.Vendor.NVIDIA:
+        number = re.search(r"Kernel Module(?: for \S+)?\s+(\d+(?:\.\d+)+)", _read(root / "proc/driver/nvidia/version"))
+        return f"nvidia {number[1]}" if number else None
+    return None
+
+
+@cache
+def kernel_hash(module: str) -> str:
+    """Of the source of a kernel module and of every kernel module that it imports; nothing is imported for it.
+
+    The dataclass of its configs stands in the same file. Where there are no sources (a frozen program), the version
+    of rocm-sd stands for them.
+    """
+    digest = hashlib.sha256()
+    waiting, seen = [module], set()
+    while waiting:
+        name = waiting.pop(0)
+        if name in seen:
+            continue
+        seen.add(name)
+        spec = find_spec(name)
+        source = None if spec is None or spec.origin is None else _bytes(Path(spec.origin))
+        if source is None:
+            return f"rocm-sd {_installed('rocm-sd')}"
+        digest.update(name.encode() + b"\0" + source + b"\0")
+        waiting += sorted({found.decode() for found in _IMPORTED.findall(source)})
+    return digest.hexdigest()[:16]
+
+
+def _installed(*names: str) -> str | None:
+    for name in names:
+        with suppress(PackageNotFoundError):
+            return version(name)
+    return None
+
+
+def _read(path: Path) -> str:
+    return (_bytes(path) or b"").decode("utf-8", errors="replace").strip()
+
+
+def _bytes(path: Path) -> bytes | None:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return None

@@ -1,0 +1,95 @@
+"""choose(...) -> Choice: what was measured on this card first, then the data that is shipped, else stock torch.
+
+A measurement counts for its own problem, in its own environment, with its own kernel source; nothing is inferred from
+it for a neighbour. Where no database is, none is made for asking.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from rocm_sd import settings
+from rocm_sd.tuning.choice import STOCK, Choice, Problem, lookup
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+    from pathlib import Path
+
+    from rocm_sd.tuning.database import Database, Entry
+    from rocm_sd.tuning.environment import Environment
+
+__all__ = ["choose", "default_path", "forget", "has_database", "user_database"]
+
+
+def default_path() -> Path:
+    """Where the user's database is, or will be: in the folder of ROCM_SD_CACHE, else of the system's caches."""
+    return _path(settings.current().cache_dir)
+
+
+def user_database() -> Database:
+    """The user's own, at its default path; one for each path and process."""
+    return _database(default_path())
+
+
+def has_database() -> bool:
+    """As of the first time that it was asked: a file system may take longer to answer than a kernel to run."""
+    return _exists(default_path())
+
+
+def forget() -> None:
+    """Look again whether there is a database."""
+    _exists.cache_clear()
+
+
+def choose(
+    op: str,
+    arch_name: str,
+    problem: Problem,
+    environment: Environment,
+    kernel_hash: str,
+    among: Collection[str] | None = None,
+) -> Choice:
+    """`among`: the candidates that can be run at all; a measurement of another, of a plug-in say, is passed over."""
+    shipped = lookup(op, arch_name, problem)
+    if not has_database():
+        return shipped
+    best = user_database().best(op, problem, environment, kernel_hash, among)
+    return shipped if best is None else _measured(best, shipped)
+
+
+def _measured(best: Entry, shipped: Choice) -> Choice:
+    day = best.when[:10]
+    if best.candidate == STOCK:
+        # Its config is the kernel's, for when it is asked for by name.
+        return Choice(STOCK, shipped.config, "measured here", f"{best.median_us:.1f} us, the fastest here on {day}")
+    if best.stock_us is None:
+        # Faster than other candidates is not faster than stock.
+        return shipped
+    if best.stock_us <= best.high_us:
+        # Faster within its interval only is not known to be faster.
+        why = f"{best.stock_us:.1f} us, and the next {best.median_us:.1f} us, measured here on {day}"
+        return Choice(STOCK, shipped.config, "measured here", why)
+    why = f"{best.median_us:.1f} us, stock torch {best.stock_us:.1f} us, measured here on {day}"
+    return Choice(best.candidate, best.config or shipped.config, "measured here", why)
+
+
+@lru_cache(maxsize=8)
+def _exists(path: Path) -> bool:
+    return path.exists()
+
+
+@lru_cache(maxsize=8)
+def _path(chosen: Path | None) -> Path:
+    if chosen is None:
+        import platformdirs  # noqa: PLC0415 -- needed here alone
+
+        chosen = platformdirs.user_cache_path("rocm-sd", appauthor=False)
+    return chosen / "tuning.sqlite3"
+
+
+@lru_cache(maxsize=8)
+def _database(path: Path) -> Database:
+    from rocm_sd.tuning.database import Database  # noqa: PLC0415
+
+    return Database(path)

@@ -1,0 +1,320 @@
+"""On a CPU no op is tested by itself; here the CPU stands for a card, and implementations are wrong in one way each."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import signal
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rocm_sd import ops
+from rocm_sd.ops import registry, self_test
+from rocm_sd.ops.registry import OPS, Implementation, Op, Verification
+from rocm_sd.ops.samples import Sample
+from rocm_sd.tuning import choice, layers
+from rocm_sd.tuning.database import Entry
+from rocm_sd.tuning.environment import current
+
+CPU = torch.device("cpu")
+PROBLEM = {"n": 4, "dtype": "float16"}
+MILLION = 10**6
+
+
+def _definition(x: torch.Tensor) -> torch.Tensor:
+    return x * torch.sigmoid(x)
+
+
+def _stock(x: torch.Tensor, *, config) -> torch.Tensor:
+    return _definition(x)
+
+
+def _sample(elements: int, dtype: torch.dtype = torch.float16) -> Sample:
+    return Sample(f"{elements} elements", dtype, lambda draw: (draw(elements),))
+
+
+def make_op(run, name: str = "silu") -> Op:
+    calls = []
+
+    def counted(x, *, config):
+        calls.append((x.numel(), x.dtype))
+        return run(x)
+
+    op = Op(
+        name,
+        "x * sigmoid(x)",
+        (
+            Implementation("torch", _stock, lambda _problem, _device: None),
+            Implementation("fast", counted, lambda _problem, _device: None),
+        ),
+        default_config={},
+        verification=Verification(
+            implementation="fast",
+            kernels="rocm_sd.kernels.triton.geglu",
+            reference=_definition,
+            problem=lambda x: {"n": x.numel(), "dtype": str(x.dtype).removeprefix("torch.")},
+            small=(_sample(7), _sample(1000), _sample(5, torch.bfloat16)),
+            real=(_sample(5 * MILLION), _sample(2 * MILLION), _sample(20)),
+            promises={},
+        ),
+    )
+    object.__setattr__(op, "calls", calls)
+    return op
+
+
+@pytest.fixture(autouse=True)
+def card(tmp_path, monkeypatch):
+    """A CPU whose data prefer `fast`, and on which self-tests are run."""
+    table = {"static": {"implementation": "fast", "why": "shipped"}}
+    monkeypatch.setenv("ROCM_SD_CACHE", str(tmp_path))
+    monkeypatch.setattr(choice, "_table", lambda op, _arch: table if op == "silu" else None)
+    monkeypatch.setattr(registry, "SELF_TESTED", frozenset({"cpu"}))
+    registry._say_once.cache_clear()
+    registry.forget_choices()
+    self_test.forget()
+    yield
+    registry.forget_choices()
+    self_test.forget()
+
+
+def new_process() -> None:
+    """What another process would begin with: the database alone."""
+    self_test.forget()
+    registry._say_once.cache_clear()
+    registry.forget_choices()
+
+
+def test_a_right_one_is_tested_once_and_then_remembered():
+    op = make_op(_definition)
+    assert op.choose(PROBLEM, CPU).implementation == "fast"
+    # One small call, the larger of its dtype, and one real call, the cheapest with a million elements.
+    assert op.calls == [(1000, torch.float16), (2 * MILLION, torch.float16)]
+    assert op.choose({**PROBLEM, "n": 5}, CPU).implementation == "fast"
+    new_process()
+    again = make_op(_definition)
+    assert again.choose(PROBLEM, CPU).implementation == "fast"
+    assert again.calls == []
+    # Another dtype is other code: it is tested for itself, also at a size that is only listed in another.
+    assert again.choose({**PROBLEM, "dtype": "bfloat16"}, CPU).implementation == "fast"
+    assert again.calls == [(5, torch.bfloat16), (2 * MILLION, torch.bfloat16)]
+
+
+def _nan(x):
+    return torch.full_like(x, float("nan"))
+
+
+def _one_nan(x):
+    y = _definition(x)
+    y.view(-1)[x.numel() // 2] = float("nan")
+    return y
+
+
+def _one_in_a_million(x):
+    y = _definition(x)
+    if y.numel() >= MILLION:
+        y.view(-1)[MILLION - 1 :: MILLION] += 0.1
+    return y
+
+
+def _slightly_wrong_everywhere(x):
+    return _definition(x) * 1.02
+
+
+def _another_shape(x):
+    return _definition(x)[:-1]
+
+
+def _another_dtype(x):
+    return _definition(x).float()
+
+
+def _raises(_x):
+    raise RuntimeError("HIP error: invalid device function\nCompile with TORCH_USE_HIP_DSA")
+
+
+WRONG = {
+    _nan: "largest error nan",
+    _one_nan: "largest error nan",
+    _one_in_a_million: "the worst of 2000000 elements",
+    _slightly_wrong_everywhere: "largest error",
+    _another_shape: "different shapes",
+    _another_dtype: "torch.float32 and not torch.float16",
+    _raises: "RuntimeError: HIP error: invalid device function",
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=lambda wrong: wrong.__name__)
+def test_a_wrong_one_is_set_aside_stock_runs_instead_and_it_is_told_once(wrong, caplog):
+    op = make_op(wrong)
+    with caplog.at_level(logging.WARNING, "rocm_sd"):
+        for n in range(3):
+            found = op.choose({**PROBLEM, "n": n}, CPU)
+            assert found.implementation == "torch"
+            assert WRONG[wrong] in found.why
+    assert len(caplog.records) == 1
+    assert WRONG[wrong] in caplog.text
+    x = torch.randn(10).half()
+    assert torch.equal(op.run(PROBLEM, CPU, None, x), _definition(x))
+    (kept,) = layers.user_database().quarantined(current(CPU))
+    assert (kept.op, kept.candidate, kept.kernel_hash) == ("silu", "fast", op.kernel_hash("fast"))
+    assert WRONG[wrong] in kept.reason
+    new_process()
+    again = make_op(wrong)
+    assert again.choose(PROBLEM, CPU).implementation == "torch"
+    assert again.calls == []
+    # Asked for by name it runs: never silently replaced.
+    assert again.choose(PROBLEM, CPU, "fast").implementation == "fast"
+
+
+def test_a_measured_candidate_is_tested_too_since_its_measurement_may_have_been_imported():
+    op = make_op(_nan)
+    measured = Entry(
+        "silu", PROBLEM, current(CPU), op.kernel_hash("fast"), "fast", {}, 1.0, 1.0, 1.0, 2.0, "ok", "2026-05-04"
+    )
+    layers.user_database().put([measured])
+    registry.forget_choices()
+    assert "largest error nan" in op.choose(PROBLEM, CPU).why
+    mended = make_op(_definition)
+    layers.user_database().release("silu", "fast")
+    new_process()
+    assert mended.choose(PROBLEM, CPU).source == "measured here"
+
+
+def test_another_environment_is_tested_anew(monkeypatch):
+    op = make_op(_nan)
+    assert op.choose(PROBLEM, CPU).implementation == "torch"
+    new_process()
+    mended = make_op(_definition)
+    other = current(CPU).__class__(**{**vars(current(CPU)), "torch": "99"})
+    monkeypatch.setattr(self_test, "current", lambda _device: other)
+    assert mended.choose(PROBLEM, CPU).implementation == "fast"
+
+
+def test_nothing_is_tested_while_calls_are_recorded_and_it_is_made_up_for_later(caplog):
+    op = make_op(_definition)
+
+    class Recording(TorchDispatchMode):
+        def __torch_dispatch__(self, function, _types, arguments=(), named=None):
+            return function(*arguments, **(named or {}))
+
+    with Recording(), caplog.at_level(logging.WARNING, "rocm_sd"):
+        assert op.choose(PROBLEM, CPU).implementation == "torch"
+    assert op.calls == []
+    assert caplog.records == []
+    assert op.choose(PROBLEM, CPU).implementation == "fast"
+    assert len(op.calls) == 2
+
+
+def test_nothing_is_tested_while_a_call_is_traced():
+    def call(x):
+        return x + (2 if self_test._why_not_now(CPU) else 1)
+
+    assert call(torch.zeros(1)) == 1
+    assert torch.compile(call, backend="eager")(torch.zeros(1)) == 2
+
+
+@pytest.mark.parametrize(
+    "error", [ImportError("libtriton.so"), PermissionError("~/.triton"), RuntimeError("Failed to find C compiler.")]
+)
+def test_a_fault_of_the_set_up_holds_for_the_process_alone(error):
+    def run(_x):
+        raise error
+
+    op = make_op(run)
+    assert op.choose(PROBLEM, CPU).implementation == "torch"
+    assert op.choose({**PROBLEM, "n": 9}, CPU).implementation == "torch"
+    assert len(op.calls) == 1
+    assert layers.user_database().quarantined() == ()
+    new_process()
+    assert make_op(_definition).choose(PROBLEM, CPU).implementation == "fast"
+
+
+def test_one_that_takes_no_sample_is_not_trusted():
+    op = make_op(_definition)
+    picky = Implementation(
+        "fast", op.implementations[1].run, lambda problem, _device: "n" if problem["n"] > 4 else None
+    )
+    op = Op(op.name, op.summary, (op.implementations[0], picky), {}, op.verification)
+    assert "none of the calls" in op.choose({"n": 1, "dtype": "float16"}, CPU).why
+
+
+def test_a_candidate_that_ends_its_process_twice_is_set_aside():
+    fork = multiprocessing.get_context("fork")
+    for _ in range(2):
+        child = fork.Process(target=_choose_and_die)
+        child.start()
+        child.join()
+        assert child.exitcode == -signal.SIGKILL
+    op = make_op(_definition)
+    assert "2 processes ended" in op.choose(PROBLEM, CPU).why
+    assert op.calls == []
+
+
+def _choose_and_die() -> None:
+    make_op(lambda _x: os.kill(os.getpid(), signal.SIGKILL)).choose(PROBLEM, CPU)
+
+
+def test_neither_autocast_nor_gradients_nor_the_random_numbers_of_the_picture_are_touched():
+    op = make_op(_definition)
+    torch.manual_seed(3)
+    expected = torch.randn(4)
+    torch.manual_seed(3)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert op.choose(PROBLEM, CPU).implementation == "fast"
+        assert torch.is_autocast_enabled("cpu")
+    assert torch.equal(torch.randn(4), expected)
+    assert torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("op", OPS)
+def test_every_op_has_a_sample_for_its_kernel_in_each_dtype(op, dtype):
+    verification = OPS[op].verification
+    for candidate in (verification.implementation, *(b.implementation for b in verification.beside)):
+        small = self_test._sample(OPS[op], candidate, dtype, CPU, real=False)
+        real = self_test._sample(OPS[op], candidate, dtype, CPU, real=True)
+        assert str(small.dtype) == str(real.dtype) == f"torch.{dtype}"
+        made = [a for a in real.make(filled=False) if isinstance(a, torch.Tensor)]
+        assert sum(a.numel() for a in made) <= self_test._LARGEST
+        # The latents of a picture are never that many.
+        assert op == "guided_step" or made[0].numel() >= self_test.MANY
+
+
+@pytest.mark.parametrize("op", ["geglu", "layer_norm_residual", "guided_step", "upsample"])
+def test_kernels_of_this_project_pass_in_the_interpreter(op):
+    small = self_test._sample(OPS[op], "triton", "float16", CPU, real=False)
+    assert self_test._against_float64(OPS[op], "triton", small, CPU)[0] is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("op", OPS)
+def test_every_candidate_passes_on_this_card(op, monkeypatch):
+    monkeypatch.undo()
+    device = torch.device("cuda", torch.cuda.current_device())
+    for implementation in OPS[op].implementations[1:]:
+        if self_test._sample(OPS[op], implementation.name, "float16", device, real=False) is not None:
+            assert self_test._why_wrong(OPS[op], implementation.name, "float16", device) is None
+
+
+@pytest.mark.gpu
+def test_nothing_is_tested_while_a_graph_is_captured(monkeypatch):
+    monkeypatch.setattr(registry, "SELF_TESTED", frozenset({"cuda"}))
+    device = torch.device("cuda", torch.cuda.current_device())
+    op = make_op(_definition)
+    x = torch.randn(100, device=device).half()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        assert op.choose(PROBLEM, device).implementation == "torch"
+        _definition(x)
+    assert op.calls == []
+    assert op.choose(PROBLEM, device).implementation == "fast"
+
+
+def test_the_public_names_stay():
+    from rocm_sd.verify import ladder, numerics
+
+    assert numerics.compare is ops.numerics.compare
+    assert callable(ladder.in_float64)

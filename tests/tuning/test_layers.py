@@ -1,0 +1,147 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+from rocm_sd.errors import Unsupported
+from rocm_sd.ops import OPS
+from rocm_sd.ops.registry import forget_choices
+from rocm_sd.tuning import layers, lookup
+from rocm_sd.tuning.database import Database, Entry, default_path
+from rocm_sd.tuning.environment import current
+
+CPU = torch.device("cpu")
+PROBLEM = {"n": 2, "c": 320, "hw": 4096, "groups": 32, "dtype": "float16"}
+OP = OPS["group_norm_silu"]
+CONFIG = {**OP.default_config, "whole_elements": 77}
+
+
+@pytest.fixture
+def database(tmp_path, monkeypatch):
+    monkeypatch.setenv("ROCM_SD_CACHE", str(tmp_path))
+    forget_choices()
+    yield Database()
+    forget_choices()
+
+
+def entry(candidate: str = "triton", median: float = 10.0, **named) -> Entry:
+    given = {
+        "op": OP.name, "problem": PROBLEM, "environment": current("cpu"), "kernel_hash": OP.kernel_hash(candidate),
+        "config": CONFIG if candidate == "triton" else {}, "low_us": median, "high_us": median, "stock_us": 20.0,
+        "numerics": "ok", "when": "2026-05-04T03:02:01+00:00",
+    }  # fmt: skip
+    return Entry(candidate=candidate, median_us=median, **{**given, **named})
+
+
+def choose(problem=PROBLEM, arch="gfx1100", **named):
+    given = {"environment": current("cpu"), "kernel_hash": OP.kernel_hash(), **named}
+    return layers.choose(OP.name, arch, problem, **given)
+
+
+def test_a_measurement_comes_before_the_data_and_tells_its_figures(database):
+    shipped = lookup(OP.name, "gfx1100", PROBLEM)
+    database.put([entry()])
+    forget_choices()
+    found = choose()
+    assert (found.implementation, found.config, found.source) == ("triton", CONFIG, "measured here")
+    assert found.why == "10.0 us, stock torch 20.0 us, measured here on 2026-05-04"
+    assert shipped.source == "bucket"
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"problem": {**PROBLEM, "n": 4}}, {"kernel_hash": "changed"}, {"environment": replace(current("cpu"), torch="3")}],
+    ids=lambda other: next(iter(other)),
+)
+def test_anything_but_the_very_problem_goes_by_the_data(database, other):
+    database.put([entry()])
+    forget_choices()
+    assert choose().source == "measured here"
+    assert choose(**other) == lookup(OP.name, "gfx1100", other.get("problem", PROBLEM))
+
+
+def test_stock_that_was_faster_is_chosen_and_the_kernel_keeps_its_config(database):
+    shipped = lookup(OP.name, "gfx1100", PROBLEM)
+    database.put([entry("torch", 8.0), entry()])
+    forget_choices()
+    found = choose()
+    assert (found.implementation, found.source) == ("torch", "measured here")
+    assert found.config == shipped.config
+
+
+def test_never_slower_than_stock_as_it_was_beside_it(database):
+    database.put([entry(stock_us=9.0)])
+    forget_choices()
+    found = choose()
+    assert found.implementation == "torch"
+    assert "9.0 us" in found.why
+    assert "10.0 us" in found.why
+
+
+@pytest.mark.parametrize(("high", "chosen"), [(11.0, "triton"), (21.0, "torch")])
+def test_faster_within_its_interval_only_is_not_chosen(database, high, chosen):
+    database.put([entry(stock_us=20.0, high_us=high)])
+    forget_choices()
+    assert choose().implementation == chosen
+
+
+def test_what_was_never_compared_with_stock_is_not_chosen(database):
+    database.put([entry(stock_us=None)])
+    forget_choices()
+    assert choose() == lookup(OP.name, "gfx1100", PROBLEM)
+
+
+def test_a_candidate_that_is_not_known_is_passed_over(database):
+    database.put([entry("somebody's", 1.0), entry()])
+    forget_choices()
+    assert choose().implementation == "somebody's"
+    assert choose(among=("torch", "triton")).implementation == "triton"
+
+
+def test_an_op_asks_the_layers_once_for_each_problem(database):
+    assert OP.choose(PROBLEM, CPU).source == "stock"
+    database.put([entry()])
+    # Chosen is chosen, until it is said that the database has changed.
+    assert OP.choose(PROBLEM, CPU).source == "stock"
+    forget_choices()
+    found = OP.choose(PROBLEM, CPU)
+    assert (found.implementation, found.config, found.source) == ("triton", CONFIG, "measured here")
+    assert OP.choose({**PROBLEM, "n": 4}, CPU).source == "stock"
+
+
+def test_a_config_that_the_kernel_does_not_know_is_not_used(database):
+    database.put([entry(config={"rows": 3})])
+    forget_choices()
+    assert OP.choose(PROBLEM, CPU).source == "stock"
+
+
+def test_a_forced_implementation_still_wins(database, monkeypatch):
+    database.put([entry()])
+    forget_choices()
+    assert OP.choose(PROBLEM, CPU, "torch").implementation == "torch"
+    monkeypatch.setenv("ROCM_SD_IMPLEMENTATION", "group_norm_silu=torch")
+    found = OP.choose(PROBLEM, CPU)
+    assert (found.implementation, found.source) == ("torch", "forced")
+    with pytest.raises(Unsupported):
+        OP.choose({**PROBLEM, "dtype": "float64"}, CPU, "triton")
+
+
+def test_on_a_cpu_no_database_is_made_and_nothing_of_it_is_imported(tmp_path):
+    program = """
+import sys, torch
+from rocm_sd.ops import OPS, group_norm_silu
+assert 'sqlite3' not in sys.modules
+group_norm_silu(torch.randn(1, 32, 4, 4), 8)
+assert 'sqlite3' not in sys.modules
+"""
+    environment = {"ROCM_SD_CACHE": str(tmp_path / "cache"), "PATH": "/usr/bin:/bin"}
+    subprocess.run([sys.executable, "-c", program], check=True, env=environment)
+    assert not (tmp_path / "cache").exists()
+
+
+def test_the_file_lies_in_the_cache_folder(database, tmp_path):
+    assert default_path() == database.path == tmp_path / "tuning.sqlite3"
