@@ -142,7 +142,17 @@ def scenario_no_cache():
     return vars(done)
 
 
+def asked_in_a_thread(question):
+    answers = []
+    thread = threading.Thread(target=lambda: answers.append(question()))
+    thread.start()
+    thread.join()
+    return answers[0]
+
+
 def scenario_threads_and_hooks():
+    from rocm_sd.kernels import triton as triton_kernels
+
     precompile, knobs, driver, _ = prepared()
     precompile.start = lambda: None
     asked = []
@@ -159,12 +169,14 @@ def scenario_threads_and_hooks():
         other.join()
         found["of another thread"] = len(driver.launched)
         found["their hook was asked"] = ("_geglu", "other") in asked
+        found["skips launches"] = [triton_kernels.skips_launches(), asked_in_a_thread(triton_kernels.skips_launches)]
         with precompile.precompiling(2) as inner:
             model(WIDTHS[1:2])
         found["in the inner block"] = inner.compiled
         model(WIDTHS[2:])
         impossible()
     found["in the outer block"] = done.compiled
+    found["skips launches after it"] = triton_kernels.skips_launches()
     found["failed"] = done.failed
     found["hook is back"] = knobs.runtime.jit_cache_hook is theirs
     try:
@@ -275,6 +287,8 @@ def test_only_the_blocks_own_thread_is_held_back_and_the_hook_before_it_comes_ba
     assert play("threads_and_hooks", tmp_path) == {
         "of another thread": 2,
         "their hook was asked": True,
+        "skips launches": [True, False],
+        "skips launches after it": False,
         "in the inner block": 1,
         "in the outer block": 1,
         "failed": 1,

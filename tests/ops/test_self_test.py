@@ -12,12 +12,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rocm_sd import ops
+from rocm_sd.kernels import triton as triton_kernels
 from rocm_sd.ops import registry, self_test
 from rocm_sd.ops.registry import OPS, Implementation, Op, Verification
 from rocm_sd.ops.samples import Sample
 from rocm_sd.tuning import choice, layers
 from rocm_sd.tuning.database import Entry
 from rocm_sd.tuning.environment import current
+from rocm_sd.tuning.layers import user_database
 
 CPU = torch.device("cpu")
 PROBLEM = {"n": 4, "dtype": "float16"}
@@ -206,6 +208,34 @@ def test_nothing_is_tested_while_calls_are_recorded_and_it_is_made_up_for_later(
     assert caplog.records == []
     assert op.choose(PROBLEM, CPU).implementation == "fast"
     assert len(op.calls) == 2
+
+
+def test_where_launches_are_only_noted_it_is_used_and_tested_later(monkeypatch):
+    skipped = []
+    op = make_op(lambda x: _definition(x) if not skipped else torch.full_like(x, float("nan")))
+    monkeypatch.setattr(triton_kernels, "skips_launches", lambda: bool(skipped))
+    skipped.append(1)
+    for _ in range(2):
+        # Garbage, which must not be taken for a fault.
+        assert op.choose(PROBLEM, CPU).implementation == "fast"
+    # What the test will launch is launched once, so that it is compiled with the rest.
+    assert op.calls == [(1000, torch.float16), (2 * MILLION, torch.float16)]
+    assert user_database().quarantined() == ()
+    skipped.clear()
+    op.calls.clear()
+    assert op.choose(PROBLEM, CPU).implementation == "fast"
+    assert len(op.calls) == 2
+    op.calls.clear()
+    assert op.choose(PROBLEM, CPU).implementation == "fast"
+    assert op.calls == []
+
+
+def test_one_that_was_only_noted_is_still_found_to_be_wrong(monkeypatch):
+    op = make_op(_nan)
+    with monkeypatch.context() as patch:
+        patch.setattr(triton_kernels, "skips_launches", lambda: True)
+        assert op.choose(PROBLEM, CPU).implementation == "fast"
+    assert op.choose(PROBLEM, CPU).implementation == "torch"
 
 
 def test_nothing_is_tested_while_a_call_is_traced():

@@ -187,7 +187,7 @@ class Op:
             if settled:
                 _say_once(f"{self.name}: stock torch on {architecture}, because {reason}")
             return Choice(STOCK, why=reason), settled
-        return choice, True
+        return choice, settled
 
     def _by_layers(self, problem: Problem, device: torch.device, architecture: str) -> Choice:
         if not layers.has_database():
@@ -208,8 +208,8 @@ class Op:
         from rocm_sd.ops import self_test  # noqa: PLC0415 -- nothing is tested where stock runs
 
         found = self_test.verdict(self, name, problem, device)
-        if found.state == "passed":
-            return None, True
+        if found.state in {"passed", "unseen"}:
+            return None, found.state == "passed"
         return f"{name} is set aside: {found.reason}", found.state == "failed"
 
     def run(self, problem: Problem, device: torch.device, forced: str | None, *arguments: Any) -> Any:

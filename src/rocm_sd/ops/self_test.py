@@ -10,6 +10,7 @@ Nothing is drawn from torch's own random numbers, so the picture that is under w
 from __future__ import annotations
 
 import logging
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from subprocess import SubprocessError
 from typing import TYPE_CHECKING, Any, Literal
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
+from rocm_sd.kernels import triton as triton_kernels
 from rocm_sd.ops.numerics import compare, in_float64, outputs
 from rocm_sd.tuning import lookup
 from rocm_sd.tuning.environment import current
@@ -50,18 +52,23 @@ _SET_UP = (ImportError, OSError, SubprocessError, MemoryError, torch.OutOfMemory
 
 @dataclass(frozen=True)
 class Verdict:
-    """`later`: it cannot be tested now, since a graph is captured or a call is traced, and must not be used yet."""
+    """`later`: it cannot be tested now, since a graph is captured or a call is traced, and must not be used yet.
 
-    state: Literal["passed", "failed", "later"]
+    `unseen`: what is launched now is only compiled, and nobody looks at the result: it is to be used, and tested later.
+    """
+
+    state: Literal["passed", "failed", "later", "unseen"]
     reason: str = ""
 
 
 _known: dict[tuple[Any, ...], Verdict] = {}
+_noted: set[tuple[str, str, str]] = set()
 
 
 def forget() -> None:
     """What this process knows; the database keeps its own."""
     _known.clear()
+    _noted.clear()
 
 
 def verdict(op: Op, candidate: str, problem: Problem, device: torch.device) -> Verdict:
@@ -79,7 +86,7 @@ def verdict(op: Op, candidate: str, problem: Problem, device: torch.device) -> V
             known = Verdict("passed")
         else:
             known = _now(op, candidate, dtype, device, key)
-        if known.state != "later":
+        if known.state in {"passed", "failed"}:
             _known[known_as] = known
     return known
 
@@ -88,6 +95,9 @@ def _now(op: Op, candidate: str, dtype: str, device: torch.device, key: _Key) ->
     busy = _why_not_now(device)
     if busy:
         return Verdict("later", busy)
+    if triton_kernels.skips_launches():
+        _note_launches(op, candidate, dtype, device)
+        return Verdict("unseen")
     database, lasting = user_database(), True
     deaths = database.begin_trial(*key)
     try:
@@ -106,6 +116,18 @@ def _now(op: Op, candidate: str, dtype: str, device: torch.device, key: _Key) ->
     if lasting:
         database.quarantine(*key, reason)
     return Verdict("failed", reason)
+
+
+def _note_launches(op: Op, candidate: str, dtype: str, device: torch.device) -> None:
+    """What the test will launch is compiled beside what the model launches, and not one by one after it."""
+    if (op.name, candidate, dtype) in _noted:
+        return
+    _noted.add((op.name, candidate, dtype))
+    with suppress(Exception), torch.no_grad(), torch.autocast(device.type, enabled=False):
+        for real in (False, True):
+            sample = _sample(op, candidate, dtype, device, real=real)
+            if sample is not None:
+                _run(op, candidate, sample.make(device), device)
 
 
 def _told(error: Exception) -> str:

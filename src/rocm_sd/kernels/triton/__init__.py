@@ -5,6 +5,7 @@ Importing this package needs no Triton; importing one of its modules does. Ask `
 
 from __future__ import annotations
 
+import sys
 from functools import cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
@@ -14,7 +15,7 @@ from rocm_sd import settings
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["why_not"]
+__all__ = ["skips_launches", "why_not"]
 
 
 @cache
@@ -29,3 +30,9 @@ def why_not(device: torch.device) -> str | None:
     if device.type != "cuda" and not settings.current().triton_interpret:
         return f"Triton has no code for a tensor on {device.type}"
     return None
+
+
+def skips_launches() -> bool:
+    """Whether launches of this thread are only noted, to be compiled: then results are garbage (precompile.py)."""
+    noting = sys.modules.get(f"{__name__}.precompile")
+    return noting is not None and bool(noting.skips_launches())

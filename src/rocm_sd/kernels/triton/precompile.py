@@ -47,7 +47,7 @@ from triton.runtime.cache import triton_key
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["Precompiled", "precompiling", "serve", "start"]
+__all__ = ["Precompiled", "precompiling", "serve", "skips_launches", "start"]
 
 log = logging.getLogger("rocm_sd")
 
@@ -189,6 +189,9 @@ class _Hook:
         before = self._before
         return bool(before and before(fn=fn, compile=compile, is_manual_warmup=is_manual_warmup, **rest))
 
+    def is_serving(self) -> bool:
+        return bool(self._open.get(threading.get_ident()))
+
     @contextmanager
     def serving(self, block: _Block) -> Iterator[None]:
         thread = threading.get_ident()
@@ -209,6 +212,11 @@ class _Hook:
 
 
 _HOOK = _Hook()
+
+
+def skips_launches() -> bool:
+    """Whether this thread is inside a block: what it computes is garbage."""
+    return _HOOK.is_serving()
 
 
 @dataclass(eq=False)
