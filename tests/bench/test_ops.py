@@ -49,7 +49,7 @@ def test_a_wrong_op_is_not_timed(few, tmp_path, monkeypatch):
         return stock.run(*arguments, config=config) * 1.1
 
     # Asked for by name, since on a CPU dispatch has nothing but stock to choose.
-    op = replace(few, implementations=(stock, replace(stock, name="wrong", run=wrong)), _chosen={})
+    op = replace(few, implementations=(stock, replace(stock, name="wrong", run=wrong)))
     monkeypatch.setitem(OPS, NAME, op)
     monkeypatch.setenv("ROCM_SD_IMPLEMENTATION", f"{NAME}=wrong")
     record = ops.run(f"op:{NAME}", CPU, out=tmp_path, repeats=2)
@@ -67,7 +67,7 @@ def test_a_call_that_crashes_leaves_the_others(few, tmp_path, monkeypatch):
             raise RuntimeError("out of shared memory\nsecond line")
         return stock.run(x, *arguments, config=config)
 
-    op = replace(few, implementations=(stock, replace(stock, name="other", run=crashing)), _chosen={})
+    op = replace(few, implementations=(stock, replace(stock, name="other", run=crashing)))
     monkeypatch.setitem(OPS, NAME, op)
     monkeypatch.setenv("ROCM_SD_IMPLEMENTATION", f"{NAME}=other")
     record = ops.run(f"op:{NAME}", CPU, out=tmp_path, repeats=2)
