@@ -57,7 +57,9 @@ def test_those_that_fail_go_no_further():
 
 def test_all_may_fail():
     candidates = named(4)
-    Halving().search(candidates, Simulated(dict.fromkeys(candidates)))
+    measure = Simulated(dict.fromkeys(candidates))
+    Halving().search(candidates, measure)
+    assert measure.turns == {}
 
 
 def test_a_short_budget_still_times_what_looks_best_well():

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, Union
 from rocm_sd import arch as archs
 from rocm_sd.errors import InvalidOption, MissingDependency, RocmSdError
 from rocm_sd.ops import OPS
+from rocm_sd.ops.numerics import in_float64, outputs
 from rocm_sd.tuning import lookup
 from rocm_sd.verify import numerics, workers
 from rocm_sd.verify.compiler import targets
@@ -199,14 +200,6 @@ def _numbers(op: Op, verification: Verification, compute: Callable[[str, tuple[A
     _, name, comparison = worst
     figures = {"largest_error": comparison.largest, "allowed": comparison.allowed_largest, "samples": len(calls)}
     return ("passed" if comparison.ok else "failed"), f"{name}: {comparison}", figures
-
-
-def in_float64(arguments: tuple[Any, ...]) -> list[Any]:
-    return [a.double() if hasattr(a, "double") and a.is_floating_point() else a for a in arguments]
-
-
-def outputs(result: Tensors) -> tuple[torch.Tensor, ...]:
-    return result if isinstance(result, tuple) else (result,)
 
 
 def _compiled(op: Op, verification: Verification, arch: str) -> Result:
