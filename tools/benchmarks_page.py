@@ -64,7 +64,7 @@ def _compared(record: Record, measured: Measurement, against: str) -> str:
 def _engines() -> str:
     """Whole pictures; the records of the script that came before `rocm-sd bench` have quartiles, not intervals."""
     headings = (
-        "workload", "card", "engine", "batch", "ms a batch", "times as fast as stock", "warm-up s", "peak MiB",
+        "workload", "card", "engine", "batch", "ms a batch", "times as fast as stock", "first picture s", "peak MiB",
         "record",
     )  # fmt: skip
     rows: list[tuple[object, ...]] = []
@@ -73,10 +73,10 @@ def _engines() -> str:
         told = f"{facts.name}, {facts.steps} steps, {facts.dtype}, {facts.weights} weights"
         for measured in record.measurements:
             if measured.ms:
-                warm = "" if measured.warm_up_s is None else f"{measured.warm_up_s:.1f}"
+                first = "" if measured.first_picture_s is None else f"{measured.first_picture_s:.1f}"
                 rows.append(
                     (told, record.machine.device, measured.engine, measured.batch, f"{measured.p50_ms:.0f}",
-                     _compared(record, measured, "stock"), warm, _mib(measured.second_run_mib), f"`{name}`")
+                     _compared(record, measured, "stock"), first, _mib(measured.second_run_mib), f"`{name}`")
                 )  # fmt: skip
     for name, values in _found("engine-*/engine-*.json", ROOT):
         if values.get("format") == FORMAT:

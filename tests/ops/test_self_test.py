@@ -301,11 +301,11 @@ def test_neither_autocast_nor_gradients_nor_the_random_numbers_of_the_picture_ar
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("op", OPS)
-def test_every_op_has_a_sample_for_its_kernel_in_each_dtype(op, dtype):
+def test_every_op_has_a_sample_for_its_kernel_in_each_dtype(op, dtype, device):
     verification = OPS[op].verification
     for candidate in (verification.implementation, *(b.implementation for b in verification.beside)):
-        small = self_test._sample(OPS[op], candidate, dtype, CPU, real=False)
-        real = self_test._sample(OPS[op], candidate, dtype, CPU, real=True)
+        small = self_test._sample(OPS[op], candidate, dtype, device, real=False)
+        real = self_test._sample(OPS[op], candidate, dtype, device, real=True)
         assert str(small.dtype) == str(real.dtype) == f"torch.{dtype}"
         made = [a for a in real.make(filled=False) if isinstance(a, torch.Tensor)]
         assert sum(a.numel() for a in made) <= self_test._LARGEST
@@ -314,9 +314,9 @@ def test_every_op_has_a_sample_for_its_kernel_in_each_dtype(op, dtype):
 
 
 @pytest.mark.parametrize("op", ["geglu", "layer_norm_residual", "guided_step", "upsample"])
-def test_kernels_of_this_project_pass_in_the_interpreter(op):
-    small = self_test._sample(OPS[op], "triton", "float16", CPU, real=False)
-    assert self_test._against_float64(OPS[op], "triton", small, CPU)[0] is None
+def test_kernels_of_this_project_pass(op, device):
+    small = self_test._sample(OPS[op], "triton", "float16", device, real=False)
+    assert self_test._against_float64(OPS[op], "triton", small, device)[0] is None
 
 
 @pytest.mark.gpu

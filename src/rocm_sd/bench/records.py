@@ -65,7 +65,9 @@ class Measurement:
     """One engine at one batch size. `ms`: each timed batch, in order; empty where `left_out` says why.
 
     `error` is that of the final latents against a float32 run, relative to its norm; `stock_error` is stock's in the
-    same run. `floor_ms` is the least time that the arithmetic of one batch can take on this card.
+    same run. `first_picture_s` is what is waited for once: from the call that makes the engine ready to its first
+    picture; `warm_up_s` goes on until its time settles. `floor_ms` is the least time that the arithmetic of one
+    batch can take on this card.
     """
 
     engine: str
@@ -74,6 +76,7 @@ class Measurement:
     batch: int
     ms: tuple[float, ...]
     steps: int
+    first_picture_s: float | None = None
     warm_up_s: float | None = None
     first_run_mib: float | None = None
     second_run_mib: float | None = None

@@ -226,8 +226,8 @@ class _Run:
             free_memory()
             return None
         fresh = Measurement(
-            engine.name, engine.version(), engine.provider, batch, (), steps, first_s + settled_s, first_mib,
-            second_mib, floor_ms=self._floor_ms(batch), error=verdict.error, stock_error=gate.stock_error,
+            engine.name, engine.version(), engine.provider, batch, (), steps, first_s, first_s + settled_s,
+            first_mib, second_mib, floor_ms=self._floor_ms(batch), error=verdict.error, stock_error=gate.stock_error,
         )  # fmt: skip
         # A resumed run finds compiled kernels: the first one's warm-up is the true one.
         self.measured.setdefault((engine.name, batch), fresh)

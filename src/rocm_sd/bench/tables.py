@@ -22,14 +22,14 @@ __all__ = ["COLUMNS", "csv_text", "heading", "markdown", "rich_tables", "rows"]
 
 COLUMNS: tuple[str, ...] = (
     "engine", "version", "provider", "batch", "average ms", "p50 ms", "p90 ms", "images/s", "it/s", "first-run MiB",
-    "second-run MiB", "warm-up s", "power W", "J/image", "% of floor", "error", "stock's error", "x stock",
-    "x stock low", "x stock high", "verdict", "left out",
+    "second-run MiB", "first picture s", "warm-up s", "power W", "J/image", "% of floor", "error", "stock's error",
+    "x stock", "x stock low", "x stock high", "verdict", "left out",
 )  # fmt: skip
 # A usual terminal has room for a third of them beside each other.
 _SPEED = ("engine", "batch", "average ms", "p50 ms", "p90 ms", "images/s", "it/s", "% of floor")
 # Stock's error stands in its own row.
 _AGAINST = ("engine", "batch", "x stock", "interval", "verdict", "error")
-_PRICE = ("engine", "batch", "first-run MiB", "second-run MiB", "warm-up s", "power W", "J/image")
+_PRICE = ("engine", "batch", "first-run MiB", "second-run MiB", "first picture s", "power W", "J/image")
 
 
 def rows(record: Record) -> list[dict[str, str]]:
@@ -45,6 +45,7 @@ def _row(record: Record, one: Measurement) -> dict[str, str]:
         "batch": _case(record, one.batch),
         "first-run MiB": _number(one.first_run_mib, 0),
         "second-run MiB": _number(one.second_run_mib, 0),
+        "first picture s": _number(one.first_picture_s, 1),
         "warm-up s": _number(one.warm_up_s, 1),
         "power W": _number(one.power_watt, 0),
         "error": _figures(one.error),

@@ -94,16 +94,16 @@ class Database:
     def all(self, op: str | None = None, environment: Environment | None = None) -> tuple[Entry, ...]:
         """Every measurement, right or wrong, set aside or not; of one op or environment where it is named."""
         rows = self._ask(
-            f"""SELECT {_COLUMNS} FROM measurements WHERE (?1 IS NULL OR op = ?1)
-            AND (?2 IS NULL OR environment = ?2) ORDER BY {", ".join(_KEY)}""",
-            (op, environment and environment.key()),
+            f"""SELECT {_COLUMNS} FROM measurements WHERE (:op IS NULL OR op = :op)
+            AND (:environment IS NULL OR environment = :environment) ORDER BY {", ".join(_KEY)}""",
+            {"op": op, "environment": environment and environment.key()},
             Entry.from_row,
         )
         return tuple(rows)
 
     def count(self, environment: Environment | None = None) -> int:
-        sql = "SELECT COUNT(*) FROM measurements WHERE ?1 IS NULL OR environment = ?1"
-        return int(self._ask(sql, (environment and environment.key(),), _first)[0])
+        sql = "SELECT COUNT(*) FROM measurements WHERE :environment IS NULL OR environment = :environment"
+        return int(self._ask(sql, {"environment": environment and environment.key()}, _first)[0])
 
     def is_measured(
         self,
@@ -124,8 +124,9 @@ class Database:
 
     def quarantined(self, environment: Environment | None = None) -> tuple[Quarantined, ...]:
         """Of every environment where none is named."""
-        sql = "SELECT * FROM quarantine WHERE ?1 IS NULL OR environment = ?1 ORDER BY op, candidate, taken"
-        return tuple(self._ask(sql, (environment and environment.key(),), Quarantined.from_row))
+        sql = """SELECT * FROM quarantine WHERE :environment IS NULL OR environment = :environment
+            ORDER BY op, candidate, taken"""
+        return tuple(self._ask(sql, {"environment": environment and environment.key()}, Quarantined.from_row))
 
     def why_quarantined(self, op: str, candidate: str, environment: Environment, kernel_hash: str) -> str | None:
         sql = f"SELECT reason FROM quarantine WHERE {_OF_CANDIDATE}"
@@ -212,7 +213,7 @@ class Database:
             WHERE (excluded.taken, excluded.reason) < (quarantine.taken, quarantine.reason)"""
         self._write(sql, [one.row() for one in quarantined])
 
-    def _ask(self, sql: str, values: tuple[Any, ...], read: Callable[[Any], _Row]) -> list[_Row]:
+    def _ask(self, sql: str, values: tuple[Any, ...] | dict[str, Any], read: Callable[[Any], _Row]) -> list[_Row]:
         def ask(connection: sqlite3.Connection) -> list[_Row]:
             rows = connection.execute(sql, values).fetchall()
             try:

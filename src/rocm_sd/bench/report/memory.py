@@ -61,8 +61,8 @@ def _memory_bars(record: Record, batch: int, found: list[tuple[Measurement, floa
         rows.append(Bar(m.engine, second if second is not None else first, told, kind=kind, outline=first))
     table = Table.of(
         title,
-        ("engine", "first-run MiB", "second-run MiB", "warm-up s"),
-        [(m.engine, shown(first), shown(second), shown(m.warm_up_s)) for m, first, second in found],
+        ("engine", "first-run MiB", "second-run MiB", "first picture s"),
+        [(m.engine, shown(first), shown(second), shown(m.first_picture_s)) for m, first, second in found],
     )
     return Figure(title, bars(title, rows, unit="MiB"), table)
 

@@ -91,7 +91,8 @@ def cards(records: Sequence[Record]) -> tuple[Card, ...]:
 
 _COLUMNS = (
     "engine", "version", "provider", "average ms", "p50 ms", "p90 ms", "images/s", "it/s", "times stock",
-    "95% interval", "warm-up s", "power W", "J/image", "clock MHz", "°C", "% of floor", "error vs fp32", "note",
+    "95% interval", "first picture s", "warm-up s", "power W", "J/image", "clock MHz", "°C",
+    "% of floor", "error vs fp32", "note",
 )  # fmt: skip
 
 
@@ -101,7 +102,16 @@ def _row(record: Record, m: Measurement) -> tuple[object, ...]:
         return (m.engine, m.version, m.provider, *[None] * (len(_COLUMNS) - 4), f"no speed: {why}")
     c = _comparison(record, m.engine, STOCK, m.batch)
     figures = (m.average_ms, m.p50_ms, m.p90_ms, m.images_per_s, m.steps_per_s)
-    after = (m.warm_up_s, m.power_watt, m.energy_joule, m.clock_mhz, m.temperature_c, m.floor_percent, m.error)
+    after = (
+        m.first_picture_s,
+        m.warm_up_s,
+        m.power_watt,
+        m.energy_joule,
+        m.clock_mhz,
+        m.temperature_c,
+        m.floor_percent,
+        m.error,
+    )
     return (
         m.engine, m.version, m.provider, *map(shown, figures), c and ratio_words(c.ratio), c and _interval(c),
         *map(shown, after),
