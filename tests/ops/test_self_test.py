@@ -230,6 +230,21 @@ def test_where_launches_are_only_noted_it_is_used_and_tested_later(monkeypatch):
     assert op.calls == []
 
 
+def test_the_launches_of_a_test_can_be_noted_before_the_op_is_asked_for(monkeypatch):
+    op = make_op(_definition)
+    with monkeypatch.context() as patch:
+        patch.setattr(triton_kernels, "skips_launches", lambda: True)
+        for _ in range(2):
+            self_test.note(op, "float16", CPU)
+    assert op.calls == [(1000, torch.float16), (2 * MILLION, torch.float16)]
+    assert op.choose(PROBLEM, CPU).implementation == "fast"
+    assert len(op.calls) == 4
+    # What has passed, in this process or in another before it, is not launched again.
+    self_test.forget()
+    self_test.note(op, "float16", CPU)
+    assert len(op.calls) == 4
+
+
 def test_one_that_was_only_noted_is_still_found_to_be_wrong(monkeypatch):
     op = make_op(_nan)
     with monkeypatch.context() as patch:

@@ -12,7 +12,7 @@ import torch
 from rocm_sd.errors import NumericsFailure
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from rocm_sd.bench.workloads import Workload
 
@@ -48,7 +48,8 @@ class Gate:
         # Float32 would be compared with itself.
         exact_dtype = torch.float64 if workload.dtype is torch.float32 else torch.float32
         with _full_precision():
-            self._latents, self._picture = self._drawn(workload.pipeline(exact_dtype))
+            # One by one: a library's kernel that is wrong for large batches must not be what others are held against.
+            self._latents, self._picture = self._drawn(workload.pipeline(exact_dtype), range(batch))
         free_memory()
         self.stock_error, self._stock_picture_error = self._errors(workload.pipeline())
         free_memory()
@@ -71,10 +72,15 @@ class Gate:
                 return Verdict(error, f"{WRONG}: the error {what} is {found:.3g}, stock's is {stock:.3g}")
         return Verdict(error, None)
 
-    def _drawn(self, pipe: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def _drawn(self, pipe: Any, alone: Sequence[int | None] = (None,)) -> tuple[torch.Tensor, torch.Tensor]:
+        """Latents of every seed, and a picture of the first. `alone`: which of the batch, each by itself."""
+
         def draw(seed: int, output: str) -> torch.Tensor:
-            drawn = self._workload.picture(pipe, self._batch, seed=seed, steps=self.steps, output=output)
-            return drawn.detach().to("cpu", torch.float64)
+            each = [
+                self._workload.picture(pipe, self._batch, seed=seed, steps=self.steps, output=output, only=number)
+                for number in alone
+            ]
+            return torch.cat([drawn.detach().to("cpu", torch.float64) for drawn in each])
 
         return torch.stack([draw(seed, "latent") for seed in SEEDS]), draw(SEEDS[0], "pt")
 

@@ -174,7 +174,7 @@ class CapturedForward:
             self._packed = entry.prepared.hoist
         entry.body = partial(self._body, entry, call)
         self._fill(entry, call, module, args, kwargs)
-        warmup.compile_kernels(entry.body, self._device)
+        warmup.compile_kernels(entry.body, self._device, next(module.parameters()).dtype)
         result = _unflattened(entry, entry.body())
         # Weights that are laid together have moved by now.
         entry.snapshot = snapshot.Snapshot(module)

@@ -19,14 +19,17 @@ from rocm_sd.engine.vae_steps import Kind, Step, decoder_steps, encoder_steps, r
 from rocm_sd.ops import OPS
 from rocm_sd.ops.attention.op import scratch_bytes
 from rocm_sd.ops.conv2d.workload import problem as conv2d_problem
+from rocm_sd.ops.group_norm_silu.op import overwrites
 from rocm_sd.ops.group_norm_silu.workload import problem as norm_problem
 from rocm_sd.ops.samples import dtype_name
 from rocm_sd.ops.upsample_conv2d.workload import problem as upsample_problem
+from rocm_sd.rewrite import vae_decoder
+from rocm_sd.rewrite.apply import is_applied
 from rocm_sd.rewrite.resblock import WORTH_IT_ON_CPU
 from rocm_sd.tuning.choice import STOCK
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from rocm_sd.tuning import Problem
 
@@ -101,7 +104,8 @@ def predicted_peak(
 ) -> int:
     """Bytes above the weights and the input at the highest point of decoding latents (encoding pictures) of `shape`."""
     place = next(vae.parameters()).device if device is None else device
-    walk = _Walk(dtype, place, channels_last=is_channels_last(vae.decoder.conv_in))
+    lets_go = not encode and is_applied(vae.decoder, vae_decoder.RULE) and vae_decoder.lets_go(vae.decoder)
+    walk = _Walk(dtype, place, channels_last=is_channels_last(vae.decoder.conv_in), lets_go=lets_go)
     steps = encoder_steps(vae) if encode else decoder_steps(vae)
     N, C, H, W = shape
     walk.through(steps, _Map(N, C, H, W))
@@ -147,6 +151,8 @@ class _Walk:
     dtype: torch.dtype
     device: torch.device
     channels_last: bool
+    # Whether blocks of the decoder are gone through one by one (rewrite/vae_decoder.py).
+    lets_go: bool = False
     alive: int = 0
     peak: int = 0
     # What a block was called with stays until it returns, as its caller still has a name for it.
@@ -157,7 +163,7 @@ class _Walk:
         for step in steps:
             if self.held and self.held[-1][0] != step.block:
                 self.alive -= self.held.pop()[1]
-            if step.block and not self.held:
+            if step.block and not self.held and not self._passes(step):
                 self.held.append((step.block, taken))
                 taken = 0
             y = self._step(step, x)
@@ -165,22 +171,21 @@ class _Walk:
             self.alive -= 0 if step.kind is Kind.OUT else taken
             x, taken = y, self._bytes(y)
 
+    def _passes(self, step: Step) -> bool:
+        """Whether what its block was called with is let go of before the block has ended."""
+        return self.lets_go and step.block.startswith("decoder.up_blocks.")
+
     def _step(self, step: Step, x: _Map) -> _Map:
-        module = step.module
         if step.kind is Kind.RESNET:
-            # On a CPU the rule leaves small maps to stock.
-            small = not self._asks("conv2d") and x.values < WORTH_IT_ON_CPU
-            ours = rewritten(module) and not small
-            return self._rewritten_resnet(module, x) if ours else self._stock_resnet(module, x)
-        if step.kind is Kind.ATTENTION:
-            return self._attention(module, x)
-        if step.kind is Kind.UPSAMPLE:
-            return self._upsample(module, x)
-        if step.kind is Kind.DOWNSAMPLE:
-            return self._downsample(module, x)
-        if step.kind is Kind.OUT:
-            return self._out(module, x)
-        return self._convolution(module, x)
+            return self._resnet(step, x)
+        taken: dict[Kind, Callable[[Any, _Map], _Map]] = {
+            Kind.ATTENTION: self._attention,
+            Kind.UPSAMPLE: self._upsample,
+            Kind.DOWNSAMPLE: self._downsample,
+            Kind.OUT: self._out,
+            Kind.CONVOLUTION: self._convolution,
+        }
+        return taken[step.kind](step.module, x)
 
     def _bytes(self, x: _Map, dtype: torch.dtype | None = None) -> int:
         return x.values * (dtype or self.dtype).itemsize
@@ -227,6 +232,11 @@ class _Walk:
         """Whether a rule would call the op of that name: on a CPU only where the settings name an implementation."""
         return self.device.type != "cpu" or settings.implementation_for(op) is not None
 
+    def _norm_overwrites(self, norm: Any, x: _Map) -> bool:
+        if not self.channels_last or not self._asks("group_norm_silu"):
+            return False
+        return overwrites(norm_problem(x.on_meta(self.dtype), norm.num_groups), self.device)
+
     def _norm_silu(self, norm: Any, x: _Map) -> int:
         """GroupNorm, with or without SiLU, by a rule."""
         if not self._asks("group_norm_silu"):
@@ -247,6 +257,13 @@ class _Walk:
         return y
 
     # Steps.
+
+    def _resnet(self, step: Step, x: _Map) -> _Map:
+        # On a CPU the rule leaves small maps to stock.
+        small = not self._asks("conv2d") and x.values < WORTH_IT_ON_CPU
+        if small or not rewritten(step.module):
+            return self._stock_resnet(step.module, x)
+        return self._consuming_resnet(step.module, x) if self._passes(step) else self._rewritten_resnet(step.module, x)
 
     def _stock_resnet(self, module: Any, x: _Map) -> _Map:
         normed = self._stock_norm(x)
@@ -278,6 +295,30 @@ class _Walk:
             self._convolution(module.conv_shortcut, x, op=True)
         self._convolution(module.conv2, y, op=True)
         self._give(second, 0 if module.conv_shortcut is None else self._bytes(y))
+        if module.output_scale_factor != 1.0:
+            self._for_a_moment(self._bytes(y))
+        return y
+
+    def _consuming_resnet(self, module: Any, x: _Map) -> _Map:
+        shortcut = module.conv_shortcut
+        last_use = shortcut is not None and self._norm_overwrites(module.norm1, x)
+        if last_use:
+            self._convolution(shortcut, x, op=True)
+        active = 0 if last_use else self._norm_silu(module.norm1, x)
+        y = self._convolution(module.conv1, x, op=True)
+        # Where the norm lies in x's memory, that is free once it is convolved.
+        self._give(self._bytes(x) if last_use else active)
+        if not self._norm_overwrites(module.norm2, y):
+            self._norm_silu(module.norm2, y)
+            self._give(self._bytes(y))
+        if shortcut is not None and not last_use:
+            self._convolution(shortcut, x, op=True)
+            self._give(self._bytes(x))
+        self._convolution(module.conv2, y, op=True)
+        self._give(self._bytes(y))
+        if shortcut is not None:
+            # The shortcut goes; x, which is gone, is given back by who called.
+            self._give(self._bytes(y), -self._bytes(x))
         if module.output_scale_factor != 1.0:
             self._for_a_moment(self._bytes(y))
         return y

@@ -31,6 +31,7 @@ __all__ = [
     "Work",
     "forget_choices",
     "needs_no_dispatcher",
+    "note_self_tests",
     "register",
 ]
 
@@ -245,6 +246,16 @@ def forget_choices() -> None:
     layers.forget()
     for op in OPS.values():
         op._chosen.clear()  # noqa: SLF001 -- of this module
+
+
+def note_self_tests(dtype: str, device: torch.device) -> None:
+    """While launches are only noted: what all ops will launch to test themselves, so that it is compiled at once."""
+    if device.type in SELF_TESTED:
+        from rocm_sd.ops import self_test  # noqa: PLC0415 -- as above
+
+        for op in OPS.values():
+            if op.verification is not None:
+                self_test.note(op, dtype, device)
 
 
 @cache

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     _Key = tuple[str, str, Environment, str]
 
-__all__ = ["Verdict", "forget", "verdict"]
+__all__ = ["Verdict", "forget", "note", "verdict"]
 
 log = logging.getLogger("rocm_sd")
 
@@ -74,21 +74,35 @@ def forget() -> None:
 def verdict(op: Op, candidate: str, problem: Problem, device: torch.device) -> Verdict:
     """From memory, else from the database, else by a test now."""
     dtype = str(problem.get("dtype", ""))
-    database = user_database()
-    known_as = (database.path, op.name, candidate, device, dtype)
+    known_as = (user_database().path, op.name, candidate, device, dtype)
     known = _known.get(known_as)
     if known is None:
         key = (op.name, candidate, current(device), op.kernel_hash(candidate))
-        reason = database.why_quarantined(*key)
-        if reason is not None:
-            known = Verdict("failed", reason)
-        elif database.has_passed(*key, dtype):
-            known = Verdict("passed")
-        else:
-            known = _now(op, candidate, dtype, device, key)
+        known = _remembered(key, dtype) or _now(op, candidate, dtype, device, key)
         if known.state in {"passed", "failed"}:
             _known[known_as] = known
     return known
+
+
+def note(op: Op, dtype: str, device: torch.device) -> None:
+    """While launches are only noted: those of the tests that the op's own kernels will have to pass, if they have not.
+
+    What a model asks for after its first call is tested on its own then, and would be compiled on its own, too.
+    """
+    assert op.verification is not None
+    for candidate in dict.fromkeys(
+        (op.verification.implementation, *(b.implementation for b in op.verification.beside))
+    ):
+        if _remembered((op.name, candidate, current(device), op.kernel_hash(candidate)), dtype) is None:
+            _note_launches(op, candidate, dtype, device)
+
+
+def _remembered(key: _Key, dtype: str) -> Verdict | None:
+    database = user_database()
+    reason = database.why_quarantined(*key)
+    if reason is not None:
+        return Verdict("failed", reason)
+    return Verdict("passed") if database.has_passed(*key, dtype) else None
 
 
 def _now(op: Op, candidate: str, dtype: str, device: torch.device, key: _Key) -> Verdict:

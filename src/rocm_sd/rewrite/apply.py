@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-__all__ = ["Change", "Rule", "apply", "undo"]
+__all__ = ["Change", "Rule", "apply", "is_applied", "undo"]
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,10 @@ class Change:
 # How many models that were optimised have the module in them, and how its rule is taken back: two pipelines may share
 # a UNet, and may be restored in any order. Kept beside the modules: nothing to pickle or copy.
 _SHARED: WeakKeyDictionary[nn.Module, dict[str, list[Any]]] = WeakKeyDictionary()
+
+
+def is_applied(module: nn.Module, rule: Rule) -> bool:
+    return rule.name in _SHARED.get(module, {})
 
 
 def _replace(module: nn.Module, rule: Rule) -> Callable[[], None]:

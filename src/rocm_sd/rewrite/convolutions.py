@@ -15,6 +15,8 @@ from rocm_sd import settings
 from rocm_sd.errors import Unsupported
 from rocm_sd.ops import OPS, conv2d, group_norm_silu
 from rocm_sd.ops.conv2d.workload import problem
+from rocm_sd.ops.group_norm_silu.op import group_norm_silu_, overwrites
+from rocm_sd.ops.group_norm_silu.workload import problem as norm_problem
 from rocm_sd.rewrite.layers import is_plain
 
 if TYPE_CHECKING:
@@ -25,6 +27,7 @@ __all__ = [
     "convolution_and_add",
     "is_diffusers",
     "left_to_stock",
+    "norm_overwrites",
     "norm_silu",
     "of_kind",
     "takes",
@@ -138,16 +141,27 @@ def _like_output(residual: torch.Tensor, x: torch.Tensor, layer: nn.Conv2d) -> b
     return same_size and residual.dtype == x.dtype and residual.shape == (N, layer.weight.shape[0], H, W)
 
 
-def norm_silu(norm: Any, x: torch.Tensor, add: torch.Tensor | None = None, *, silu: bool = True) -> torch.Tensor:
-    """silu(norm(x + add)); add: [N, C]."""
+def norm_silu(
+    norm: Any, x: torch.Tensor, add: torch.Tensor | None = None, *, silu: bool = True, overwrite: bool = False
+) -> torch.Tensor:
+    """silu(norm(x + add)); add: [N, C]. `overwrite`: nobody reads x after this, so its memory may take the result."""
     if add is not None and not _fits(add, x, x.shape[1]):
         x, add = x + add[:, :, None, None], None
     plain = _is_plain_norm(norm, x)
     if plain and through_op("group_norm_silu", x):
-        return group_norm_silu(x, norm.num_groups, norm.weight, norm.bias, add, norm.eps, silu)
+        op = group_norm_silu_ if overwrite else group_norm_silu
+        return op(x, norm.num_groups, norm.weight, norm.bias, add, norm.eps, silu)
     y: torch.Tensor = norm(x if add is None else x + add[:, :, None, None])
     # In place only where nobody else can hold what the norm returned.
     return F.silu(y, inplace=plain) if silu else y
+
+
+def norm_overwrites(norm: Any, x: torch.Tensor) -> bool:
+    """Whether `norm_silu` needs no memory for its result where it may overwrite x."""
+    dense = x.is_contiguous(memory_format=torch.channels_last)
+    if not dense or not _is_plain_norm(norm, x) or not through_op("group_norm_silu", x):
+        return False
+    return not torch.compiler.is_compiling() and overwrites(norm_problem(x, norm.num_groups), x.device)
 
 
 def _is_plain_norm(norm: Any, x: torch.Tensor) -> bool:

@@ -13,9 +13,17 @@ from torch import nn
 
 from rocm_sd.rewrite import conditioning
 from rocm_sd.rewrite.apply import Rule
-from rocm_sd.rewrite.convolutions import convolution, convolution_and_add, is_diffusers, left_to_stock, norm_silu
+from rocm_sd.rewrite.convolutions import (
+    convolution,
+    convolution_and_add,
+    is_diffusers,
+    left_to_stock,
+    norm_overwrites,
+    norm_silu,
+    takes,
+)
 
-__all__ = ["RULE", "WORTH_IT_ON_CPU", "hoistable"]
+__all__ = ["RULE", "WORTH_IT_ON_CPU", "consume", "consumes", "hoistable"]
 
 # One core: 1.009 of stock's time at 2x128x16x16, 1.004 at 2x64x32x32, 0.994 at 1x64x64x64.
 WORTH_IT_ON_CPU = 2**18
@@ -66,6 +74,37 @@ def _forward(self: Any, input_tensor: torch.Tensor, temb: torch.Tensor | None, *
     out = convolution(self.conv2, hidden, residual=shortcut)
     # Dividing by one is a pass over memory that stock makes and that changes nothing.
     return out if self.output_scale_factor == 1.0 else out / self.output_scale_factor
+
+
+def consumes(module: Any, x: torch.Tensor) -> bool:
+    """Whether `consume` may take it: a block of a VAE, rewritten, with nothing but plain layers inside, now."""
+    own = module.__dict__.get("forward")
+    if getattr(own, "__func__", None) is not _forward or module.training or module.time_emb_proj is not None:
+        return False
+    if module.upsample is not None or module.downsample is not None:
+        return False
+    convolutions = (module.conv1, module.conv2, module.conv_shortcut)
+    plain = all(layer is None or takes(layer, x) for layer in convolutions)
+    return plain and not left_to_stock(x, module.norm1.weight, "conv2d", WORTH_IT_ON_CPU)
+
+
+def consume(module: Any, held: list[torch.Tensor]) -> torch.Tensor:
+    """module(x) of the one tensor in the list, which is taken out: its memory is used again as soon as it can be.
+
+    Where a block changes the number of channels, x is needed for its norm and its shortcut alone: if the norm can
+    overwrite it, the shortcut comes first.
+    """
+    x = held.pop()
+    last_use = module.conv_shortcut is not None and norm_overwrites(module.norm1, x)
+    shortcut = convolution(module.conv_shortcut, x) if last_use else x
+    hidden = norm_silu(module.norm1, x, overwrite=last_use)
+    del x
+    hidden, later = convolution_and_add(module.conv1, hidden, None)
+    hidden = norm_silu(module.norm2, hidden, later, overwrite=True)
+    if module.conv_shortcut is not None and not last_use:
+        shortcut = convolution(module.conv_shortcut, shortcut)
+    out = convolution(module.conv2, hidden, residual=shortcut)
+    return out if module.output_scale_factor == 1.0 else out / module.output_scale_factor
 
 
 def hoistable(module: Any) -> bool:

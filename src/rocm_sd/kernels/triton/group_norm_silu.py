@@ -199,7 +199,7 @@ def launch(
     config: GroupNormSiluConfig,
     compute_units: int,
 ) -> None:
-    """Fill `out`; `x` and `out` are dense channels-last, `add` is dense [N, C]."""
+    """Fill `out`, which may be x; both are dense channels-last, `add` is dense [N, C]."""
     N, C, H, W = x.shape
     HW, width = H * W, C // groups
     parts = {"HAS_BIAS": bias is not None, "HAS_ADD": add is not None, "SILU": silu}

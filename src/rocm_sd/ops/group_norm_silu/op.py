@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from rocm_sd.tuning import Problem
 
-__all__ = ["OP", "group_norm_silu"]
+__all__ = ["OP", "group_norm_silu", "group_norm_silu_", "overwrites"]
 
 
 def group_norm_silu(
@@ -45,6 +45,33 @@ def group_norm_silu(
         return out
     y: torch.Tensor = torch.ops.rocm_sd.group_norm_silu(x, groups, weight, bias, add, eps, silu, implementation)
     return y
+
+
+def group_norm_silu_(
+    x: torch.Tensor,
+    groups: int,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    add: torch.Tensor | None = None,
+    eps: float = 1e-5,
+    silu: bool = True,
+) -> torch.Tensor:
+    """`group_norm_silu`, into the memory of x where `overwrites` says so. Whether or not, x is not to be read again."""
+    _validate(x, groups, weight, bias, add)
+    dense = x.is_contiguous(memory_format=torch.channels_last)
+    if dense and needs_no_dispatcher(x, weight, bias, add) and overwrites(problem(x, groups), x.device):
+        config = OP.choose(problem(x, groups), x.device).config
+        return _triton(x, groups, weight, bias, add, eps, silu, config=config, out=x)
+    return group_norm_silu(x, groups, weight, bias, add, eps, silu)
+
+
+def overwrites(problem: Problem, device: torch.device) -> bool:
+    """Whether the implementation that is chosen can do without a map of its own for the result.
+
+    The kernels can: a program reads all that it needs of x before it writes, and nobody else reads what it writes. What
+    takes two passes over x has written nothing until the first one is over.
+    """
+    return OP.choose(problem, device).implementation == "triton"
 
 
 def _validate(
@@ -107,10 +134,11 @@ def _triton(
     silu: bool,
     *,
     config: Mapping[str, int],
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     from rocm_sd.kernels.triton.group_norm_silu import GroupNormSiluConfig, launch  # noqa: PLC0415 -- needs Triton
 
-    out = _allocate(x)
+    out = _allocate(x) if out is None else out
     if x.numel():
         weight, bias, add = (None if t is None else t.contiguous() for t in (weight, bias, add))
         dense = x.contiguous(memory_format=torch.channels_last)
