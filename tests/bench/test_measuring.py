@@ -245,6 +245,17 @@ def test_a_long_call_or_a_busy_machine_is_not_timed_for_ever(monkeypatch):
 
 
 @pytest.mark.gpu
+def test_on_a_gpu_launches_are_hidden_where_a_call_is_queued():
+    tiny = torch.zeros(8, device="cuda")
+    seen, hidden = (
+        np.median([Stopwatch("cuda", queued=queued).milliseconds(lambda: tiny.add_(1)) for _ in range(20)])
+        for queued in (False, True)
+    )
+    assert hidden < 0.008
+    assert hidden < 0.8 * seen
+
+
+@pytest.mark.gpu
 def test_on_a_gpu_what_is_left_on_another_stream_counts():
     square = torch.randn(4096, 4096, device="cuda")
     side = torch.cuda.Stream()

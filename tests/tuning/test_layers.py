@@ -73,6 +73,31 @@ def test_stock_that_was_faster_is_chosen_and_the_kernel_keeps_its_config(databas
     assert found.config == shipped.config
 
 
+@pytest.mark.parametrize(
+    ("best", "stays"),
+    [
+        ({"median": 9.5, "low_us": 9.0, "high_us": 10.2}, True),  # within its interval as fast
+        ({"median": 9.5, "low_us": 9.0, "high_us": 9.9}, False),
+        ({"median": 9.5, "low_us": 9.0, "high_us": 9.9, "stock_us": 18.0}, True),  # at a moment when all was faster
+    ],
+)
+def test_what_the_data_name_stays_unless_another_is_faster_beyond_doubt(database, best, stays):
+    shipped = lookup(OP.name, "gfx1100", PROBLEM)
+    database.put([entry(**best), entry(median=10.2, low_us=10.0, high_us=10.4, config=shipped.config)])
+    forget_choices()
+    found = choose()
+    assert found.source == "measured here"
+    assert found.config == (shipped.config if stays else CONFIG)
+
+
+def test_what_the_data_name_does_not_stay_where_it_is_wrong_or_not_faster_than_stock(database):
+    shipped = lookup(OP.name, "gfx1100", PROBLEM)
+    for wrong in ({"numerics": "wrong: 3 of 10"}, {"high_us": 20.1}):
+        database.put([entry(median=9.9), entry(**{"median": 10.0, "low_us": 9.0, "config": shipped.config, **wrong})])
+        forget_choices()
+        assert choose().config == CONFIG
+
+
 def test_never_slower_than_stock_as_it_was_beside_it(database):
     database.put([entry(stock_us=9.0)])
     forget_choices()

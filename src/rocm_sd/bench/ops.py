@@ -82,7 +82,7 @@ def run(
         keep_older(file)
         earlier = record
     record = earlier
-    stopwatch = Stopwatch(device, cold=cold)
+    stopwatch = Stopwatch(device, cold=cold, queued=True)
     try:
         for number, (op, sample) in enumerate(calls, start=1):
             if progress:

@@ -80,7 +80,7 @@ class Workload:
         self._base = base
         self._prompts = base.text_encoder is not None if hasattr(base, "text_encoder") else False
         # Random numbers for a batch of SDXL take the host 30 ms: they are no part of a picture's time.
-        self._given: dict[tuple[int, int, torch.dtype], dict[str, Any]] = {}
+        self._given: dict[tuple[Any, ...], dict[str, Any]] = {}
 
     @property
     def name(self) -> str:
@@ -107,10 +107,11 @@ class Workload:
         `only`: that one picture of the batch, by itself.
         """
         dtype = getattr(getattr(pipe, "unet", None), "dtype", None) or self.dtype
-        if (batch, seed, dtype) not in self._given:
+        key = (batch, self.facts.height, self.facts.width, seed, dtype)
+        if key not in self._given:
             noise = self._noise(batch, seed).to(self.device, dtype)
-            self._given[batch, seed, dtype] = {**self._text(batch, dtype), "latents": noise}
-        given = self._given[batch, seed, dtype]
+            self._given[key] = {**self._text(batch, dtype), "latents": noise}
+        given = self._given[key]
         drawn = pipe(
             **(given if only is None else {name: each[only : only + 1] for name, each in given.items()}),
             num_inference_steps=steps or self.facts.steps,

@@ -174,7 +174,14 @@ class CapturedForward:
             self._packed = entry.prepared.hoist
         entry.body = partial(self._body, entry, call)
         self._fill(entry, call, module, args, kwargs)
-        warmup.compile_kernels(entry.body, self._device, next(module.parameters()).dtype)
+
+        def both_ways() -> None:
+            entry.body()
+            # What is prepared in advance there is computed in place by the model itself, which the recording will be
+            # held against.
+            self._inner(*args, **kwargs)
+
+        warmup.compile_kernels(both_ways, self._device, next(module.parameters()).dtype)
         result = _unflattened(entry, entry.body())
         # Weights that are laid together have moved by now.
         entry.snapshot = snapshot.Snapshot(module)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from rocm_sd import arch
 from rocm_sd.bench.measuring import LEAST_TURNS, interval
 from rocm_sd.search import ahead
 from rocm_sd.search.calls import make
@@ -24,9 +25,10 @@ from rocm_sd.search.outcome import Failure, Outcome, clearly_faster
 from rocm_sd.search.pipeline import CONVOLUTION_LIBRARY
 from rocm_sd.search.process import Lost, OutOfTime, Worker, WorkerCannotStart
 from rocm_sd.search.worker import OK
-from rocm_sd.tuning import environment
+from rocm_sd.tuning import environment, lookup
 from rocm_sd.tuning.choice import STOCK
 from rocm_sd.tuning.database import Entry
+from rocm_sd.tuning.layers import preferred
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -74,6 +76,7 @@ class _Search:
     candidates: list[Candidate]
     entries: dict[Key, Entry]
     weight: float
+    arch_name: str
     turns: dict[Candidate, int] = field(default_factory=dict)
     measured: int = 0
     unchecked: str = ""
@@ -87,6 +90,13 @@ class _Search:
 
     def entry(self, candidate: Candidate) -> Entry | None:
         return self.entries.get(self.key(candidate))
+
+    @property
+    def shipped(self) -> Candidate | None:
+        """What would run without a search, where that is not stock: `candidates` puts it first."""
+        named = lookup(self.op.name, self.arch_name, dict(self.call.problem)).implementation
+        first = next(iter(self.others), None)
+        return first if first is not None and first.implementation == named else None
 
     @property
     def others(self) -> list[Candidate]:
@@ -147,7 +157,7 @@ class Tuner:
 
     def _searches(self, traced: Sequence[Traced]) -> list[_Search]:
         """Those that a picture spends most on come first; a setting of the whole pipeline comes before all."""
-        known_ops = operations()
+        known_ops, arch_name = operations(), arch.detect(self.device).name
         by_problem: dict[tuple[str, str], dict[Key, Entry]] = {}
         for entry in self.database.all(environment=self.environment):
             key = (entry.kernel_hash, entry.candidate, frozenset(entry.config.items()))
@@ -156,7 +166,7 @@ class Tuner:
         for each in traced:
             op, problem = known_ops[each.call.op], dict(each.call.problem)
             known = by_problem.get((op.name, _text(problem)), {})
-            found.append(_Search(op, each, candidates(op, problem, self.device), known, weight(op, each)))
+            found.append(_Search(op, each, candidates(op, problem, self.device), known, weight(op, each), arch_name))
         return sorted(found, key=lambda search: -search.weight)
 
     def _allotted(self, waiting: Sequence[_Search]) -> float:
@@ -173,6 +183,7 @@ class Tuner:
         if others:
             self.options.strategy.search(others, measure)
             self._confirm(search, measure)
+            self._compare_with_shipped(search, measure)
         complete = all(search.entry(candidate) is not None for candidate in others)
         if complete and not search.unchecked and self.left_s > -_GRACE * self.options.budget_s:
             # Whatever was measured before: it must be the newest now.
@@ -186,6 +197,14 @@ class Tuner:
             if best is None or search.turns.get(best, 0) >= _CONFIRMED or self.left_s <= 0:
                 return
             measure.anew(best, _CONFIRMED)
+
+    def _compare_with_shipped(self, search: _Search, measure: _Measure) -> None:
+        """What the data name stays unless another is faster beyond doubt: its time has to be as sure as the best's."""
+        shipped = search.shipped
+        if shipped is None or search.turns.get(shipped, 0) >= _CONFIRMED or self.left_s <= 0:
+            return
+        if search.fastest() != shipped:
+            measure.anew(shipped, _CONFIRMED)
 
     def measured(self, search: _Search, candidate: Candidate, worker: Worker, turns: int) -> Entry | None:
         """One candidate, stored at once; None where its time was cut by the end of the budget."""
@@ -256,6 +275,9 @@ class Tuner:
         failures = tuple(Failure(str(c), e.numerics) for c, e in entries.items() if e.numerics != OK)
         usable = {c: e for c, e in entries.items() if clearly_faster(e) and not c.is_stock}
         chosen = min(usable, key=lambda c: usable[c].median_us) if usable else Candidate(STOCK)
+        shipped = search.shipped
+        if usable and shipped in usable and preferred(usable[chosen], usable[shipped]) is usable[shipped]:
+            chosen = shipped
         stock = entries.get(Candidate(STOCK))
         stock_us = next((e.stock_us for e in (entries.get(chosen), stock, *entries.values()) if e and e.stock_us), None)
         return Outcome(

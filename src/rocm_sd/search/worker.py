@@ -50,7 +50,7 @@ class Bench:
     def __init__(self, call: Call, device: torch.device) -> None:
         self.op, self.device = operation(call.op), device
         self.arguments = make(call, device)
-        self.stopwatch = Stopwatch(device, cold=device.type != "cpu")
+        self.stopwatch = Stopwatch(device, cold=device.type != "cpu", queued=True)
         self._exact: tuple[torch.Tensor, ...] | None = None
         self._yardstick: tuple[torch.Tensor, ...] = ()
         self._timed_stock: _Timed | None = None

@@ -91,6 +91,24 @@ class Database:
         )
         return found[0] if found else None
 
+    def find(
+        self,
+        op: str,
+        problem: Mapping[str, int | str],
+        environment: Environment,
+        kernel_hash: str,
+        candidate: str,
+        config: Mapping[str, int],
+    ) -> Entry | None:
+        """The measurement of one candidate, right or wrong, unless it is set aside."""
+        found = self._ask(
+            f"""SELECT {_COLUMNS} FROM measurements m WHERE op = ? AND problem = ? AND environment = ?
+            AND kernel_hash IN (?, '') AND candidate = ? AND config = ? AND NOT {_SET_ASIDE}""",
+            (op, text(problem), environment.key(), kernel_hash, candidate, text(config)),
+            Entry.from_row,
+        )
+        return found[0] if found else None
+
     def all(self, op: str | None = None, environment: Environment | None = None) -> tuple[Entry, ...]:
         """Every measurement, right or wrong, set aside or not; of one op or environment where it is named."""
         rows = self._ask(

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rocm_sd.tuning.database import Database, Entry
     from rocm_sd.tuning.environment import Environment
 
-__all__ = ["choose", "default_path", "forget", "has_database", "user_database"]
+__all__ = ["choose", "default_path", "forget", "has_database", "preferred", "user_database"]
 
 
 def default_path() -> Path:
@@ -54,8 +54,29 @@ def choose(
     shipped = lookup(op, arch_name, problem)
     if not has_database():
         return shipped
-    best = user_database().best(op, problem, environment, kernel_hash, among)
-    return shipped if best is None else _measured(best, shipped)
+    database = user_database()
+    best = database.best(op, problem, environment, kernel_hash, among)
+    if best is None:
+        return shipped
+    configs = (shipped.config, {}) if shipped.config else ({},)
+    known = (database.find(op, problem, environment, kernel_hash, shipped.implementation, each) for each in configs)
+    return _measured(preferred(best, next((entry for entry in known if entry is not None), None)), shipped)
+
+
+def preferred(best: Entry, shipped: Entry | None) -> Entry:
+    """The fastest, unless what the shipped data name may be as fast: of many that are, the fastest was the luckiest.
+
+    Each was timed beside stock, at another moment: shares of stock's time are what can be compared. One that is not
+    faster than stock beyond doubt stands back, whoever named it.
+    """
+    if shipped is None or not _is_faster_than_stock(shipped) or best.stock_us is None or shipped.stock_us is None:
+        return best
+    beyond_doubt = best.high_us / best.stock_us < shipped.low_us / shipped.stock_us
+    return best if beyond_doubt else shipped
+
+
+def _is_faster_than_stock(entry: Entry) -> bool:
+    return entry.numerics == "ok" and entry.stock_us is not None and entry.high_us < entry.stock_us
 
 
 def _measured(best: Entry, shipped: Choice) -> Choice:
