@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from rocm_sd.bench import architectures
 from rocm_sd.bench.records import WorkloadFacts
@@ -20,6 +21,8 @@ from rocm_sd.models import ModelKind, resolve
 from rocm_sd.models.emoji import DEMO_PROMPTS
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from rocm_sd.models import ModelSource
 
 __all__ = ["OP_PREFIX", "WORKLOADS", "Recipe", "Workload", "make"]
@@ -88,7 +91,10 @@ class Workload:
 
     def pipeline(self, dtype: torch.dtype | None = None) -> Any:
         """A stock pipeline with modules of its own, on the device."""
-        pipe = copy.deepcopy(self._base).to(self.device, dtype or self.dtype)
+        dtype = dtype or self.dtype
+        # Weights go to the device at once: a copy on the host would take longer than all that follows.
+        weights = {id(weight): _copied(weight, self.device, dtype) for weight in _weights(self._base)}
+        pipe = copy.deepcopy(self._base, memo=weights).to(self.device, dtype)
         pipe.set_progress_bar_config(disable=True)
         return pipe
 
@@ -143,6 +149,18 @@ class Workload:
                 random = torch.Generator().manual_seed(17 + 2 * number + kind)
                 text[prefix + name] = torch.randn(batch, *shape, generator=random).to(self.device, dtype)
         return text
+
+
+def _weights(pipe: Any) -> Iterator[torch.Tensor]:
+    for part in pipe.components.values():
+        if isinstance(part, nn.Module):
+            yield from part.parameters()
+            yield from part.buffers()
+
+
+def _copied(weight: torch.Tensor, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    copied = weight.detach().to(device, dtype if weight.is_floating_point() else None, copy=True)
+    return nn.Parameter(copied, weight.requires_grad) if isinstance(weight, nn.Parameter) else copied
 
 
 def make(
