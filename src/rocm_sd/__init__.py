@@ -13,7 +13,23 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 __all__ = [
+    "ROCmFluxImg2ImgPipeline",
+    "ROCmFluxInpaintPipeline",
+    "ROCmFluxPipeline",
+    "ROCmStableDiffusion3Img2ImgPipeline",
+    "ROCmStableDiffusion3InpaintPipeline",
+    "ROCmStableDiffusion3Pipeline",
+    "ROCmStableDiffusionControlNetImg2ImgPipeline",
+    "ROCmStableDiffusionControlNetInpaintPipeline",
+    "ROCmStableDiffusionControlNetPipeline",
+    "ROCmStableDiffusionImg2ImgPipeline",
+    "ROCmStableDiffusionInpaintPipeline",
     "ROCmStableDiffusionPipeline",
+    "ROCmStableDiffusionXLControlNetImg2ImgPipeline",
+    "ROCmStableDiffusionXLControlNetInpaintPipeline",
+    "ROCmStableDiffusionXLControlNetPipeline",
+    "ROCmStableDiffusionXLImg2ImgPipeline",
+    "ROCmStableDiffusionXLInpaintPipeline",
     "ROCmStableDiffusionXLPipeline",
     "__version__",
     "detect",
@@ -25,12 +41,30 @@ __all__ = [
 if TYPE_CHECKING:
     from rocm_sd.arch import detect
     from rocm_sd.engine import optimize, report, restore
-    from rocm_sd.integrations.diffusers import ROCmStableDiffusionPipeline, ROCmStableDiffusionXLPipeline
+    from rocm_sd.integrations.diffusers import (
+        ROCmFluxImg2ImgPipeline,
+        ROCmFluxInpaintPipeline,
+        ROCmFluxPipeline,
+        ROCmStableDiffusion3Img2ImgPipeline,
+        ROCmStableDiffusion3InpaintPipeline,
+        ROCmStableDiffusion3Pipeline,
+        ROCmStableDiffusionControlNetImg2ImgPipeline,
+        ROCmStableDiffusionControlNetInpaintPipeline,
+        ROCmStableDiffusionControlNetPipeline,
+        ROCmStableDiffusionImg2ImgPipeline,
+        ROCmStableDiffusionInpaintPipeline,
+        ROCmStableDiffusionPipeline,
+        ROCmStableDiffusionXLControlNetImg2ImgPipeline,
+        ROCmStableDiffusionXLControlNetInpaintPipeline,
+        ROCmStableDiffusionXLControlNetPipeline,
+        ROCmStableDiffusionXLImg2ImgPipeline,
+        ROCmStableDiffusionXLInpaintPipeline,
+        ROCmStableDiffusionXLPipeline,
+    )
 
 # Resolved on first use: importing rocm_sd costs nothing, and set-up reads arch/ before torch is installed.
 _LAZY = {
-    "ROCmStableDiffusionPipeline": "rocm_sd.integrations.diffusers",
-    "ROCmStableDiffusionXLPipeline": "rocm_sd.integrations.diffusers",
+    **{name: "rocm_sd.integrations.diffusers" for name in __all__ if name.startswith("ROCm")},
     "detect": "rocm_sd.arch",
     "optimize": "rocm_sd.engine",
     "report": "rocm_sd.engine",

@@ -48,6 +48,6 @@ def test_without_configs_and_without_the_hub_the_way_out_is_named(tmp_path, monk
         host.load_pipeline(resolve(tmp_path / "model.safetensors"), CPU)
 
 
-def test_what_is_no_stable_diffusion_1_or_2_is_refused(tmp_path):
+def test_what_is_no_stable_diffusion_1_is_refused(tmp_path):
     with pytest.raises(Unsupported, match="it takes Stable Diffusion"):
         save_single_file(object(), tmp_path / "model.safetensors")

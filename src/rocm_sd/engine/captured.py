@@ -289,7 +289,10 @@ def _why_eager(module: nn.Module) -> str | None:
 
 
 def _must_run_eagerly(device: torch.device) -> bool:
-    if torch.is_grad_enabled() or torch.compiler.is_compiling() or torch.is_autocast_enabled(device.type):
+    # Weights that an offload puts aside between the calls lie on no device.
+    if device.type == "meta" or torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return True
+    if torch.is_autocast_enabled(device.type):
         return True
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 

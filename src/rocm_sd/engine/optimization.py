@@ -146,13 +146,23 @@ def _channels_last(modules: list[tuple[str, nn.Module]], why: str) -> Installed:
             weight = getattr(layer, "weight", None)
             if isinstance(layer, nn.Conv2d) and weight is not None and weight.is_contiguous() and weight.numel():
                 weight.data = weight.data.contiguous(memory_format=torch.channels_last)
-                relaid.append(weight)
+                relaid.append(layer)
 
     def restore() -> None:
-        for weight in relaid:
-            weight.data = weight.data.contiguous()
+        for layer in relaid:
+            weight = _held(layer)
+            if weight is not None:
+                weight.data = weight.data.contiguous()
 
     return Installed(lambda: (f"{len(relaid)} convolutions run channels-last ({why})",), restore)
+
+
+def _held(layer: nn.Conv2d) -> torch.Tensor | None:
+    """The layer's weight, also where an offload that came later has put it aside."""
+    if layer.weight.device.type != "meta":
+        return layer.weight
+    put_aside = getattr(layer.__dict__.get("_hf_hook"), "weights_map", None)
+    return None if put_aside is None else put_aside["weight"]
 
 
 def _is_vae(name: str, module: nn.Module) -> bool:

@@ -9,6 +9,8 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+from rocm_sd.rewrite.transformer import stock_processor
+
 if TYPE_CHECKING:
     from torch import nn
 
@@ -24,8 +26,9 @@ _PROCESSORS = frozenset({
 # Others remember values for the next call, which here is the other half. While a group offload with prefetching notes
 # the order of the layers, in its first call, each layer has to run once.
 _HOOKS = frozenset({"group_offloading", "layerwise_casting", "peft_autocast_disable"})
-# Layers of LoRA and of quantisation besides the models' own. Token merging, for one, gives blocks a class of its own.
-_PACKAGES = frozenset({"bitsandbytes", "diffusers", "optimum", "peft", "torch", "torchao"})
+# Layers of LoRA and of quantisation besides the models' own, and processors of this project with weights of their own.
+# Token merging, for one, gives blocks a class of its own.
+_PACKAGES = frozenset({"bitsandbytes", "diffusers", "optimum", "peft", "rocm_sd", "torch", "torchao"})
 _TELLING = ("forward", "processor", "_diffusers_hook")
 
 
@@ -61,7 +64,7 @@ def _why_strange(module: Any, *, foreign: bool) -> str | None:
         return f"is of {kind.__module__}"
     processor = own.get("processor") or own["_modules"].get("processor")
     if processor is not None:
-        kind = type(processor)
+        kind = stock_processor(processor)
         if kind.__name__ not in _PROCESSORS or not kind.__module__.startswith("diffusers."):
             return f"is computed by {kind.__name__}"
     registry = own.get("_diffusers_hook")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from rocm_sd.rewrite.convolutions import is_diffusers, unusual
+from rocm_sd.rewrite.transformer import stock_processor
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -194,7 +195,7 @@ def _unusual_resnet(module: Any) -> str | None:
 
 
 def _unusual_attention(module: Any) -> str | None:
-    kind = type(module.processor)
+    kind = stock_processor(module.processor)
     if kind.__name__ != "AttnProcessor2_0" or not kind.__module__.startswith("diffusers."):
         return f"its attention is computed by {kind.__name__}"
     if not _is_norm(module.group_norm) or module.spatial_norm is not None:

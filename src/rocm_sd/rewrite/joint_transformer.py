@@ -21,6 +21,7 @@ from rocm_sd.rewrite.apply import Rule
 from rocm_sd.rewrite.convolutions import is_diffusers, of_kind
 from rocm_sd.rewrite.layers import is_plain, untouched
 from rocm_sd.rewrite.packing import packed_linear, unpack
+from rocm_sd.rewrite.transformer import stock_processor
 
 __all__ = [
     "RULE",
@@ -40,6 +41,8 @@ __all__ = [
 
 _KIND = "JointTransformerBlock"
 _DISPATCH = "diffusers.models.attention_dispatch"
+# The second is this project's own, which calls the same op.
+_BACKENDS = ("native", "rocm_sd")
 # In float64 stock's own norms and rotations are float32: references stay stock's.
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -199,15 +202,15 @@ def feed_forward(ff: Any, h: torch.Tensor) -> torch.Tensor:
 def computes_attention(attn: Any, processor_kind: str) -> bool:
     """Whether calling this attention is the plain softmax(q k^T) v of that processor, now."""
     processor = attn.processor
-    kind = type(processor)
+    kind = stock_processor(processor)
     if kind.__name__ != processor_kind or not kind.__module__.startswith("diffusers.") or not untouched(attn):
         return False
     # A backend or a parallel split that the user has chosen is the processor's business.
-    if getattr(processor, "_attention_backend", None) or getattr(processor, "_parallel_config", None):
+    if getattr(processor, "_parallel_config", None):
         return False
     registry = getattr(sys.modules.get(_DISPATCH), "_AttentionBackendRegistry", None)
-    backend = getattr(registry, "_active_backend", "native")
-    return bool(getattr(backend, "value", backend) == "native")
+    backend = getattr(processor, "_attention_backend", None) or getattr(registry, "_active_backend", "native")
+    return getattr(backend, "value", backend) in _BACKENDS
 
 
 def _attend_jointly(attn: Any, x: torch.Tensor, text: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

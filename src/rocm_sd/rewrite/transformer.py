@@ -22,10 +22,11 @@ from rocm_sd.rewrite.packing import packed_linear, unpack
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["RULE", "chain", "hoistable", "keys_values", "one_dtype"]
+__all__ = ["RULE", "chain", "hoistable", "keys_values", "one_dtype", "stock_processor"]
 
 _KIND = "BasicTransformerBlock"
 _PROCESSORS = "diffusers.models.attention_processor"
+_OWN_PROCESSORS = "rocm_sd.integrations.diffusers.processors"
 
 
 def _applies(module: nn.Module) -> bool:
@@ -159,8 +160,16 @@ def _attend(attn: Any, x: torch.Tensor, text: torch.Tensor | None, mask: torch.T
     return _linear(out, attention(q, k, v, scale).flatten(2))
 
 
+def stock_processor(processor: object) -> type:
+    """The processor's class, or of this project's own the one of Diffusers that it stands in for."""
+    kind = type(processor)
+    if kind.__module__ != _OWN_PROCESSORS:
+        return kind
+    return next(base for base in kind.__mro__ if base.__module__ == _PROCESSORS)
+
+
 def _is_default(attn: Any) -> bool:
-    processor = type(attn.processor)
+    processor = stock_processor(attn.processor)
     if processor.__module__ != _PROCESSORS:
         return False
     # The first reads neither `scale` nor the flags that ask for scores in float32.

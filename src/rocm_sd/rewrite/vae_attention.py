@@ -13,6 +13,7 @@ from rocm_sd.ops import attention, library_scratch, linear_residual
 from rocm_sd.rewrite.apply import Rule
 from rocm_sd.rewrite.convolutions import is_diffusers, left_to_stock, norm_silu, of_kind
 from rocm_sd.rewrite.layers import is_plain
+from rocm_sd.rewrite.transformer import stock_processor
 
 __all__ = ["RULE"]
 
@@ -39,7 +40,7 @@ def _why_not(module: Any) -> str | None:
 
 def _is_stock_processor(processor: object) -> bool:
     # Others slice, fuse or adapt. This one ignores the module's `scale` and its upcasts, as the op does.
-    kind = type(processor)
+    kind = stock_processor(processor)
     return kind.__name__ == "AttnProcessor2_0" and kind.__module__.startswith("diffusers.")
 
 

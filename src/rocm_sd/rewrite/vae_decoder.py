@@ -68,7 +68,7 @@ def _called(resnet: Any, held: list[torch.Tensor]) -> Any:
 RULE = Rule(
     name="vae_decoder",
     summary="each map of the decoder let go of as soon as nobody needs it",
-    channels_last=False,
+    channels_last=True,
     applies=_applies,
     why_not=_why_not,
     forward=_forward,

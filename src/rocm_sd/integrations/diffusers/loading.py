@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import errno
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import torch
-from diffusers import AutoPipelineForText2Image, StableDiffusionPipeline, StableDiffusionXLPipeline
+from diffusers import (
+    AutoPipelineForText2Image,
+    FluxPipeline,
+    StableDiffusion3Pipeline,
+    StableDiffusionPipeline,
+    StableDiffusionXLPipeline,
+)
 from diffusers.utils import logging as diffusers_logging
 from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors import SafetensorError, safe_open
@@ -17,10 +24,16 @@ from rocm_sd import arch
 from rocm_sd.errors import CorruptModel, DeviceUnavailable, ModelNotFound, NoDiskSpace
 from rocm_sd.models import ModelKind, ModelSource
 
-if TYPE_CHECKING:
-    from pathlib import Path
-
-__all__ = ["default_device", "default_dtype", "hush", "load_clip", "load_pipeline", "single_file_class"]
+__all__ = [
+    "default_device",
+    "default_dtype",
+    "hush",
+    "is_no_address",
+    "load_clip",
+    "load_pipeline",
+    "missing_model",
+    "single_file_class",
+]
 
 
 def default_device(name: str | None = None) -> torch.device:
@@ -112,18 +125,57 @@ def _load(source: ModelSource, dtype: torch.dtype, config: str | None, kind: Any
     return kind.from_pretrained(source.location, dtype=dtype, use_safetensors=True)
 
 
+# The first that is found: a transformer lies where a UNet would. SDXL carries a second text encoder, which SD 1.5 and
+# 2.1 have not.
+_TELLING = (
+    ("model.diffusion_model.joint_blocks.", StableDiffusion3Pipeline),
+    ("model.diffusion_model.double_blocks.", FluxPipeline),
+    ("double_blocks.", FluxPipeline),
+    ("conditioner.embedders.1.", StableDiffusionXLPipeline),
+    ("model.diffusion_model.", StableDiffusionPipeline),
+)
+
+
 def single_file_class(path: str | Path) -> Any:
-    """SDXL checkpoints carry a second text encoder, which SD 1.5 and 2.1 have not."""
+    """The text-to-image pipeline of Diffusers that a checkpoint is for, by the names of its weights."""
     with safe_open(path, framework="pt") as opened:
-        names = opened.keys()
-    if any(name.startswith("conditioner.embedders.1.") for name in names):
-        return StableDiffusionXLPipeline
-    if any(name.startswith("model.diffusion_model.") for name in names):
-        return StableDiffusionPipeline
+        names = list(opened.keys())
+    for beginning, kind in _TELLING:
+        if any(name.startswith(beginning) for name in names):
+            return kind
     raise CorruptModel(
         f"{path} is not a Stable Diffusion checkpoint: it has no model.diffusion_model weights.",
         hint="Give a full checkpoint; a LoRA or a VAE alone is not one.",
     )
+
+
+class _MissingModel(ModelNotFound, OSError, ValueError):
+    """Also what Diffusers itself raises where a model or a file is missing: code that catches those goes on working."""
+
+
+def missing_model(location: object, error: OSError | None = None) -> Exception:
+    """The error of a pipeline's own class, in words that say which of the two it is: not there, or not to be reached.
+
+    Diffusers says of a hub that cannot be reached that the model has no file of that name.
+    """
+    if Path(str(location)).exists() and error is not None:
+        return error
+    if is_no_address(location):
+        return _MissingModel(f"There is no model at {location}.", hint="Check the path, or give a hub id: owner/name.")
+    reason = "" if error is None else f" ({_first_line(error)})"
+    if isinstance(getattr(error, "__context__", None), LocalEntryNotFoundError):
+        reason = ": the hub cannot be reached, and there is no copy of it on this machine"
+    return _MissingModel(
+        f"{location} could not be loaded{reason}.", hint="Check the name and the connection, or give a local folder."
+    )
+
+
+def is_no_address(location: object) -> bool:
+    """A path on this machine, not a hub id or a link: by how it begins and ends."""
+    text = str(location)
+    if text.startswith(("http://", "https://", "hf.co/", "huggingface.co/")):
+        return False
+    return text.startswith((".", "/", "~")) or Path(text).is_absolute() or text.count("/") != 1
 
 
 def _explained(source: ModelSource, error: Exception) -> Exception:

@@ -1,4 +1,4 @@
-"""Diffusers' own text-to-image pipelines, optimised from the start and wherever they are moved to."""
+"""Diffusers' own pipelines, optimised from the start and wherever they are moved to: ROCm before the name of each."""
 
 from __future__ import annotations
 
@@ -7,13 +7,32 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from diffusers import StableDiffusionPipeline, StableDiffusionXLPipeline
+from diffusers import (
+    FluxImg2ImgPipeline,
+    FluxInpaintPipeline,
+    FluxPipeline,
+    StableDiffusion3Img2ImgPipeline,
+    StableDiffusion3InpaintPipeline,
+    StableDiffusion3Pipeline,
+    StableDiffusionControlNetImg2ImgPipeline,
+    StableDiffusionControlNetInpaintPipeline,
+    StableDiffusionControlNetPipeline,
+    StableDiffusionImg2ImgPipeline,
+    StableDiffusionInpaintPipeline,
+    StableDiffusionPipeline,
+    StableDiffusionXLControlNetImg2ImgPipeline,
+    StableDiffusionXLControlNetInpaintPipeline,
+    StableDiffusionXLControlNetPipeline,
+    StableDiffusionXLImg2ImgPipeline,
+    StableDiffusionXLInpaintPipeline,
+    StableDiffusionXLPipeline,
+)
 from torch import nn
 
 from rocm_sd.engine import restore
 from rocm_sd.errors import Unsupported
 from rocm_sd.integrations.diffusers.keeping import Keeper
-from rocm_sd.integrations.diffusers.loading import single_file_class
+from rocm_sd.integrations.diffusers.loading import is_no_address, missing_model, single_file_class
 from rocm_sd.integrations.diffusers.wrapping import ROCmOptimizedPipeline
 from rocm_sd.models import EMBEDDED
 from rocm_sd.models.emoji import MODEL_FOLDER
@@ -23,11 +42,37 @@ if TYPE_CHECKING:
 
     from rocm_sd.engine import Report
 
-__all__ = ["ROCmStableDiffusionPipeline", "ROCmStableDiffusionXLPipeline"]
+__all__ = [
+    "ROCmFluxImg2ImgPipeline",
+    "ROCmFluxInpaintPipeline",
+    "ROCmFluxPipeline",
+    "ROCmStableDiffusion3Img2ImgPipeline",
+    "ROCmStableDiffusion3InpaintPipeline",
+    "ROCmStableDiffusion3Pipeline",
+    "ROCmStableDiffusionControlNetImg2ImgPipeline",
+    "ROCmStableDiffusionControlNetInpaintPipeline",
+    "ROCmStableDiffusionControlNetPipeline",
+    "ROCmStableDiffusionImg2ImgPipeline",
+    "ROCmStableDiffusionInpaintPipeline",
+    "ROCmStableDiffusionPipeline",
+    "ROCmStableDiffusionXLControlNetImg2ImgPipeline",
+    "ROCmStableDiffusionXLControlNetInpaintPipeline",
+    "ROCmStableDiffusionXLControlNetPipeline",
+    "ROCmStableDiffusionXLImg2ImgPipeline",
+    "ROCmStableDiffusionXLInpaintPipeline",
+    "ROCmStableDiffusionXLPipeline",
+]
 
 # Of from_pretrained's options those that say where model_index.json is.
 _WHERE = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "token")
-_NEEDED = {"vae", "unet", "text_encoder", "tokenizer"}
+_OF_UNETS = {"vae", "unet", "text_encoder", "tokenizer"}
+# SDXL's refiner, which begins with a picture, has the second text encoder alone.
+_OF_REFINERS = {"vae", "unet", "text_encoder_2", "tokenizer_2"}
+# Of their text encoders any may be left out.
+_OF_TRANSFORMERS = {"vae", "transformer"}
+# What their names begin with. The first that fits; a model of one of the last two is loaded by the class for the other.
+_FAMILIES = ("Flux", "StableDiffusion3", "StableDiffusionXL", "StableDiffusion")
+_XL, _SD = _FAMILIES[2:]
 _BY_HAND = "Load it with diffusers.{}.from_pretrained(...), then call rocm_sd.optimize(pipe)."
 # Diffusers moves a pipeline before it hands it over: by then its keeper must be known.
 _COMING: ContextVar[Keeper | None] = ContextVar("_COMING", default=None)
@@ -47,7 +92,10 @@ class _Optimized:
         stock: Any = super()
         if "custom_pipeline" in options:
             raise Unsupported(cls.__qualname__, "custom_pipeline", hint=_BY_HAND.format("DiffusionPipeline"))
-        index = stock.load_config(source, **{name: options[name] for name in _WHERE if name in options})
+        try:
+            index = stock.load_config(source, **{name: options[name] for name in _WHERE if name in options})
+        except OSError as error:
+            raise missing_model(source, error) from error
         parts = (name for name, value in index.items() if isinstance(value, (list, tuple)) and value[0] is not None)
         kind = _class_for(cls, {*parts, *options}, index.get("_class_name", "DiffusionPipeline"))
         with _coming(level, quality) as keeper:
@@ -60,7 +108,9 @@ class _Optimized:
         """As Diffusers' own, of a checkpoint in the layout of the original code."""
         kind, path = cls, Path(str(pretrained_model_link_or_path))
         if path.suffix == ".safetensors" and path.is_file():
-            kind = _fitting(cls, single_file_class(path))
+            kind = _fitting(cls, _family(single_file_class(path).__name__))
+        elif is_no_address(pretrained_model_link_or_path) and not path.exists():
+            raise missing_model(path)
         load = super(_Optimized, kind).from_single_file  # type: ignore[misc]
         with _coming(level, quality) as keeper:
             return _kept(load(pretrained_model_link_or_path, **options), keeper)
@@ -129,8 +179,9 @@ class ROCmStableDiffusionPipeline(_Optimized, StableDiffusionPipeline):  # type:
 
     `from_pretrained`, `from_single_file` and `from_pipe` also take `level` and `quality`, as `rocm_sd.optimize` does.
     Of an SDXL checkpoint they make a ROCmStableDiffusionXLPipeline; what neither class can run is refused with the
-    class to use. The pipeline is optimised once it lies where it will run: when it is moved to a GPU, at the latest by
-    its first call, and again after a move, another offload or another part.
+    class to use. So do the other classes here, each with its counterpart. The pipeline is optimised once it lies where
+    it will run: when it is moved to a GPU, at the latest by its first call, and again after a move, another offload or
+    another part.
     """
 
 
@@ -138,26 +189,116 @@ class ROCmStableDiffusionXLPipeline(_Optimized, StableDiffusionXLPipeline):  # t
     """Diffusers' StableDiffusionXLPipeline, optimised; see ROCmStableDiffusionPipeline."""
 
 
+class ROCmStableDiffusionImg2ImgPipeline(_Optimized, StableDiffusionImg2ImgPipeline):  # type: ignore[misc]
+    """Diffusers' StableDiffusionImg2ImgPipeline, optimised; see ROCmStableDiffusionPipeline."""
+
+
+class ROCmStableDiffusionInpaintPipeline(_Optimized, StableDiffusionInpaintPipeline):  # type: ignore[misc]
+    """Diffusers' StableDiffusionInpaintPipeline, optimised; see ROCmStableDiffusionPipeline."""
+
+
+class ROCmStableDiffusionControlNetPipeline(_Optimized, StableDiffusionControlNetPipeline):  # type: ignore[misc]
+    """Diffusers' StableDiffusionControlNetPipeline, optimised; see ROCmStableDiffusionPipeline."""
+
+
+class ROCmStableDiffusionControlNetImg2ImgPipeline(_Optimized, StableDiffusionControlNetImg2ImgPipeline):  # type: ignore[misc]
+    """Diffusers' StableDiffusionControlNetImg2ImgPipeline, optimised; see ROCmStableDiffusionPipeline."""
+
+
+class ROCmStableDiffusionControlNetInpaintPipeline(_Optimized, StableDiffusionControlNetInpaintPipeline):  # type: ignore[misc]
+    """Diffusers' StableDiffusionControlNetInpaintPipeline, optimised; see ROCmStableDiffusionPipeline."""
+
+
+class ROCmStableDiffusionXLImg2ImgPipeline(_Optimized, StableDiffusionXLImg2ImgPipeline):  # type: ignore[misc]
+    """Diffusers' StableDiffusionXLImg2ImgPipeline, optimised; see ROCmStableDiffusionPipeline."""
+
+
+class ROCmStableDiffusionXLInpaintPipeline(_Optimized, StableDiffusionXLInpaintPipeline):  # type: ignore[misc]
+    """Diffusers' StableDiffusionXLInpaintPipeline, optimised; see ROCmStableDiffusionPipeline."""
+
+
+class ROCmStableDiffusionXLControlNetPipeline(_Optimized, StableDiffusionXLControlNetPipeline):  # type: ignore[misc]
+    """Diffusers' StableDiffusionXLControlNetPipeline, optimised; see ROCmStableDiffusionPipeline."""
+
+
+class ROCmStableDiffusionXLControlNetImg2ImgPipeline(_Optimized, StableDiffusionXLControlNetImg2ImgPipeline):  # type: ignore[misc]
+    """Diffusers' StableDiffusionXLControlNetImg2ImgPipeline, optimised; see ROCmStableDiffusionPipeline."""
+
+
+class ROCmStableDiffusionXLControlNetInpaintPipeline(_Optimized, StableDiffusionXLControlNetInpaintPipeline):  # type: ignore[misc]
+    """Diffusers' StableDiffusionXLControlNetInpaintPipeline, optimised; see ROCmStableDiffusionPipeline."""
+
+
+class ROCmStableDiffusion3Pipeline(_Optimized, StableDiffusion3Pipeline):  # type: ignore[misc]
+    """Diffusers' StableDiffusion3Pipeline, optimised; see ROCmStableDiffusionPipeline."""
+
+
+class ROCmStableDiffusion3Img2ImgPipeline(_Optimized, StableDiffusion3Img2ImgPipeline):  # type: ignore[misc]
+    """Diffusers' StableDiffusion3Img2ImgPipeline, optimised; see ROCmStableDiffusionPipeline."""
+
+
+class ROCmStableDiffusion3InpaintPipeline(_Optimized, StableDiffusion3InpaintPipeline):  # type: ignore[misc]
+    """Diffusers' StableDiffusion3InpaintPipeline, optimised; see ROCmStableDiffusionPipeline."""
+
+
+class ROCmFluxPipeline(_Optimized, FluxPipeline):  # type: ignore[misc]
+    """Diffusers' FluxPipeline, optimised; see ROCmStableDiffusionPipeline."""
+
+
+class ROCmFluxImg2ImgPipeline(_Optimized, FluxImg2ImgPipeline):  # type: ignore[misc]
+    """Diffusers' FluxImg2ImgPipeline, optimised; see ROCmStableDiffusionPipeline."""
+
+
+class ROCmFluxInpaintPipeline(_Optimized, FluxInpaintPipeline):  # type: ignore[misc]
+    """Diffusers' FluxInpaintPipeline, optimised; see ROCmStableDiffusionPipeline."""
+
+
+def _stock_of(cls: type) -> type:
+    """Diffusers' class that one of these stands before, or before a subclass of a user's."""
+    return next(base for base in cls.__mro__ if base.__module__.startswith("diffusers."))
+
+
+_BY_STOCK: dict[str, Any] = {_stock_of(kind).__name__: kind for kind in _Optimized.__subclasses__()}
 # Diffusers goes by the name: it stands in a saved model_index.json, which must load without this package, and
 # AutoPipelineForInpainting.from_pipe finds its own by it.
-ROCmStableDiffusionPipeline.__name__ = StableDiffusionPipeline.__name__
-ROCmStableDiffusionXLPipeline.__name__ = StableDiffusionXLPipeline.__name__
+for _name, _kind in _BY_STOCK.items():
+    _kind.__name__ = _name
+
+
+def _family(name: str) -> str | None:
+    return next((family for family in _FAMILIES if name.startswith(family)), None)
 
 
 def _class_for(cls: type, parts: Iterable[str], named: str) -> Any:
     """`named`: the class that the model itself names."""
-    missing = _NEEDED.difference(parts)
+    parts = set(parts)
+    stock = _stock_of(cls).__name__
+    own, its = _family(stock), _family(named)
+    if own not in {_XL, _SD}:
+        missing = _OF_TRANSFORMERS - parts
+    else:
+        refines = "text_encoder_2" in parts and ("Img2Img" in stock or "Inpaint" in stock)
+        missing = (_OF_REFINERS if refines else _OF_UNETS) - parts
+        its = _XL if "text_encoder_2" in parts else _SD
     if missing:
-        reason = f"this model, a {named} without {', '.join(sorted(missing))}"
-        raise Unsupported(cls.__qualname__, reason, hint=_BY_HAND.format(named))
-    return _fitting(cls, StableDiffusionXLPipeline if "text_encoder_2" in parts else StableDiffusionPipeline)
+        raise _refused(cls, f"this model, a {named} without {', '.join(sorted(missing))}", named)
+    return _fitting(cls, its or own)
 
 
-def _fitting(cls: type, stock: Any) -> Any:
-    """The class itself, or a subclass of a user's, where it runs what is found."""
-    if issubclass(cls, stock):
+def _fitting(cls: type, family: str | None) -> Any:
+    """The class itself, or a subclass of a user's, where it is of that family, or else its counterpart."""
+    stock = _stock_of(cls).__name__
+    own = _family(stock)
+    if family == own:
         return cls
-    return ROCmStableDiffusionXLPipeline if stock is StableDiffusionXLPipeline else ROCmStableDiffusionPipeline
+    if {family, own} != {_XL, _SD}:
+        raise _refused(cls, f"a model of {family}", f"{family}Pipeline")
+    return _BY_STOCK[stock.replace(str(own), str(family), 1)]
+
+
+def _refused(cls: type, reason: str, named: str) -> Unsupported:
+    ours = f" Or use ROCm{named}." if named in _BY_STOCK else ""
+    return Unsupported(cls.__qualname__, reason, hint=_BY_HAND.format(named) + ours)
 
 
 @contextmanager
