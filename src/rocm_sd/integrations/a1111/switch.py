@@ -1,0 +1,251 @@
+"""What is on: the host's model with its blocks replaced, and the way back.
+
+There is one for the whole host, as the host has one model at work. `settle` is asked before each job; it changes
+something only where the wish, the model or what the model is allowed has changed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from weakref import ref
+
+import torch
+from torch import nn
+
+import rocm_sd
+from rocm_sd import arch
+from rocm_sd.engine import denoising, warmup
+from rocm_sd.engine.memory import free_memory
+from rocm_sd.integrations.a1111 import host, messages, transformer_blocks, unet_blocks, vae_blocks
+from rocm_sd.integrations.a1111.class_forwards import LoraNetworks, identities, why_not_layers
+from rocm_sd.integrations.a1111.permission import PERMISSION
+from rocm_sd.integrations.a1111.recorded import RecordedCalls
+from rocm_sd.rewrite.apply import Change, apply, undo
+from rocm_sd.tuning import environment, layers
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["SWITCH", "Switch", "Wish", "why_not_model"]
+
+# Level auto records where so much is free: chosen, not measured. Recordings keep to half of what is free in any case.
+_ROOM_FOR_RECORDINGS = 2 * 2**30
+_KINDS = ("UNetModel",)
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What the user has chosen on the panel."""
+
+    level: str = "auto"
+    quality: str = "exact"
+    vae: bool = True
+
+
+def why_not_model(sd_model: Any) -> str | None:
+    """Why this model is left as it is, in words; None where it can be optimised."""
+    unet = getattr(getattr(sd_model, "model", None), "diffusion_model", None)
+    if unet is None:
+        return "no model is loaded"
+    kind = type(unet)
+    if kind.__name__ not in _KINDS or kind.__module__.partition(".")[0] not in ("ldm", "sgm"):
+        return f"a model of kind {kind.__name__} is none that it knows: it takes SD 1, SD 2 and SDXL"
+    if getattr(sd_model, "lowvram", False):
+        return "--medvram or --lowvram moves the model's parts in and out while it works; start without it"
+    devices = host.module("devices")
+    if getattr(devices, "unet_needs_upcast", False):
+        return "--upcast-sampling gives each layer a dtype of its own; start without it"
+    if getattr(devices, "fp8", False):
+        return "weights in FP8 are cast around each layer; switch FP8 off in Settings > Optimizations"
+    return why_not_layers()
+
+
+class _Optimized:
+    """One model with its blocks replaced."""
+
+    def __init__(self, sd_model: Any, wish: Wish) -> None:
+        self.wish = wish
+        self.model = ref(sd_model)
+        unet: nn.Module = sd_model.model.diffusion_model
+        self.unet = ref(unet)
+        self.device = next(unet.parameters()).device
+        self.changes: list[Change] = []
+        self._relaid: list[torch.Tensor] = []
+        self._hook: Any = None
+        self.recorded: RecordedCalls | None = None
+        self._lora = LoraNetworks(unet)
+        self._kinds = {type(module) for module in unet.modules() if type(module).__module__.startswith(("ldm", "sgm"))}
+        try:
+            self._install(unet, [unet, sd_model.first_stage_model] if wish.vae else [unet])
+        except BaseException:
+            self.restore()
+            raise
+
+    def _install(self, unet: nn.Module, parts: list[nn.Module]) -> None:
+        records = _may_record(self.wish.level, self.device) and denoising.is_wanted(self.device, allowed=True)
+        if records:
+            warmup.start(self.device)
+            self.recorded = RecordedCalls(unet)
+        reason = _lay_out_channels_last(parts, self.device, self._relaid)
+        rules = [*unet_blocks.RULES, *vae_blocks.RULES, *(transformer_blocks.RULES if records else ())]
+        rules = [rule for rule in rules if rule.on_cpu or self.device.type != "cpu"]
+        for part in parts:
+            self.changes += apply(part, rules, not_channels_last=reason)
+        self._hook = unet.register_forward_pre_hook(lambda _module, _args: self._before_call())
+
+    def _before_call(self) -> None:
+        """Around every call of the UNet, by the host or by ControlNet's forward in its place."""
+        try:
+            shared, devices = host.module("shared"), host.module("devices")
+            reason = why_not_layers() or self._lora.bring_in()
+            if reason is None and getattr(devices, "unet_needs_upcast", False):
+                reason = "--upcast-sampling is on"
+            PERMISSION.unet = reason
+            PERMISSION.attention = not shared.loaded_hypernetworks and not shared.opts.upcast_attn
+        except Exception as error:  # noqa: BLE001 -- the host's own forward runs in any case
+            PERMISSION.fail("Looking at the host's state", error)
+            return
+        if reason is not None:
+            messages.say(f"the UNet runs as the host has it: {reason}")
+
+    def call(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The UNet's own forward, from a recording where one fits."""
+        unet = self.unet()
+        sd_model = self.model()
+        if self.recorded is None or unet is None or not self._records_now(sd_model):
+            return original(unet, *args, **kwargs)
+        device = self.device.type
+        autocast = torch.is_autocast_enabled(device)
+        dtype = torch.get_autocast_dtype(device)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            # Autocast keeps casts of weights for its next use: a recording would read them after they are gone.
+            with PERMISSION.a_whole_call(), torch.autocast(device, dtype, enabled=autocast, cache_enabled=False):
+                return original(unet, *args, **kwargs)
+
+        depends = (autocast, dtype, identities(self._kinds))
+        return self.recorded(run, args, kwargs, depends)
+
+    def _records_now(self, sd_model: Any) -> bool:
+        if PERMISSION.unet is not None or PERMISSION.broken is not None or not PERMISSION.attention:
+            return False
+        return not getattr(sd_model, "applied_token_merged_ratio", 0)
+
+    def restore(self) -> None:
+        if self._hook is not None:
+            self._hook.remove()
+        if self.recorded is not None:
+            self.recorded.clear()
+        undo(self.changes)
+        for weight in self._relaid:
+            weight.data = weight.data.contiguous()
+
+
+def _may_record(level: str, device: torch.device) -> bool:
+    if level != "auto":
+        return level == "performance"
+    free = free_memory(device)
+    return free is None or free >= _ROOM_FOR_RECORDINGS
+
+
+def _lay_out_channels_last(parts: list[nn.Module], device: torch.device, relaid: list[torch.Tensor]) -> str | None:
+    """Lay the convolutions' weights out anew, and note which; the reason, where none is."""
+    layout = layers.choose("memory_format", arch.detect(device).name, {}, environment.current(device), "")
+    if layout.implementation != "channels_last":
+        return f"its convolutions keep their layout ({layout.why})"
+    for layer in (layer for part in parts for layer in part.modules()):
+        if isinstance(layer, nn.Conv2d) and layer.weight.is_contiguous() and layer.weight.numel():
+            layer.weight.data = layer.weight.data.contiguous(memory_format=torch.channels_last)
+            relaid.append(layer.weight)
+    return None
+
+
+class Switch:
+    """Off, or on for one model."""
+
+    def __init__(self) -> None:
+        self._on: _Optimized | None = None
+        self._wish: Wish | None = None
+
+    @property
+    def wish(self) -> Wish | None:
+        return self._wish
+
+    def is_on(self, sd_model: Any) -> bool:
+        return self._on is not None and self._on.model() is sd_model
+
+    def settle(self, sd_model: Any, wish: Wish | None) -> str | None:
+        """Make it so; why it is not, in words, where it cannot be."""
+        if wish != self._wish:
+            # Off and on again is the user's way to try once more.
+            PERMISSION.mend()
+        self._wish = wish
+        if wish is None:
+            self.restore()
+            return None
+        reason = PERMISSION.broken or why_not_model(sd_model)
+        if reason is not None:
+            self.restore()
+            return reason
+        unet = sd_model.model.diffusion_model
+        on = self._on
+        # A model that was moved, or whose weights were loaded anew in another dtype, is optimised for where it is.
+        if on is None or on.model() is not sd_model or on.wish != wish or on.device != next(unet.parameters()).device:
+            self.restore()
+            PERMISSION.mend()
+            self._on = _Optimized(sd_model, wish)
+        return None
+
+    def again(self, sd_model: Any) -> str | None:
+        """After the host has loaded a model: as the user wished."""
+        if self._wish is None:
+            return None
+        self.restore()
+        PERMISSION.mend()
+        return self.settle(sd_model, self._wish)
+
+    def restore(self) -> None:
+        if self._on is not None:
+            self._on.restore()
+            self._on = None
+
+    def call(self, original: Callable[..., Any], unet: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the host's UNet gives, by `original`, its own forward."""
+        on = self._on
+        if on is None or on.unet() is not unet:
+            return original(unet, *args, **kwargs)
+        return on.call(original, args, kwargs)
+
+    def forget_recordings(self) -> None:
+        if self._on is not None and self._on.recorded is not None:
+            self._on.recorded.clear()
+
+    def told(self) -> str:
+        """For the picture's own record: version, level, how many blocks."""
+        on = self._on
+        if on is None:
+            return "off"
+        blocks = sum(change.replaced for change in on.changes)
+        wish = on.wish
+        return f"{rocm_sd.__version__}, level {wish.level}, quality {wish.quality}, {blocks} blocks"
+
+    def report(self) -> list[str]:
+        """What was replaced and what was left alone, a sentence for each kind."""
+        on = self._on
+        if on is None:
+            return ["off: everything is the host's own"]
+        counted: dict[tuple[str, str | None], int] = {}
+        for change in on.changes:
+            counted[change.kind, change.left_because] = counted.get((change.kind, change.left_because), 0) + 1
+        told = [
+            f"{count} {kind}: replaced" if why is None else f"{count} {kind}: left alone, because {why}"
+            for (kind, why), count in counted.items()
+        ]
+        note = None if on.recorded is None else on.recorded.note()
+        if PERMISSION.unet is not None:
+            told.append(f"the UNet runs as the host has it: {PERMISSION.unet}")
+        return told if note is None else [*told, note]
+
+
+SWITCH = Switch()
