@@ -1,0 +1,72 @@
+"""What of ComfyUI is used, and whether the one that runs has it. The host is imported when it is needed."""
+
+from __future__ import annotations
+
+import logging
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from rocm_sd.engine.memory import is_out_of_memory
+from rocm_sd.errors import Unsupported
+
+__all__ = ["KEY", "belongs_to_the_host", "is_comfy", "log", "require", "say", "the"]
+
+log = logging.getLogger(__name__)
+
+# Under this name everything of ours is kept in a ModelPatcher.
+KEY = "rocm_sd"
+_OLDEST_TORCH = (2, 11)
+_METHODS = (
+    "clone", "add_object_patch", "add_wrapper_with_key", "remove_wrappers_with_key", "add_callback_with_key",
+    "remove_callbacks_with_key", "set_injections", "remove_injections", "set_attachments", "get_attachment",
+)  # fmt: skip
+_TOLD: set[str] = set()
+
+
+def the(module: str) -> Any:
+    """A module of the host, e.g. the("comfy.sample")."""
+    return import_module(module)
+
+
+def is_comfy(kind: type, name: str, module: str) -> bool:
+    """By name: what is asked of a class must not import the host."""
+    return kind.__name__ == name and kind.__module__ == f"comfy.{module}"
+
+
+def say(sentence: str) -> None:
+    """Once in the host's console, however often it happens."""
+    if sentence not in _TOLD:
+        _TOLD.add(sentence)
+        log.warning("ROCm Optimizations: %s", sentence)
+
+
+def belongs_to_the_host(error: BaseException) -> bool:
+    """Interrupts are the user's, and a host that runs out of memory has ways of its own to go on."""
+    return type(error).__name__ == "InterruptProcessingException" or (
+        isinstance(error, Exception) and is_out_of_memory(error)
+    )
+
+
+def require(patcher: Any) -> None:
+    """Raise Unsupported, in words for the user, where this host or this torch cannot be worked with."""
+    version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
+    if version < _OLDEST_TORCH:
+        oldest = ".".join(map(str, _OLDEST_TORCH))
+        raise Unsupported("rocm-sd", f"torch {torch.__version__}", hint=f"Install torch {oldest} or newer.")
+    missing = [name for name in _METHODS if not callable(getattr(patcher, name, None))]
+    if missing:
+        raise _too_old(f"its {type(patcher).__name__} has no {missing[0]}")
+    try:
+        extension: Any = the("comfy.patcher_extension")
+    except ImportError as error:
+        raise _too_old(str(error)) from None
+    for name, attribute in (("WrappersMP", "DIFFUSION_MODEL"), ("CallbacksMP", "ON_DETACH"), ("PatcherInjection", "")):
+        found = getattr(extension, name, None)
+        if found is None or (attribute and not hasattr(found, attribute)):
+            raise _too_old(f"comfy.patcher_extension has no {name}{attribute and '.'}{attribute}")
+
+
+def _too_old(reason: str) -> Unsupported:
+    return Unsupported("rocm-sd", f"this ComfyUI: {reason}", hint="Update ComfyUI to 0.3.64 (October 2025) or newer.")

@@ -1,0 +1,207 @@
+"""The nodes. Whatever goes wrong in them, the model goes on unchanged, and the reason is in the console and the report.
+
+Names and shapes here are ComfyUI's: INPUT_TYPES, RETURN_TYPES, FUNCTION, CATEGORY.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from rocm_sd.engine.levels import LEVELS
+from rocm_sd.engine.optimization import QUALITIES
+from rocm_sd.integrations.comfyui import benchmark, patching
+from rocm_sd.integrations.comfyui.host import belongs_to_the_host, say
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["NODE_CLASS_MAPPINGS", "NODE_DISPLAY_NAME_MAPPINGS"]
+
+Inputs = dict[str, dict[str, Any]]
+
+_CATEGORY = "ROCm Optimizations"
+_LEVEL = (
+    list(LEVELS),
+    {
+        "default": "auto",
+        "tooltip": "auto: by the memory that is free. performance: holds memory for recorded steps. memory: holds none."
+        " The picture is the same at every level.",
+    },
+)
+_QUALITY = (
+    list(QUALITIES),
+    {"default": "exact", "tooltip": "How far approximations may go. exact allows none; no others exist yet."},
+)
+
+
+def _or_unchanged(name: str, target: Any, optimize: Callable[[], Any]) -> tuple[Any]:
+    """What `optimize` gives, or the target itself with the reason in the console."""
+    try:
+        return (optimize(),)
+    except Exception as error:
+        if belongs_to_the_host(error):
+            raise
+        say(f"{name} hands its input on unchanged. {error}")
+        return (target,)
+
+
+class ROCmOptimizedAttention:
+    CATEGORY: ClassVar[str] = _CATEGORY
+    DESCRIPTION: ClassVar[str] = "Computes the attention of any model with the fastest implementation on this card."
+    RETURN_TYPES: ClassVar[tuple[str, ...]] = ("MODEL",)
+    OUTPUT_TOOLTIPS: ClassVar[tuple[str, ...]] = ("The same model with optimised attention; the input is unchanged.",)
+    FUNCTION: ClassVar[str] = "optimize"
+
+    @classmethod
+    def INPUT_TYPES(cls) -> Inputs:  # noqa: N802 -- the host's name
+        return {
+            "required": {"model": ("MODEL", {"tooltip": "The model to optimise."}), "optimization_level": _LEVEL},
+        }
+
+    def optimize(self, model: Any, optimization_level: str = "auto") -> tuple[Any]:
+        name = type(self).__name__
+        return _or_unchanged(name, model, lambda: patching.optimize_attention(model, optimization_level))
+
+
+class ROCmOptimizedModel:
+    CATEGORY: ClassVar[str] = _CATEGORY
+    DESCRIPTION: ClassVar[str] = (
+        "Everything for the diffusion model: attention, fused blocks, and steps that are recorded once and replayed."
+    )
+    RETURN_TYPES: ClassVar[tuple[str, ...]] = ("MODEL",)
+    OUTPUT_TOOLTIPS: ClassVar[tuple[str, ...]] = ("The same model, optimised; the input is unchanged.",)
+    FUNCTION: ClassVar[str] = "optimize"
+
+    @classmethod
+    def INPUT_TYPES(cls) -> Inputs:  # noqa: N802 -- the host's name
+        return {
+            "required": {
+                "model": ("MODEL", {"tooltip": "The model to optimise. LoRA loaders may come before or after."}),
+                "optimization_level": _LEVEL,
+                "quality": _QUALITY,
+            },
+        }
+
+    def optimize(self, model: Any, optimization_level: str = "auto", quality: str = "exact") -> tuple[Any]:
+        name = type(self).__name__
+        return _or_unchanged(name, model, lambda: patching.optimize_model(model, optimization_level, quality))
+
+
+class ROCmOptimizedVAE:
+    CATEGORY: ClassVar[str] = _CATEGORY
+    DESCRIPTION: ClassVar[str] = "Decodes and encodes with fused blocks. Tiling stays ComfyUI's own."
+    RETURN_TYPES: ClassVar[tuple[str, ...]] = ("VAE",)
+    OUTPUT_TOOLTIPS: ClassVar[tuple[str, ...]] = ("The same VAE, optimised; the input is unchanged.",)
+    FUNCTION: ClassVar[str] = "optimize"
+
+    @classmethod
+    def INPUT_TYPES(cls) -> Inputs:  # noqa: N802 -- the host's name
+        return {"required": {"vae": ("VAE", {"tooltip": "The VAE to optimise."}), "optimization_level": _LEVEL}}
+
+    def optimize(self, vae: Any, optimization_level: str = "auto") -> tuple[Any]:
+        return _or_unchanged(type(self).__name__, vae, lambda: patching.optimize_vae(vae, optimization_level))
+
+
+class ROCmOptimizationReport:
+    CATEGORY: ClassVar[str] = _CATEGORY
+    DESCRIPTION: ClassVar[str] = (
+        "Shows what was replaced, what was left alone and why. Place it after the sampler (connect a latent or an"
+        " image to `after`) to see what happened in the run, too."
+    )
+    RETURN_TYPES: ClassVar[tuple[str, ...]] = ("STRING",)
+    OUTPUT_TOOLTIPS: ClassVar[tuple[str, ...]] = ("The report as text.",)
+    FUNCTION: ClassVar[str] = "report"
+    OUTPUT_NODE: ClassVar[bool] = True
+
+    @classmethod
+    def INPUT_TYPES(cls) -> Inputs:  # noqa: N802 -- the host's name
+        return {
+            "required": {},
+            "optional": {
+                "model": ("MODEL", {"tooltip": "A model that a node of this category has optimised."}),
+                "vae": ("VAE", {"tooltip": "A VAE that a node of this category has optimised."}),
+                "after": ("*", {"tooltip": "Anything that is to be ready before the report is written."}),
+            },
+        }
+
+    @classmethod
+    def VALIDATE_INPUTS(cls, input_types: dict[str, str]) -> bool:  # noqa: ARG003, N802 -- the host's names
+        """`after` takes anything."""
+        return True
+
+    @classmethod
+    def IS_CHANGED(cls, **_inputs: Any) -> float:  # noqa: N802 -- the host's name
+        """Never the same as before: what is told comes with use."""
+        return float("nan")
+
+    def report(self, model: Any = None, vae: Any = None, after: Any = None) -> dict[str, Any]:  # noqa: ARG002
+        lines: list[str] = []
+        for name, target in (("model", model), ("VAE", vae)):
+            if target is None:
+                continue
+            record = patching.record_of(target)
+            if record is None:
+                lines.append(f"{name}: not optimised. If a node of ROCm Optimizations comes before, see the console.")
+            else:
+                lines += record.lines()
+        text = "\n".join(lines) or "Connect a model or a VAE."
+        return {"ui": {"text": [text]}, "result": (text,)}
+
+
+class ROCmBenchmark:
+    CATEGORY: ClassVar[str] = _CATEGORY
+    DESCRIPTION: ClassVar[str] = (
+        "Times sampling with the model as ComfyUI runs it and as ROCmOptimizedModel does, in turns, on this card."
+        " Numbers are compared first: where they differ, no speed is told."
+    )
+    RETURN_TYPES: ClassVar[tuple[str, ...]] = ("STRING",)
+    OUTPUT_TOOLTIPS: ClassVar[tuple[str, ...]] = ("What was measured, as text.",)
+    FUNCTION: ClassVar[str] = "measure"
+    OUTPUT_NODE: ClassVar[bool] = True
+
+    @classmethod
+    def INPUT_TYPES(cls) -> Inputs:  # noqa: N802 -- the host's name
+        size = {"default": 512, "min": 64, "max": 2048, "step": 64}
+        return {
+            "required": {
+                "model": ("MODEL", {"tooltip": "The model to measure, optimised or not."}),
+                "steps": ("INT", {"default": 10, "min": 2, "max": 50, "tooltip": "Steps of each run."}),
+                "repeats": ("INT", {"default": 5, "min": 1, "max": 50, "tooltip": "Runs of each of the two."}),
+                "width": ("INT", size),
+                "height": ("INT", size),
+                "optimization_level": _LEVEL,
+            },
+        }
+
+    @classmethod
+    def IS_CHANGED(cls, **_inputs: Any) -> float:  # noqa: N802 -- the host's name
+        """Measured anew each time."""
+        return float("nan")
+
+    def measure(
+        self, model: Any, steps: int, repeats: int, width: int, height: int, optimization_level: str = "auto"
+    ) -> dict[str, Any]:
+        try:
+            measured = benchmark.measure(model, steps, repeats, width, height, optimization_level)
+            text = "\n".join(measured.lines())
+        except Exception as error:
+            if belongs_to_the_host(error):
+                raise
+            text = f"Nothing was measured. {error}"
+            say(f"{type(self).__name__}: {text}")
+        return {"ui": {"text": [text]}, "result": (text,)}
+
+
+NODE_CLASS_MAPPINGS: dict[str, Any] = {
+    kind.__name__: kind
+    for kind in (
+        ROCmOptimizedModel, ROCmOptimizedAttention, ROCmOptimizedVAE, ROCmOptimizationReport, ROCmBenchmark,
+    )
+}  # fmt: skip
+NODE_DISPLAY_NAME_MAPPINGS: dict[str, str] = {
+    "ROCmOptimizedModel": "ROCm Optimized Model",
+    "ROCmOptimizedAttention": "ROCm Optimized Attention",
+    "ROCmOptimizedVAE": "ROCm Optimized VAE",
+    "ROCmOptimizationReport": "ROCm Optimization Report",
+    "ROCmBenchmark": "ROCm Benchmark",
+}

@@ -1,0 +1,179 @@
+"""A copy of the host's model or VAE with everything of ours in it, through the hooks that ComfyUI has for nodes.
+
+Nothing is changed in the model itself: ComfyUI applies the patches of the copy when that is loaded, and takes them
+back before it loads another one of the same weights, the original among them.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any
+
+from rocm_sd import arch
+from rocm_sd.engine import denoising, warmup
+from rocm_sd.engine.levels import LEVELS
+from rocm_sd.engine.optimization import CHANNELS_LAST, QUALITIES
+from rocm_sd.errors import InvalidOption, Unsupported
+from rocm_sd.integrations.comfyui import transformer_blocks, unet_blocks, vae_blocks
+from rocm_sd.integrations.comfyui.attention import OPTION, is_our_override, override_for
+from rocm_sd.integrations.comfyui.channels_last import Layout
+from rocm_sd.integrations.comfyui.host import KEY, is_comfy, require, the
+from rocm_sd.integrations.comfyui.record import Record
+from rocm_sd.integrations.comfyui.rules import compiled_ahead, find, is_ours, replacement
+from rocm_sd.integrations.comfyui.step_graph import StepGraph
+from rocm_sd.kernels import triton as triton_kernels
+from rocm_sd.tuning import environment, layers
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch
+    from torch import nn
+
+    from rocm_sd.integrations.comfyui.rules import BlockRule
+
+__all__ = ["optimize_attention", "optimize_model", "optimize_vae", "record_of", "stock_clone"]
+
+_UNET = "diffusion_model"
+_UNET_KIND = ("UNetModel", "ldm.modules.diffusionmodules.openaimodel")
+_VAES = (("AutoencoderKL", "ldm.models.autoencoder"), ("AutoencodingEngine", "ldm.models.autoencoder"))
+
+
+def record_of(target: Any) -> Record | None:
+    """What was done to a MODEL or a VAE of the host, if anything was."""
+    patcher = getattr(target, "patcher", target)
+    ask = getattr(patcher, "get_attachment", None)
+    found = ask(KEY) if callable(ask) else None
+    return found if isinstance(found, Record) else None
+
+
+def stock_clone(patcher: Any) -> Any:
+    """A copy without anything of ours; what other nodes have done stays."""
+    extension = the("comfy.patcher_extension")
+    clone = patcher.clone()
+    for name in [name for name, value in clone.object_patches.items() if is_ours(value)]:
+        del clone.object_patches[name]
+    options = clone.model_options.get("transformer_options", {})
+    if is_our_override(options.get(OPTION)):
+        del options[OPTION]
+    clone.remove_wrappers_with_key(extension.WrappersMP.DIFFUSION_MODEL, KEY)
+    clone.remove_callbacks_with_key(extension.CallbacksMP.ON_DETACH, KEY)
+    clone.remove_injections(KEY)
+    clone.remove_attachments(KEY)
+    return clone
+
+
+def optimize_attention(patcher: Any, level: str) -> Any:
+    """The host's attention, of whatever model, through the op."""
+    clone, record = _begin(patcher, "attention", level, "exact")
+    _override_attention(clone, record)
+    return clone
+
+
+def optimize_model(patcher: Any, level: str, quality: str) -> Any:
+    """Attention, fused blocks and recorded steps; of a model that is not a UNet of Stable Diffusion attention alone."""
+    clone, record = _begin(patcher, "model", level, quality)
+    _override_attention(clone, record)
+    unet = getattr(clone.model, _UNET, None)
+    kind: type = type(unet)
+    if unet is None or not is_comfy(kind, *_UNET_KIND):
+        record.notes.append(f"only its attention is replaced: {kind.__name__} is no UNet of SD 1.5, SD 2 or SDXL")
+        return clone
+    _patch(clone, record, unet, (*unet_blocks.RULES, *transformer_blocks.RULES), f"{_UNET}.")
+    _lay_out(clone, record, lambda model: model.diffusion_model)
+    device = clone.load_device
+    if level == "memory":
+        record.notes.append("steps are not recorded as graphs: level memory holds no memory for them")
+    elif denoising.is_wanted(device, allowed=True):
+        _record_steps(clone, record, StepGraph(unet, level))
+        warmup.start(device)
+    else:
+        record.notes.append(f"steps are not recorded as graphs: {_why_no_graphs(device)}")
+    return clone
+
+
+def optimize_vae(vae: Any, level: str) -> Any:
+    """A copy of the host's VAE whose patcher has the fused blocks. Both have the same weights."""
+    patcher = getattr(vae, "patcher", None)
+    if patcher is None:
+        raise Unsupported("ROCmOptimizedVAE", f"a {type(vae).__name__} without a model patcher")
+    model = patcher.model
+    if not any(is_comfy(type(model), *kind) for kind in _VAES):
+        raise Unsupported("ROCmOptimizedVAE", f"a VAE that is a {type(model).__name__}")
+    clone, record = _begin(patcher, "VAE", level, "exact")
+    _patch(clone, record, model, vae_blocks.RULES, "")
+    _lay_out(clone, record, lambda first_stage: first_stage)
+    for name in ("decode", "encode"):
+        if name not in clone.object_patches and hasattr(model, name):
+            clone.add_object_patch(name, compiled_ahead(model, name, record))
+    if level != "auto":
+        record.notes.append("how much is decoded at once, and tiling, are ComfyUI's own at every level")
+    copied = copy.copy(vae)
+    copied.patcher = clone
+    return copied
+
+
+def _begin(patcher: Any, what: str, level: str, quality: str) -> tuple[Any, Record]:
+    if level not in LEVELS:
+        raise InvalidOption("optimization_level", level, list(LEVELS))
+    if quality not in QUALITIES:
+        raise InvalidOption("quality", quality, list(QUALITIES))
+    require(patcher)
+    clone = stock_clone(patcher)
+    device = clone.load_device
+    record = Record(what, arch.detect(device).name, level, quality)
+    if device.type == "cpu":
+        record.notes.append(
+            "on a CPU each call is ComfyUI's own: the ops are stock torch there, unless a setting names others"
+        )
+    else:
+        reason = triton_kernels.why_not(device)
+        if reason is not None:
+            record.notes.append(f"Triton kernels are not used: {reason}")
+    if quality != "exact":
+        record.notes.append(f"quality {quality} allows approximations; none exists here, so the result is exact")
+    clone.set_attachments(KEY, record)
+    return clone, record
+
+
+def _override_attention(clone: Any, record: Record) -> None:
+    options = clone.model_options.setdefault("transformer_options", {})
+    if OPTION in options:
+        record.notes.append("attention is left alone, because another node computes it")
+        return
+    if not hasattr(the("comfy.ldm.modules.attention"), "wrap_attn"):
+        record.notes.append("attention is left alone, because this ComfyUI has no attention override")
+        return
+    options[OPTION] = override_for(record)
+    record.notes.append("attention without a mask goes through the attention op; with one it is ComfyUI's own")
+
+
+def _patch(clone: Any, record: Record, model: nn.Module, rules: Sequence[BlockRule], prefix: str) -> None:
+    found = find(model, rules, clone.object_patches, clone.object_patches_backup, prefix.rstrip("."))
+    for rule, module, change in found:
+        record.changes.append(change)
+        if change.replaced:
+            clone.add_object_patch(f"{change.path}.forward", replacement(rule, module, record))
+
+
+def _lay_out(clone: Any, record: Record, part: Any) -> None:
+    device = clone.load_device
+    layout = layers.choose("memory_format", arch.detect(device).name, {}, environment.current(device), "")
+    if layout.implementation != CHANNELS_LAST:
+        record.notes.append(f"convolutions keep their layout ({layout.why}), and their blocks are ComfyUI's own")
+        return
+    laid = Layout(part, layout.why)
+    injection = the("comfy.patcher_extension").PatcherInjection(inject=laid.inject, eject=laid.eject)
+    clone.set_injections(KEY, [injection])
+    record.sources.append(laid.notes)
+
+
+def _record_steps(clone: Any, record: Record, graph: StepGraph) -> None:
+    extension = the("comfy.patcher_extension")
+    clone.add_wrapper_with_key(extension.WrappersMP.DIFFUSION_MODEL, KEY, graph.wrapper)
+    clone.add_callback_with_key(extension.CallbacksMP.ON_DETACH, KEY, graph.detached)
+    record.sources.append(graph.notes)
+
+
+def _why_no_graphs(device: torch.device) -> str:
+    return "a CPU has no launches to save" if device.type == "cpu" else "ROCM_SD_STEP_GRAPH is 0"
