@@ -16,8 +16,10 @@ from rocm_sd import __version__, settings
 from rocm_sd.cli.bench import bench
 from rocm_sd.cli.demo import demo
 from rocm_sd.cli.doctor import DoctorCommand, doctor
+from rocm_sd.cli.export import export
 from rocm_sd.cli.generate import generate
 from rocm_sd.cli.info import info
+from rocm_sd.cli.install import install, uninstall
 from rocm_sd.cli.profile import profile
 from rocm_sd.cli.quality import quality
 from rocm_sd.cli.report import report
@@ -46,6 +48,9 @@ app.command()(bench)
 app.command()(profile)
 app.command()(report)
 app.command(cls=DoctorCommand)(doctor)
+app.command()(export)
+app.command()(install)
+app.command()(uninstall)
 
 
 def _version(wanted: bool) -> None:

@@ -1,0 +1,91 @@
+"""rocm-sd install and rocm-sd uninstall: into the programs where people draw, and out of them again."""
+
+from __future__ import annotations
+
+from pathlib import Path  # noqa: TC003 -- typer reads the annotations
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+__all__ = ["install", "uninstall"]
+
+_NEXT = {
+    "comfyui": 'Restart ComfyUI. The nodes are under "ROCm Optimizations"; examples/comfyui/ has workflows to drop in.',
+    "a1111": 'Restart Automatic1111. "ROCm SD Optimization" is below the prompt, in txt2img and img2img.',
+}
+
+
+def install(
+    host: Annotated[str, typer.Argument(help="comfyui or a1111.", show_default=False)],
+    path: Annotated[Path, typer.Argument(help="The folder of that program.", show_default=False)],
+    copy: Annotated[bool, typer.Option("--copy", help="Copy the files and do not link them.")] = False,
+    python: Annotated[
+        Path | None, typer.Option(help="The Python that runs it. (default: its venv or python_embeded)")
+    ] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="Install even if that Python lacks something: it starts without us.")
+    ] = False,
+) -> None:
+    """Put rocm-sd into ComfyUI or Automatic1111.
+
+    rocm-sd install comfyui ~/ComfyUI
+
+    rocm-sd install comfyui D:/ComfyUI_windows_portable --copy
+
+    rocm-sd install a1111 ~/stable-diffusion-webui --python ~/stable-diffusion-webui/venv/bin/python
+    """
+    from rocm_sd.integrations import installing
+
+    console = Console()
+    found = installing.recognise(host, path)
+    _say(console, f"found {found.described}")
+    for note in found.notes:
+        _say(console, f"note: {note}")
+    executable, its_own = installing.host_python(found, python)
+    if not its_own:
+        _say(console, "note: it has no venv or python_embeded; asking the Python that runs this. Another: --python")
+    with console.status(f"Asking {executable} ..."):
+        facts = installing.examine(executable, found.root)
+    _say(console, facts.described)
+    missing = installing.what_to_type(facts)
+    if missing and not force:
+        raise installing.HostNotReady(
+            f"{found.title} cannot use rocm-sd yet. {' '.join(missing)}",
+            hint="Then install again. Nothing was written; --force installs all the same.",
+        )
+    placed = installing.place(found, copy=copy)
+    how = "linked" if placed.mode == "link" else f"copied {placed.files} files to"
+    _say(console, f"{how} {placed.destination}")
+    for kept in placed.kept:
+        _say(console, f"kept {kept}: it was changed since it was installed")
+    for note in (*placed.notes, *missing):
+        _say(console, f"note: {note}")
+    _say(console, _NEXT[found.kind])
+    _say(console, f"To undo this: rocm-sd uninstall {found.kind} {path}")
+
+
+def uninstall(
+    host: Annotated[str, typer.Argument(help="comfyui or a1111.", show_default=False)],
+    path: Annotated[Path, typer.Argument(help="The folder of that program.", show_default=False)],
+) -> None:
+    """Take rocm-sd out of ComfyUI or Automatic1111: what install wrote, and nothing that you changed.
+
+    rocm-sd uninstall comfyui ~/ComfyUI
+
+    rocm-sd uninstall a1111 ~/stable-diffusion-webui
+    """
+    from rocm_sd.integrations import installing
+
+    console = Console()
+    found = installing.recognise(host, path)
+    removed = installing.remove(found)
+    for file in removed.files:
+        _say(console, f"removed {file}")
+    for kept in removed.kept:
+        _say(console, f"kept {kept}: rocm-sd did not write it, or it was changed since")
+    _say(console, f"{found.title} runs without rocm-sd after its next start.")
+
+
+def _say(console: Console, line: str) -> None:
+    console.print(line, highlight=False, soft_wrap=True, markup=False)

@@ -1,0 +1,255 @@
+"""Put a folder into a host and take it out again, by a list of what was written.
+
+The list lies beside the folder and is written first: a broken-off installation can be removed like a whole one. What
+the user changed is kept, by its hash.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import tempfile
+from dataclasses import dataclass, field
+from hashlib import sha256
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import rocm_sd
+from rocm_sd.errors import NoDiskSpace, RocmSdError
+from rocm_sd.integrations.installing.hosts import NotAHost
+
+if TYPE_CHECKING:
+    from rocm_sd.integrations.installing.hosts import Host
+
+__all__ = ["LIST_NAME", "Placed", "Removed", "place", "remove"]
+
+LIST_NAME = ".rocm-sd-install.json"
+_IGNORED = shutil.ignore_patterns("__pycache__", "*.pyc")
+
+
+@dataclass(frozen=True)
+class Placed:
+    """`mode` is link or copy; `kept` are files that the user had changed and that were left as they are."""
+
+    destination: Path
+    mode: str
+    files: int
+    kept: tuple[Path, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Removed:
+    files: tuple[Path, ...] = ()
+    kept: tuple[Path, ...] = ()
+
+
+@dataclass
+class _Record:
+    """What was written at `folder`: a link to `target`, or `files` with their hashes."""
+
+    folder: str
+    mode: str
+    version: str
+    target: str | None = None
+    files: dict[str, str] = field(default_factory=dict)
+
+
+def place(host: Host, *, copy: bool = False) -> Placed:
+    """Link `host.source` to `host.destination`, or copy it where links cannot be made or `copy` asks for it."""
+    if not host.source.is_dir():
+        raise RocmSdError(
+            f"This rocm-sd has no part for {host.title}: {host.source} is missing.",
+            hint="Type: pip install --force-reinstall rocm-sd",
+        )
+    before = _read_record(host)
+    occupied = host.destination.exists() or host.destination.is_symlink()
+    if occupied and not _is_ours(host, before):
+        raise RocmSdError(
+            f"{host.destination} is there already, and rocm-sd did not write it.",
+            hint="Move it away, and install again.",
+        )
+    try:
+        host.destination.parent.mkdir(parents=True, exist_ok=True)
+        if copy or (occupied and not host.destination.is_symlink()):
+            return _copied(host, before)
+        return _linked(host, before)
+    except OSError as error:
+        if error.errno == errno.ENOSPC:
+            raise NoDiskSpace(host.destination) from error
+        raise RocmSdError(
+            f"{host.destination} cannot be written ({error.strerror or error}).",
+            hint="Check whose folder it is, and run this as its owner.",
+        ) from error
+
+
+def _is_ours(host: Host, record: _Record | None) -> bool:
+    if record is None:
+        return False
+    if record.mode == "link":
+        return host.destination.is_symlink() and str(host.destination.readlink()) == record.target
+    return not host.destination.is_symlink()
+
+
+def remove(host: Host) -> Removed:
+    """Remove what the list says and nothing else; what was changed since stays."""
+    record = _read_record(host)
+    if record is None:
+        raise NotAHost(
+            f"rocm-sd is not installed in {host.root}: there is no {host.destination.parent / LIST_NAME}.",
+            hint=f"To install it, type: rocm-sd install {host.kind} {host.root}",
+        )
+    gone, kept = _take_link(host, record) if record.mode == "link" else _take_files(host, record)
+    (host.destination.parent / LIST_NAME).unlink(missing_ok=True)
+    return Removed(tuple(gone), tuple(kept))
+
+
+def _linked(host: Host, before: _Record | None) -> Placed:
+    target = host.source.resolve()
+    record = _Record(host.destination.name, "link", rocm_sd.__version__, str(target))
+    _write_record(host, record)
+    # A new link takes the old one's place in one step: the host never finds nothing there.
+    name = host.destination.with_name(f".{host.destination.name}.{os.getpid()}")
+    try:
+        name.symlink_to(target, target_is_directory=True)
+        name.replace(host.destination)
+    except (OSError, NotImplementedError) as error:
+        name.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.errno in {errno.ENOSPC, errno.EACCES, errno.EROFS}:
+            _restore_record(host, before)
+            raise
+        copied = _copied(host, before)
+        note = f"A link could not be made here ({error}): copied. After an update of rocm-sd, install again."
+        return Placed(copied.destination, copied.mode, copied.files, copied.kept, (note,))
+    return Placed(host.destination, "link", 1)
+
+
+def _copied(host: Host, before: _Record | None) -> Placed:
+    if host.destination.is_symlink():
+        host.destination.unlink()
+    sources = {file.relative_to(host.source).as_posix(): file for file in _files(host.source)}
+    old = before.files if before else {}
+    kept = [name for name in sources if _changed(host.destination / name, old.get(name), sources[name])]
+    # A file that an earlier version had and this one has not goes, unless the user changed it.
+    stale = [name for name in old if name not in sources and _hash(host.destination / name) == old[name]]
+    hashes = {name: _hash(file) or "" for name, file in sources.items() if name not in kept}
+    record = _Record(
+        host.destination.name, "copy", rocm_sd.__version__, None, hashes | {name: old[name] for name in stale}
+    )
+    _write_record(host, record)
+    if host.destination.exists():
+        for name in hashes:
+            _replace_file(sources[name], host.destination / name)
+        for name in stale:
+            (host.destination / name).unlink()
+        _write_record(host, _Record(record.folder, "copy", record.version, None, hashes))
+    else:
+        _copy_whole(host)
+    return Placed(host.destination, "copy", len(hashes), tuple(host.destination / name for name in kept))
+
+
+def _copy_whole(host: Host) -> None:
+    """All files or none: copied beside, then renamed."""
+    beside = Path(tempfile.mkdtemp(dir=host.destination.parent, prefix=f".{host.destination.name}."))
+    try:
+        shutil.copytree(host.source, beside, dirs_exist_ok=True, ignore=_IGNORED)
+        beside.chmod(0o755)
+        beside.rename(host.destination)
+    finally:
+        if beside.exists():
+            shutil.rmtree(beside)
+
+
+def _replace_file(source: Path, file: Path) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = file.with_name(f".{file.name}.{os.getpid()}")
+    try:
+        shutil.copyfile(source, unfinished)
+        unfinished.replace(file)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def _changed(file: Path, written: str | None, source: Path) -> bool:
+    """Is there a file that is neither what was written before nor what is to be written now?"""
+    present = _hash(file)
+    return present is not None and present not in {written, _hash(source)}
+
+
+def _take_link(host: Host, record: _Record) -> tuple[list[Path], list[Path]]:
+    if _is_ours(host, record):
+        host.destination.unlink()
+        return [host.destination], []
+    # Broken off before the link was made, or replaced by the user's own.
+    return [], [host.destination] if host.destination.exists() or host.destination.is_symlink() else []
+
+
+def _take_files(host: Host, record: _Record) -> tuple[list[Path], list[Path]]:
+    gone, kept = [], []
+    for name, written in record.files.items():
+        file = host.destination / name
+        present = _hash(file)
+        if present == written:
+            file.unlink()
+            gone.append(file)
+            for compiled in (file.parent / "__pycache__").glob(f"{file.stem}.*.pyc"):
+                compiled.unlink()
+        elif present is not None:
+            kept.append(file)
+    if host.destination.is_dir():
+        for folder, _, _ in sorted(os.walk(host.destination), reverse=True):
+            if not any(Path(folder).iterdir()):
+                Path(folder).rmdir()
+        if host.destination.exists():
+            kept += [file for file in _files(host.destination) if file not in kept]
+    return gone, kept
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(
+        file
+        for file in folder.rglob("*")
+        if file.is_file() and "__pycache__" not in file.parts and file.suffix != ".pyc"
+    )
+
+
+def _hash(file: Path) -> str | None:
+    return sha256(file.read_bytes()).hexdigest() if file.is_file() else None
+
+
+def _read_record(host: Host) -> _Record | None:
+    file = host.destination.parent / LIST_NAME
+    try:
+        read: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        record = _Record(**read)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError) as error:
+        raise RocmSdError(
+            f"{file} cannot be read ({error}): what rocm-sd wrote is not known.",
+            hint=f"Look into {host.destination}, remove both by hand, and install again.",
+        ) from error
+    # The list names files to delete: none may lie outside the folder.
+    outside = [name for name in record.files if Path(name).is_absolute() or ".." in Path(name).parts]
+    if record.folder != host.destination.name or outside:
+        raise RocmSdError(f"{file} is not a list that rocm-sd wrote.", hint="Remove it by hand.")
+    return record
+
+
+def _write_record(host: Host, record: _Record) -> None:
+    file = host.destination.parent / LIST_NAME
+    unfinished = file.with_name(f"{file.name}.{os.getpid()}")
+    try:
+        unfinished.write_text(json.dumps(vars(record), indent=1) + "\n", encoding="utf-8")
+        unfinished.replace(file)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def _restore_record(host: Host, before: _Record | None) -> None:
+    if before is None:
+        (host.destination.parent / LIST_NAME).unlink(missing_ok=True)
+    else:
+        _write_record(host, before)
