@@ -1,4 +1,4 @@
-"""A Stable Diffusion 1.x pipeline in memory as one checkpoint in the layout of the original code, which every UI reads."""
+"""A Stable Diffusion 1.x pipeline as one checkpoint in the layout of the original code, which every UI reads."""
 
 from __future__ import annotations
 
