@@ -39,7 +39,7 @@ class Row:
     on_cpu: str | None = None
 
 
-_NORMS = frozenset({"resblock", "norm_out"})
+_NORMS = frozenset({"resblock", "norm_out", "vae_decoder"})
 _FEED_FORWARD = _NORMS | {"transformer"}
 _ATTENTION = _FEED_FORWARD | {"spatial_transformer", "vae_attention", "joint_transformer", "flux_transformer"}
 _SAMPLERS = _ATTENTION | {"upsample", "downsample", "flux_single_transformer"}
@@ -63,7 +63,7 @@ ROWS: tuple[Row, ...] = (
     Row("channels-last", "weights of convolutions laid out channels-last"),
     Row(
         "GroupNorm",
-        "GroupNorm and SiLU as one op that keeps the layout",
+        "GroupNorm and SiLU as one op that keeps the layout; a decoder that lets go of its maps",
         replace(_EAGER, rules=_NORMS, stock_ops=frozenset({"conv2d"})),
     ),
     Row(
