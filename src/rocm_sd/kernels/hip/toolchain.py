@@ -1,0 +1,253 @@
+"""compile_source("layout_copy", "gfx1100", {"element": "bits16"}) -> machine code, with or without ROCm and a GPU.
+
+The sources need a compiler's builtins and no header but ours, so any clang that knows the architecture will do. What
+was compiled once is kept under the cache folder, by content: the source and every header, the architecture, the
+parameters, the options, and the compiler's version. ROCM_SD_CACHE names another folder.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import re
+import shutil
+import subprocess
+import tempfile
+import zlib
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import platformdirs
+
+from rocm_sd import arch as archs
+from rocm_sd import settings
+from rocm_sd.errors import InvalidOption, RocmSdError, Unsupported
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from rocm_sd.arch import Arch
+
+__all__ = [
+    "INCLUDE",
+    "SOURCES",
+    "TARGETS",
+    "Compiled",
+    "Compiler",
+    "HipCompilationFailed",
+    "NoHipCompiler",
+    "Resources",
+    "compile_source",
+    "find_compiler",
+    "source_names",
+]
+
+INCLUDE = Path(__file__).parent / "include"
+SOURCES = Path(__file__).parent / "sources"
+# One or two of each family; arch.hpp has the tags. Others of the same families compile too, and are not proven.
+TARGETS = ("gfx1030", "gfx90a", "gfx942", "gfx1100", "gfx1200", "gfx1201")
+# Debian's by version, then any other; ROCm's own is looked for last.
+CLANGS = ("clang-19", "clang-20", "clang-21", "clang")
+OPTIONS = (
+    "-x", "hip", "--offload-device-only", "--no-gpu-bundle-output", "-nogpulib", "-nogpuinc", "-O3", "-std=c++17",
+    # Else a symbol is named after the paths of the files, and the same source gives other bytes in another folder.
+    "-fuse-cuid=none",
+)  # fmt: skip
+OLDEST = 19  # fences for LDS alone are not in older ones
+TIMEOUT_S = 180.0
+
+_PARAMETER = re.compile(r"[a-z][a-z0-9_]*")
+_VALUE = re.compile(r"-?[0-9]+|[a-z][a-z0-9_]*")
+_VERSION = re.compile(r"clang version (?P<major>\d+)")
+_METADATA = re.compile(r"^(?:  - |    )\.(?P<key>\w+):\s*(?P<value>\S*)$")
+
+
+class NoHipCompiler(RocmSdError):
+    """There is nothing here to compile HIP with: other implementations go on without it."""
+
+
+class HipCompilationFailed(RocmSdError):
+    """The compiler refused a source, crashed, or did not end."""
+
+
+@dataclass(frozen=True)
+class Compiler:
+    """A clang that knows AMD targets; `version` is all that it says of itself."""
+
+    path: str
+    version: str
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What one kernel takes of the machine, by the compiler's own metadata; `threads` make a workgroup."""
+
+    name: str
+    vgprs: int
+    agprs: int
+    sgprs: int
+    vgpr_spills: int
+    sgpr_spills: int
+    scratch: int
+    lds: int
+    wave_size: int
+    threads: int
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """One source for one architecture: the code object (an ELF file), its text, and the kernels in it by name."""
+
+    arch: str
+    elf: bytes = field(repr=False)
+    assembly: str = field(repr=False)
+    kernels: Mapping[str, Resources]
+
+
+def source_names() -> tuple[str, ...]:
+    return tuple(sorted(path.stem for path in SOURCES.glob("*.hip")))
+
+
+def find_compiler() -> Compiler:
+    """The first that is there and new enough; raises `NoHipCompiler` with what to type."""
+    rocm = (settings.current().rocm_path or Path("/opt/rocm")) / "llvm" / "bin" / "clang"
+    paths = [path for name in CLANGS if (path := shutil.which(name))] + ([str(rocm)] if rocm.is_file() else [])
+    for path in paths:
+        version = _version(path)
+        match = _VERSION.search(version)
+        if match and int(match["major"]) >= OLDEST:
+            return Compiler(path, version)
+    found = f"found only older ones: {', '.join(paths)}" if paths else f"looked for {', '.join(CLANGS)} and {rocm}"
+    raise NoHipCompiler(
+        f"There is no clang {OLDEST} or newer to compile HIP with: {found}.",
+        hint="Type: apt-get install clang-19 lld-19",
+    )
+
+
+@lru_cache
+def _version(path: str) -> str:
+    return subprocess.run([path, "--version"], capture_output=True, text=True, check=False).stdout
+
+
+def compile_source(source: str | Path, arch: Arch | str, parameters: Mapping[str, int | str]) -> Compiled:
+    """Every kernel of `sources/<source>.hip`, or of a file of yours, for one architecture.
+
+    The parameter `element` is the macro ROCM_SD_ELEMENT there.
+    """
+    file = source if isinstance(source, Path) else SOURCES / f"{source}.hip"
+    if not file.is_file():
+        raise InvalidOption("HIP source", source, list(source_names()))
+    name = archs.get(arch).name if isinstance(arch, str) else arch.name
+    if not archs.get(name).known or archs.get(name).vendor is not archs.Vendor.AMD:
+        raise Unsupported("HIP", f"the architecture {name}", hint=f"Proven: {', '.join(TARGETS)}.")
+    options = (*OPTIONS, f"--offload-arch={name}", *_definitions(parameters))
+    compiler = find_compiler()
+    entry = _entry(compiler, file, options)
+    body = _read(entry)
+    if body is None:
+        body = _compile(compiler, file, name, options)
+        _store(entry, body)
+    kernels = {found.name: found for found in _resources(body["assembly"])}
+    return Compiled(name, base64.b64decode(body["elf"]), body["assembly"], kernels)
+
+
+def _definitions(parameters: Mapping[str, int | str]) -> list[str]:
+    found = []
+    for name, value in sorted(parameters.items()):
+        plain = str(int(value)) if isinstance(value, int) else value
+        if not _PARAMETER.fullmatch(name) or not _VALUE.fullmatch(plain):
+            raise InvalidOption(
+                "HIP parameter", f"{name}={plain}", ["a lower-case name with a number or a type's name"]
+            )
+        found.append(f"-DROCM_SD_{name.upper()}={plain}")
+    return found
+
+
+def _compile(compiler: Compiler, file: Path, arch: str, options: tuple[str, ...]) -> dict[str, Any]:
+    """To assembly text, which the gates read, and from that very text to the code object."""
+    with tempfile.TemporaryDirectory() as folder:
+        text, linked = Path(folder) / "kernel.s", Path(folder) / "kernel.co"
+        _run([compiler.path, *options, f"-I{INCLUDE}", "-S", str(file), "-o", str(text)], file.name, arch)
+        target = ["-x", "assembler", "-target", "amdgcn-amd-amdhsa", f"-mcpu={arch}"]
+        _run([compiler.path, *target, str(text), "-o", str(linked)], file.name, arch)
+        return {"elf": base64.b64encode(linked.read_bytes()).decode(), "assembly": text.read_text(encoding="utf-8")}
+
+
+def _run(command: list[str], source: str, arch: str) -> None:
+    program = Path(command[0]).name
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired:
+        raise HipCompilationFailed(f"{program} did not end within {TIMEOUT_S:.0f} s on {source} for {arch}.") from None
+    if done.returncode:
+        first = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip())
+        hint = "Type: apt-get install lld-19" if "lld" in first else None
+        raise HipCompilationFailed(f"{program} refused {source} for {arch}: {first}.", hint=hint)
+
+
+def _resources(assembly: str) -> list[Resources]:
+    """The metadata at the end of the text is YAML of one fixed shape: a kernel's own keys stand four columns in."""
+    found: list[dict[str, str]] = []
+    inside = False
+    for line in assembly.splitlines():
+        if "amdgpu_metadata" in line:
+            inside = not inside
+        elif inside and (match := _METADATA.match(line)):
+            if line.startswith("  - "):
+                found.append({})
+            if found:
+                found[-1][match["key"]] = match["value"]
+    return [_of_one(entry) for entry in found if "vgpr_count" in entry]
+
+
+def _of_one(entry: Mapping[str, str]) -> Resources:
+    return Resources(
+        name=entry["name"],
+        vgprs=int(entry["vgpr_count"]),
+        agprs=int(entry.get("agpr_count", "0")),
+        sgprs=int(entry["sgpr_count"]),
+        vgpr_spills=int(entry["vgpr_spill_count"]),
+        sgpr_spills=int(entry["sgpr_spill_count"]),
+        scratch=int(entry["private_segment_fixed_size"]),
+        lds=int(entry["group_segment_fixed_size"]),
+        wave_size=int(entry["wavefront_size"]),
+        threads=int(entry["max_flat_workgroup_size"]),
+    )
+
+
+def _entry(compiler: Compiler, file: Path, options: tuple[str, ...]) -> Path:
+    digest = hashlib.sha256()
+    headers = sorted(INCLUDE.rglob("*.hpp"))
+    parts = [compiler.version.encode(), *(option.encode() for option in options)]
+    parts += [part for path in (file, *headers) for part in (path.name.encode(), path.read_bytes())]
+    for part in parts:
+        # The length in front: without it a boundary could move, and two calls share one key.
+        digest.update(len(part).to_bytes(8, "little") + part)
+    chosen = settings.current().cache_dir or Path(platformdirs.user_cache_dir("rocm-sd", appauthor=False))
+    key = digest.hexdigest()
+    return chosen / "code" / "hip" / key[:2] / f"{key}.json.z"
+
+
+def _store(entry: Path, body: Mapping[str, Any]) -> None:
+    """Written beside and renamed, so that a reader sees all of it or nothing."""
+    packed = zlib.compress(json.dumps(body).encode())
+    entry.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=entry.parent, delete=False) as file:
+        file.write(hashlib.sha256(packed).digest() + packed)
+    Path(file.name).replace(entry)
+
+
+def _read(entry: Path) -> dict[str, Any] | None:
+    """The entry's content, or None where there is none or it is damaged: then it is made anew."""
+    try:
+        content = entry.read_bytes()
+    except FileNotFoundError:
+        return None
+    digest, packed = content[:32], content[32:]
+    if hashlib.sha256(packed).digest() != digest:
+        return None
+    body: dict[str, Any] = json.loads(zlib.decompress(packed))
+    return body
