@@ -51,3 +51,11 @@ def test_without_configs_and_without_the_hub_the_way_out_is_named(tmp_path, monk
 def test_what_is_no_stable_diffusion_1_is_refused(tmp_path):
     with pytest.raises(Unsupported, match="it takes Stable Diffusion"):
         save_single_file(object(), tmp_path / "model.safetensors")
+
+
+def test_what_has_another_text_encoder_in_the_original_is_refused(tmp_path):
+    pipe = tiny_pipeline(tmp_path)
+    pipe.unet.register_to_config(use_linear_projection=True)
+    with pytest.raises(Unsupported, match=r"Stable Diffusion 2\.x"):
+        save_single_file(pipe, tmp_path / "model.safetensors")
+    assert not (tmp_path / "model.safetensors").exists()

@@ -95,9 +95,6 @@ def write_checkpoint(folder: Path, file: Path, *, name: str, force: bool = False
         kind = index.get("_class_name", "a model of another kind")
         raise Unsupported("A checkpoint of one file", f"{kind}: it takes Stable Diffusion 1.x")
     unet, vae, text_encoder = (read_part(folder, part) for part in ("unet", "vae", "text_encoder"))
-    if unet.config.get("use_linear_projection"):
-        # Its original text encoder is OpenCLIP's, whose layers have another layout: a host would not find them.
-        raise Unsupported("A checkpoint of one file", "Stable Diffusion 2.x: it takes 1.x")
     weights = checkpoint_weights(unet, vae, text_encoder)
     metadata = _metadata(folder, name, unet, vae)
     with_size = _save_whole(weights, metadata, file)
@@ -106,6 +103,9 @@ def write_checkpoint(folder: Path, file: Path, *, name: str, force: bool = False
 
 def checkpoint_weights(unet: Part, vae: Part, text_encoder: Part) -> dict[str, torch.Tensor]:
     """The three components' weights under the original's names; a layer that has none there is an error."""
+    if unet.config.get("use_linear_projection"):
+        # Its original text encoder is OpenCLIP's, whose layers have another layout: a host would not find them.
+        raise Unsupported("A checkpoint of one file", "Stable Diffusion 2.x: it takes 1.x")
     weights: dict[str, torch.Tensor] = {}
     layers = int(unet.config["layers_per_block"])
     with_attention = [str(kind).startswith("CrossAttn") for kind in unet.config["up_block_types"]]
