@@ -212,7 +212,9 @@ def test_every_tile_passes_the_gates(gfx, case):
 @pytest.mark.parametrize("sample", OP.verification.small, ids=lambda sample: sample.name)
 def test_small_samples_are_as_close_to_float64_as_stock_torch(sample, gfx):
     for config in {configs(gfx)[0], configs(gfx)[-1]}:
-        run(gfx, config, sample.make())
+        given = sample.make()
+        rows, columns = given[0].shape[0], given[1].shape[0]
+        assert run(gfx, config, given).counters.bytes_stored == rows * columns * given[0].element_size()
 
 
 def arguments(M, N, K, dtype):
@@ -251,7 +253,8 @@ def test_global_memory_moves_in_whole_lines(gfx):
 
 @pytest.mark.parametrize("gfx", EMULATED)
 def test_odd_sizes_over_several_tiles_and_steps(gfx):
-    run(gfx, configs(gfx)[-1], arguments(70, 77, 141, torch.float16))
+    counters = run(gfx, configs(gfx)[-1], arguments(70, 77, 141, torch.float16)).counters
+    assert counters.bytes_stored == 70 * 77 * 2
 
 
 @pytest.mark.parametrize("gfx", EMULATED)
@@ -260,8 +263,8 @@ def test_one_row_a_last_step_that_is_not_whole_and_rows_that_lie_apart(gfx):
     apart = torch.zeros(1, 208, dtype=x.dtype)[:, :200].copy_(x)
     sparse = torch.zeros(72, 208, dtype=x.dtype)[:, :200].copy_(weight)
     for config in configs(gfx):
-        run(gfx, config, (apart, sparse, bias, residual))
-    run(gfx, configs(gfx)[-1], (apart, sparse, None, None))
+        assert run(gfx, config, (apart, sparse, bias, residual)).counters.bytes_stored == 72 * 2
+    assert run(gfx, configs(gfx)[-1], (apart, sparse, None, None)).counters.bytes_stored == 72 * 2
 
 
 @pytest.mark.parametrize("element", DTYPES)
@@ -294,4 +297,6 @@ def test_bands_cover_every_tile_of_a_product_that_no_band_divides():
     # 5 x 2 tiles of 64 in bands of 2: the last band is one tile high.
     gfx = "gfx1201"
     config = linear_residual.LinearResidualConfig(64, 64, 64, 2, 2, 2, 16, group_m=2)
-    run(gfx, config, arguments(300, 80, 64, torch.float16))
+    counters = run(gfx, config, arguments(300, 80, 64, torch.float16)).counters
+    # Each tile once: what two had written would count twice.
+    assert counters.bytes_stored == 300 * 80 * 2

@@ -129,7 +129,8 @@ def executed(name, gfx, *arguments, **named):
 @pytest.mark.parametrize("gfx", EMULATED)
 @pytest.mark.parametrize(("name", "sample"), SMALL)
 def test_small_samples_are_as_close_to_float64_as_stock_torch(name, sample, gfx):
-    executed(name, gfx, *sample.make())
+    _, calls = executed(name, gfx, *sample.make())
+    assert calls
 
 
 # Timed calls that take a kernel of their own: latents, and pictures.

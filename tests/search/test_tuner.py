@@ -17,7 +17,6 @@ from misbehaving import CANDIDATES
 
 from rocm_sd.search.candidates import Candidate
 from rocm_sd.search.halving import strategy
-from rocm_sd.search.outcome import clearly_faster
 from rocm_sd.search.tuner import Options, Tuner
 from rocm_sd.tuning.database import Database
 
@@ -75,8 +74,8 @@ def test_what_is_not_clearly_faster_is_stored_and_stock_is_chosen(brought, datab
     (outcome,) = Tuner(CPU, database, Options(30)).run([geglu_call(64, 64)])
     stored = {entry.candidate: entry for entry in database.all()}
     assert {"same", "sleeps", "torch"} == set(stored)
-    assert not clearly_faster(stored["sleeps"])
-    if not clearly_faster(stored["same"]):  # an interval of 95% is wrong once in a while
+    assert not stored["sleeps"].clearly_faster
+    if not stored["same"].clearly_faster:  # an interval of 95% is wrong once in a while
         assert outcome.chosen == Candidate("torch")
         assert outcome.us == outcome.stock_us
 

@@ -249,8 +249,8 @@ def _moved(database: Database, import_: Path | None, export: Path | None) -> Non
 
 def _list(database: Database, device: str | None, *, as_json: bool) -> None:
     from rocm_sd.integrations.diffusers.loading import default_device
-    from rocm_sd.search.outcome import clearly_faster
-    from rocm_sd.tuning import environment
+    from rocm_sd.tuning import environment, lookup
+    from rocm_sd.tuning.layers import preferred
 
     here = environment.current(default_device(device))
     by_problem: dict[tuple[str, str], list[Entry]] = {}
@@ -258,8 +258,12 @@ def _list(database: Database, device: str | None, *, as_json: bool) -> None:
         by_problem.setdefault((entry.op, _problem(entry.problem)), []).append(entry)
     rows: list[dict[str, Any]] = []
     for (op, _), entries in by_problem.items():
-        usable = [e for e in entries if clearly_faster(e)]
+        usable = [e for e in entries if e.clearly_faster]
         best = min(usable, key=lambda e: e.median_us) if usable else None
+        if best is not None:
+            shipped = lookup(op, here.arch, best.problem)
+            known = (e for e in usable if e.candidate == shipped.implementation and e.config in (shipped.config, {}))
+            best = preferred(best, next(known, None))
         stock_us = next((e.stock_us for e in (best, *entries) if e and e.stock_us), None)
         rows.append(
             {

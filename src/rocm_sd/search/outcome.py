@@ -1,4 +1,4 @@
-"""What a search found for one problem, and the rule by which stock stays."""
+"""What a search found for one problem."""
 
 from __future__ import annotations
 
@@ -9,14 +9,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from rocm_sd.search.candidates import Candidate
-    from rocm_sd.tuning.database import Entry
 
-__all__ = ["Failure", "Outcome", "clearly_faster"]
-
-
-def clearly_faster(entry: Entry) -> bool:
-    """Right, and its whole interval is below stock's time; anything else leaves the problem to stock."""
-    return entry.numerics == "ok" and entry.stock_us is not None and entry.high_us < entry.stock_us
+__all__ = ["Failure", "Outcome"]
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from rocm_sd.search import ahead
 from rocm_sd.search.calls import make
 from rocm_sd.search.candidates import Candidate, candidates, hash_of, operations
 from rocm_sd.search.halving import Halving, Strategy
-from rocm_sd.search.outcome import Failure, Outcome, clearly_faster
+from rocm_sd.search.outcome import Failure, Outcome
 from rocm_sd.search.pipeline import CONVOLUTION_LIBRARY
 from rocm_sd.search.process import Lost, OutOfTime, Worker, WorkerCannotStart
 from rocm_sd.search.worker import OK
@@ -273,7 +273,7 @@ class Tuner:
     def _outcome(self, search: _Search) -> Outcome:
         entries = {c: e for c in search.candidates if (e := search.entry(c)) is not None}
         failures = tuple(Failure(str(c), e.numerics) for c, e in entries.items() if e.numerics != OK)
-        usable = {c: e for c, e in entries.items() if clearly_faster(e) and not c.is_stock}
+        usable = {c: e for c, e in entries.items() if e.clearly_faster and not c.is_stock}
         chosen = min(usable, key=lambda c: usable[c].median_us) if usable else Candidate(STOCK)
         shipped = search.shipped
         if usable and shipped in usable and preferred(usable[chosen], usable[shipped]) is usable[shipped]:

@@ -65,6 +65,11 @@ class Entry:
             put(self, "stock_us", float(self.stock_us) if math.isfinite(self.stock_us) else None)
         put(self, "when", utc(self.when))
 
+    @property
+    def clearly_faster(self) -> bool:
+        """Right, and its whole interval is below stock's time; anything else leaves the problem to stock."""
+        return self.numerics == "ok" and self.stock_us is not None and self.high_us < self.stock_us
+
     def row(self) -> tuple[Any, ...]:
         key = (self.op, text(self.problem), self.environment.key(), self.kernel_hash, self.candidate, text(self.config))
         times = (_finite(t) for t in (self.median_us, self.low_us, self.high_us))

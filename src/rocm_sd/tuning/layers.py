@@ -69,14 +69,10 @@ def preferred(best: Entry, shipped: Entry | None) -> Entry:
     Each was timed beside stock, at another moment: shares of stock's time are what can be compared. One that is not
     faster than stock beyond doubt stands back, whoever named it.
     """
-    if shipped is None or not _is_faster_than_stock(shipped) or best.stock_us is None or shipped.stock_us is None:
+    if shipped is None or shipped.stock_us is None or not shipped.clearly_faster or best.stock_us is None:
         return best
     beyond_doubt = best.high_us / best.stock_us < shipped.low_us / shipped.stock_us
     return best if beyond_doubt else shipped
-
-
-def _is_faster_than_stock(entry: Entry) -> bool:
-    return entry.numerics == "ok" and entry.stock_us is not None and entry.high_us < entry.stock_us
 
 
 def _measured(best: Entry, shipped: Choice) -> Choice:

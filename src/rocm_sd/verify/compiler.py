@@ -11,22 +11,19 @@ import base64
 import hashlib
 import importlib
 import importlib.util
-import json
 import shutil
 import subprocess
 import sys
 import tempfile
-import zlib
 from concurrent.futures import as_completed
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import platformdirs
-
 from rocm_sd import arch as archs
 from rocm_sd import settings
 from rocm_sd.errors import MissingDependency, RocmSdError, Unsupported
+from rocm_sd.kernels import code_cache
 from rocm_sd.verify import workers
 from rocm_sd.verify.code_object import CodeObject
 
@@ -106,8 +103,7 @@ class _Request:
 
 
 def cache_folder() -> Path:
-    chosen = settings.current().cache_dir
-    return (chosen or Path(platformdirs.user_cache_dir("rocm-sd", appauthor=False))) / "code"
+    return code_cache.folder()
 
 
 def targets() -> tuple[Arch, ...]:
@@ -253,35 +249,16 @@ def _key(*parts: str) -> str:
 
 
 def _store(entry: Path, elf: bytes, assembly: str, shared: int) -> None:
-    """Written beside and renamed, so that a reader sees all of it or nothing."""
     body = {"elf": base64.b64encode(elf).decode(), "assembly": assembly, "shared": shared}
-    packed = zlib.compress(json.dumps(body).encode())
-    entry.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=entry.parent, delete=False) as file:
-        file.write(hashlib.sha256(packed).digest() + packed)
-    Path(file.name).replace(entry)
-
-
-def _read(entry: Path) -> dict[str, Any] | None:
-    """The entry's content, or None where there is none or it is damaged; a damaged one is removed."""
-    try:
-        content = entry.read_bytes()
-    except FileNotFoundError:
-        return None
-    digest, packed = content[:32], content[32:]
-    if hashlib.sha256(packed).digest() != digest:
-        entry.unlink(missing_ok=True)
-        return None
-    body: dict[str, Any] = json.loads(zlib.decompress(packed))
-    return body
+    code_cache.store(entry, body)
 
 
 def _whole(entry: Path) -> bool:
-    return _read(entry) is not None
+    return code_cache.read(entry) is not None
 
 
 def _loaded(entry: Path) -> CodeObject:
-    body = _read(entry)
+    body = code_cache.read(entry)
     if body is None:
         raise CompilationFailed(f"{entry} was removed or damaged while it was used.", hint="Run the command again.")
     code = CodeObject.from_elf(base64.b64decode(body["elf"]), body["assembly"])

@@ -301,6 +301,8 @@ def test_an_area_of_the_picture(ops):
     ours = patching.optimize_model(stock, "auto", "exact")
     positive = [*prompt(stock, 1), *prompt(stock, 5, area=(4, 4, 2, 2), strength=0.7)]
     near(sample(ours, positive=positive), sample(stock, positive=positive))
+    assert "area" not in notes(ours)
+    assert replays(ours) > 0
 
 
 def test_a_model_that_is_unloaded_gives_its_graphs_back(ops):

@@ -9,22 +9,19 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import json
 import re
 import shutil
 import subprocess
 import tempfile
-import zlib
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import platformdirs
-
 from rocm_sd import arch as archs
 from rocm_sd import settings
 from rocm_sd.errors import InvalidOption, RocmSdError, Unsupported
+from rocm_sd.kernels import code_cache
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -146,10 +143,10 @@ def compile_source(source: str | Path, arch: Arch | str, parameters: Mapping[str
     options = (*OPTIONS, f"--offload-arch={name}", *_definitions(parameters))
     compiler = find_compiler()
     entry = _entry(compiler, file, options)
-    body = _read(entry)
+    body = code_cache.read(entry)
     if body is None:
         body = _compile(compiler, file, name, options)
-        _store(entry, body)
+        code_cache.store(entry, body)
     kernels = {found.name: found for found in _resources(body["assembly"])}
     return Compiled(name, base64.b64decode(body["elf"]), body["assembly"], kernels)
 
@@ -226,28 +223,5 @@ def _entry(compiler: Compiler, file: Path, options: tuple[str, ...]) -> Path:
     for part in parts:
         # The length in front: without it a boundary could move, and two calls share one key.
         digest.update(len(part).to_bytes(8, "little") + part)
-    chosen = settings.current().cache_dir or Path(platformdirs.user_cache_dir("rocm-sd", appauthor=False))
     key = digest.hexdigest()
-    return chosen / "code" / "hip" / key[:2] / f"{key}.json.z"
-
-
-def _store(entry: Path, body: Mapping[str, Any]) -> None:
-    """Written beside and renamed, so that a reader sees all of it or nothing."""
-    packed = zlib.compress(json.dumps(body).encode())
-    entry.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=entry.parent, delete=False) as file:
-        file.write(hashlib.sha256(packed).digest() + packed)
-    Path(file.name).replace(entry)
-
-
-def _read(entry: Path) -> dict[str, Any] | None:
-    """The entry's content, or None where there is none or it is damaged: then it is made anew."""
-    try:
-        content = entry.read_bytes()
-    except FileNotFoundError:
-        return None
-    digest, packed = content[:32], content[32:]
-    if hashlib.sha256(packed).digest() != digest:
-        return None
-    body: dict[str, Any] = json.loads(zlib.decompress(packed))
-    return body
+    return code_cache.folder() / "hip" / key[:2] / f"{key}.json.z"
