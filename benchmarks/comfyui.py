@@ -224,7 +224,8 @@ def main() -> None:
     result |= {
         "model": options.model, "size": size, "steps": options.steps, "dtype": str(dtype), "host": f"ComfyUI {version}",
         "device": torch.cuda.get_device_name(device) if gpu else platform.processor() or "cpu",
-        "torch": torch.__version__, "rocm_sd": rocm_sd.__version__, "command": " ".join(sys.argv),
+        "torch": torch.__version__, "rocm_sd": rocm_sd.__version__,
+        "command": "python benchmarks/comfyui.py " + " ".join("results" if "/" in a else a for a in sys.argv[1:]),
     }  # fmt: skip
     options.out.mkdir(parents=True, exist_ok=True)
     path = options.out / f"comfyui-{options.model}-{size}.json"

@@ -18,6 +18,7 @@ import typer
 
 from rocm_sd import arch, errors
 from rocm_sd.arch.types import UNCONFIRMED
+from rocm_sd.bench.records import FORMAT, Record
 from rocm_sd.cli.main import app
 from rocm_sd.ops import OPS
 from rocm_sd.settings import VARIABLES, Settings
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 __all__ = ["DOCUMENTS", "EXIT_MEANINGS", "RUNG_MEANINGS", "TABLES", "fill", "main", "stale"]
 
 ROOT = Path(__file__).resolve().parents[1]
+OURS = "rocm-sd"
 DOCUMENTS = (
     "README.md", "docs/index.md", "docs/settings.md", "docs/cli.md", "docs/architectures.md", "docs/operators.md",
     "docs/engine.md",
@@ -146,20 +148,46 @@ def _speeds() -> str:
 def _engine() -> str:
     """Whole pictures, as recorded; the loop of the published baselines, every engine in turns."""
     headings = ("workload", "engine", "picture ms", "times as fast as it", "first picture s", "peak MiB")
-    rows = []
-    for path in sorted((ROOT / "benchmarks").glob("engine-*/engine-*.json")):
-        record = json.loads(path.read_text())
-        for engine in record["engines"]:
-            name = engine["engine"]
-            low, middle, high = record["times_as_fast"].get(name, (1, 1, 1))
-            ratio = "" if name == "rocm-sd" else f"{middle:.2f} ({low:.2f} to {high:.2f})"
-            first = engine["optimize_s"] + engine["first_picture_s"]
-            workload = record["workload"].replace("torch.", "") if name == "rocm-sd" else ""
-            shown = "**rocm-sd**" if name == "rocm-sd" else name
-            rows.append(
-                (workload, shown, f"{record['ms'][name][1]:.0f}", ratio, f"{first:.1f}", f"{engine['peak_MiB']:.0f}")
-            )
+    rows: list[tuple[str, ...]] = []
+    for path in sorted((ROOT / "benchmarks").glob("engine-*/*.json")):
+        values = json.loads(path.read_text(encoding="utf-8"))
+        rows += _of_record(Record.load(path)) if values.get("format") == FORMAT else _of_old_record(values)
     return _table(headings, rows, right=headings[2:])
+
+
+def _of_record(record: Record) -> Iterable[tuple[str, ...]]:
+    facts = record.workload
+    for batch in record.batches:
+        ours = record.measurement(OURS, batch)
+        found = (record.measurement(name, batch) for name in record.engines if name != OURS)
+        for measured in (one for one in (ours, *found) if one is not None):
+            ratio = ""
+            for one in record.comparisons:
+                if (one.engine, one.against, one.batch) == (OURS, measured.engine, batch):
+                    ratio = f"{one.ratio:.2f} ({one.low:.2f} to {one.high:.2f})"
+            told = f"{facts.name}, {facts.steps} steps, batch {batch}, {facts.dtype}" if measured is ours else ""
+            peak = max(measured.first_run_mib or 0, measured.second_run_mib or 0)
+            yield (
+                told, _shown_engine(measured.engine), f"{measured.p50_ms:.0f}", ratio,
+                f"{measured.first_picture_s:.1f}", f"{peak:.0f}",
+            )  # fmt: skip
+
+
+def _of_old_record(record: dict[str, Any]) -> Iterable[tuple[str, ...]]:
+    for engine in record["engines"]:
+        name = engine["engine"]
+        low, middle, high = record["times_as_fast"].get(name, (1, 1, 1))
+        ratio = "" if name == OURS else f"{middle:.2f} ({low:.2f} to {high:.2f})"
+        first = engine["optimize_s"] + engine["first_picture_s"]
+        workload = record["workload"].replace("torch.", "") if name == OURS else ""
+        yield (
+            workload, _shown_engine(name), f"{record['ms'][name][1]:.0f}", ratio, f"{first:.1f}",
+            f"{engine['peak_MiB']:.0f}",
+        )  # fmt: skip
+
+
+def _shown_engine(name: str) -> str:
+    return f"**{name}**" if name == OURS else name
 
 
 def _at_the_limit(op: str, rows: list[dict[str, Any]]) -> str:

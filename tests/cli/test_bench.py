@@ -78,6 +78,14 @@ def test_a_real_run_writes_all_three_and_shows_the_table(tmp_path, capsys):
         assert words in told.out
 
 
+def test_a_real_ablation_is_run_from_the_command_line(tmp_path, capsys):
+    assert rocm_sd(*TINY, "--ablation", "--out", str(tmp_path)) == 0
+    record = Record.load(tmp_path / "sd15-512-tiny-ablation.json")
+    assert (record.kind, record.complete) == ("ablation", True)
+    assert record.command == "rocm-sd bench sd15-512 --steps 1 --repeats 4 --ablation --tiny"
+    assert "GroupNorm" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("option", "start"),
     [("--csv", "engine,version,provider,batch,"), ("--markdown", "sd15-512-tiny: 64x64"), ("--json", "{")],

@@ -189,7 +189,7 @@ def _planned(asked: _Asked, device: torch.device) -> Callable[[Any], tuple[Recor
         from rocm_sd.bench import ablation
 
         return lambda progress: (
-            ablation.run(made, batches, progress=progress, cold=asked.cold, command=asked.command, **common),
+            ablation.run(made, batches, progress=progress, **common),
             record_file(out, made.name, "ablation"),
         )
     return lambda progress: (
