@@ -42,7 +42,8 @@ class Row:
 _NORMS = frozenset({"resblock", "norm_out", "vae_decoder"})
 _FEED_FORWARD = _NORMS | {"transformer"}
 _ATTENTION = _FEED_FORWARD | {"spatial_transformer", "vae_attention", "joint_transformer", "flux_transformer"}
-_SAMPLERS = _ATTENTION | {"upsample", "downsample", "flux_single_transformer"}
+_EPILOGUES = _ATTENTION | {"up_block"}
+_SAMPLERS = _EPILOGUES | {"upsample", "downsample", "flux_single_transformer"}
 
 _EAGER = Parts(hoisted=False, recorded=False)
 _NO_HALVES = "a CPU computes in float32"
@@ -83,8 +84,8 @@ ROWS: tuple[Row, ...] = (
     ),
     Row(
         "residual epilogues",
-        "bias, time embedding and residual adds inside convolutions, linears and LayerNorms",
-        replace(_EAGER, rules=_ATTENTION),
+        "bias, time embedding and residual adds inside convolutions, linears and norms; skip connections not joined",
+        replace(_EAGER, rules=_EPILOGUES),
     ),
     Row(
         "upsample conv",

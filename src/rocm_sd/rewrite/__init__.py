@@ -8,6 +8,7 @@ from rocm_sd.rewrite import (
     sampling,
     spatial_transformer,
     transformer,
+    up_block,
     vae_attention,
     vae_decoder,
 )
@@ -31,4 +32,5 @@ RULES_FOR_GRAPHS: tuple[Rule, ...] = (
     joint_transformer.RULE,
     flux_transformer.RULE,
     flux_transformer.SINGLE,
+    up_block.RULE,
 )

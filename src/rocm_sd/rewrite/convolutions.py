@@ -14,8 +14,10 @@ from torch import nn
 from rocm_sd import settings
 from rocm_sd.errors import Unsupported
 from rocm_sd.ops import OPS, conv2d, group_norm_silu
+from rocm_sd.ops.conv2d.op import reads_two as convolution_reads_two
 from rocm_sd.ops.conv2d.workload import problem
 from rocm_sd.ops.group_norm_silu.op import group_norm_silu_, overwrites
+from rocm_sd.ops.group_norm_silu.op import reads_two as norm_reads_two
 from rocm_sd.ops.group_norm_silu.workload import problem as norm_problem
 from rocm_sd.rewrite.layers import is_plain
 
@@ -30,6 +32,7 @@ __all__ = [
     "norm_overwrites",
     "norm_silu",
     "of_kind",
+    "read_two",
     "takes",
     "unusual",
 ]
@@ -162,6 +165,21 @@ def norm_overwrites(norm: Any, x: torch.Tensor) -> bool:
     if not dense or not _is_plain_norm(norm, x) or not through_op("group_norm_silu", x):
         return False
     return not torch.compiler.is_compiling() and overwrites(norm_problem(x, norm.num_groups), x.device)
+
+
+def read_two(norm: Any, layer: Any, x: torch.Tensor, beside: torch.Tensor) -> bool:
+    """Whether the norm and the convolution are ops, now, that read x and `beside` where they lie."""
+    if torch.compiler.is_compiling() or not (through_op("conv2d", x) and through_op("group_norm_silu", x)):
+        return False
+    if x.dtype != beside.dtype or x.device != beside.device:
+        return False
+    if not (takes(layer, x) and _is_plain_norm(norm, x)):
+        return False
+    asked = norm_problem(x, norm.num_groups, beside=beside)
+    if not norm_reads_two(asked, x.device):
+        return False
+    shape = problem(x, layer.weight, stride=layer.stride[0], padding=int(layer.padding[0]), beside=beside)
+    return convolution_reads_two(shape, x.device)
 
 
 def _is_plain_norm(norm: Any, x: torch.Tensor) -> bool:

@@ -4,6 +4,8 @@ A row of the left matrix is one output pixel, a column of the right one is an ou
 the taps of the filter and, within a tap, over blocks of input channels. Which taps of a pixel lie inside the picture
 is worked out once, as one bit for each tap, so that the loop has no division and no comparison of coordinates.
 
+Input channels that lie in two tensors are two depths, of which the second goes on with the first one's sums.
+
 With `split_k` the depth is cut into parts whose sums go to memory as float32, and `_finish` adds them up in their
 order: maps of 8x8 and 16x16 have too few tiles to fill a large GPU. No atomics: the same input gives the same bits.
 """
@@ -21,7 +23,7 @@ from triton.runtime.interpreter import InterpretedFunction
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["Conv2dConfig", "finish", "interpreted", "launch", "multiply_taps", "place_tile"]
+__all__ = ["Conv2dConfig", "finish", "interpreted", "launch", "multiply_taps", "place_tile", "reads_two"]
 
 
 @dataclass(frozen=True)
@@ -63,8 +65,26 @@ def multiply_taps(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_N2: tl.constexpr, BLOCK_K: tl.constexpr,
     KW: tl.constexpr, EVEN_K: tl.constexpr, ALL_INSIDE: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """Sums over `count` blocks of the depth from number `first` on, in float32: [BLOCK_M, BLOCK_N] and [.., BLOCK_N2].
+    """`add_taps` to nothing."""
+    sum_ = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    sum2 = sum_
+    if BLOCK_N2:
+        sum2 = tl.zeros([BLOCK_M, BLOCK_N2], tl.float32)
+    return add_taps(
+        sum_, sum2, x, w, pixel, channel, channel2, taps, first, count, blocks, Cin, row_skip,
+        BLOCK_N2, BLOCK_K, KW, EVEN_K, ALL_INSIDE, WIDEN,
+    )  # fmt: skip
 
+
+@triton.jit
+def add_taps(
+    sum_, sum2, x, w, pixel, channel, channel2, taps, first, count, blocks, Cin, row_skip,
+    BLOCK_N2: tl.constexpr, BLOCK_K: tl.constexpr,
+    KW: tl.constexpr, EVEN_K: tl.constexpr, ALL_INSIDE: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    """Sums over `count` blocks of the depth from number `first` on, in float32, added to those given.
+
+    `sum_`: [BLOCK_M, BLOCK_N]; `sum2`: [BLOCK_M, BLOCK_N2] where there is one;
     `pixel`, `channel`, `channel2`: where the rows of x and of w begin; `taps`: a bit for each tap that lies inside the
     picture; `blocks`: blocks of channels in a tap; `row_skip`: from the end of a filter row in x to the next one's
     beginning.
@@ -72,11 +92,8 @@ def multiply_taps(
     lane = tl.arange(0, BLOCK_K)
     x_tile = pixel[:, None] + lane[None, :]
     w_tile = channel[None, :] + lane[:, None]
-    sum_ = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    sum2 = sum_
     if BLOCK_N2:
         w_tile2 = channel2[None, :] + lane[:, None]
-        sum2 = tl.zeros([BLOCK_M, BLOCK_N2], tl.float32)
     tap = first // blocks
     c = (first - tap * blocks) * BLOCK_K
     for _ in range(count):
@@ -115,9 +132,9 @@ def _weights(at, in_depth, EVEN_K: tl.constexpr, WIDEN: tl.constexpr):
 
 @triton.jit
 def _conv2d(
-    x, w, y, bias, add, residual,
-    H, W, Cin, Ho, Wo, Cout, pixels, tiles_m, tiles_n, blocks, blocks_per_split,
-    HAS_BIAS: tl.constexpr, HAS_ADD: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
+    x, w, y, bias, add, residual, beside,
+    H, W, Cin, Ho, Wo, Cout, pixels, tiles_m, tiles_n, blocks, blocks_per_split, Cbeside,
+    HAS_BIAS: tl.constexpr, HAS_ADD: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_BESIDE: tl.constexpr,
     KERNEL: tl.constexpr, STRIDE: tl.constexpr, PADDING: tl.constexpr,
     EVEN_K: tl.constexpr, ALL_INSIDE: tl.constexpr, ONE_IMAGE: tl.constexpr,
     WIDEN: tl.constexpr, GROUP_M: tl.constexpr,
@@ -146,14 +163,25 @@ def _conv2d(
     if BLOCK_N2:
         n2 = tile_n * (BLOCK_N + BLOCK_N2) + BLOCK_N + tl.arange(0, BLOCK_N2)
     depth = KERNEL * KERNEL * Cin
+    if HAS_BESIDE:
+        depth = Cin + Cbeside
+    channel, channel2 = tl.minimum(n, Cout - 1) * depth, tl.minimum(n2, Cout - 1) * depth
 
     first_block = tl.program_id(1) * blocks_per_split
     count = tl.minimum(blocks_per_split, blocks * KERNEL * KERNEL - first_block)
     value, value2 = multiply_taps(
-        x + first_pixel.to(tl.int64) * Cin, w, pixel, tl.minimum(n, Cout - 1) * depth, tl.minimum(n2, Cout - 1) * depth,
+        x + first_pixel.to(tl.int64) * Cin, w, pixel, channel, channel2,
         taps, first_block, count, blocks, Cin, (W - KERNEL) * Cin,
         BLOCK_M, BLOCK_N, BLOCK_N2, BLOCK_K, KERNEL, EVEN_K, ALL_INSIDE, WIDEN,
     )  # fmt: skip
+    if HAS_BESIDE:
+        # A kernel of 1x1 alone: with more taps the two tensors' channels would take turns in a row of w.
+        more = (Cbeside + BLOCK_K - 1) // BLOCK_K
+        value, value2 = add_taps(
+            value, value2, beside + first_pixel.to(tl.int64) * Cbeside, w + Cin,
+            ((image * H + iy) * W + ix - first_pixel) * Cbeside, channel, channel2, taps, 0, more, more, Cbeside, 0,
+            BLOCK_N2, BLOCK_K, KERNEL, EVEN_K, ALL_INSIDE, WIDEN,
+        )  # fmt: skip
     y += tl.program_id(1).to(tl.int64) * pixels * Cout
     _store(
         value, y, bias, add, residual, first_m, n, image, first_image, pixels, Cout,
@@ -238,6 +266,11 @@ def finish(
     )  # fmt: skip
 
 
+def reads_two(config: Conv2dConfig, kernel: int) -> bool:
+    """Whether `launch` takes input channels in two tensors."""
+    return kernel == 1 and config.split_k == 1
+
+
 def launch(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -248,9 +281,14 @@ def launch(
     stride: int,
     padding: int,
     config: Conv2dConfig,
+    beside: torch.Tensor | None = None,
 ) -> None:
-    """Fill `out`; x, weight, residual and out are dense channels-last, `add` is dense [N, Cout]."""
+    """Fill `out`; x, beside, weight, residual and out are dense channels-last, `add` is dense [N, Cout].
+
+    `beside` has the input channels that follow x's, where `reads_two`.
+    """
     N, Cin, H, W = x.shape
+    more = 0 if beside is None else beside.shape[1]
     _, Cout, Ho, Wo = out.shape
     kernel = weight.shape[2]
     pixels = N * Ho * Wo
@@ -262,12 +300,12 @@ def launch(
     target = x.new_empty((splits, pixels, Cout), dtype=torch.float32) if splits > 1 else out
     fused = splits == 1
     _conv2d[(tiles_m * tiles_n, splits)](
-        x, weight, target, bias, add, residual,
-        H, W, Cin, Ho, Wo, Cout, pixels, tiles_m, tiles_n, blocks, blocks_per_split,
+        x, weight, target, bias, add, residual, beside,
+        H, W, Cin, Ho, Wo, Cout, pixels, tiles_m, tiles_n, blocks, blocks_per_split, more,
         HAS_BIAS=fused and bias is not None, HAS_ADD=fused and add is not None,
-        HAS_RESIDUAL=fused and residual is not None,
+        HAS_RESIDUAL=fused and residual is not None, HAS_BESIDE=beside is not None,
         KERNEL=kernel, STRIDE=stride, PADDING=padding,
-        EVEN_K=Cin % config.block_k == 0, ALL_INSIDE=padding == 0,
+        EVEN_K=Cin % config.block_k == more % config.block_k == 0, ALL_INSIDE=padding == 0,
         ONE_IMAGE=Ho * Wo % config.block_m == 0, WIDEN=interpreted(_conv2d),
         GROUP_M=config.group_m, BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_N2=config.block_n2,
         BLOCK_K=config.block_k,

@@ -7,12 +7,14 @@ Where a group fits the registers of one workgroup, `_whole` does it in one pass 
    would drown in the rounding of x * scale + shift.
 
 A per-channel `add` moves a channel's mean and leaves its spread alone, so `_moments` need not read it.
+Channels that lie in two tensors are gone over one tensor after the other; only `_fold` sees groups.
 No atomics: the same input gives the same bits.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,7 +24,7 @@ import triton.language as tl
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["GroupNormSiluConfig", "launch"]
+__all__ = ["GroupNormSiluConfig", "launch", "one_pass"]
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,8 @@ def _whole(
 
 
 @triton.jit
-def _moments(x, means, m2s, C, HW, rows_per_slice, ROWS: tl.constexpr, BLOCK_C: tl.constexpr):
+def _moments(x, means, m2s, C, all_C, HW, rows_per_slice, ROWS: tl.constexpr, BLOCK_C: tl.constexpr):
+    """`all_C`: channels of the norm, of which x may have only some."""
     slice_id, c_block, n = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first = slice_id * rows_per_slice
     last = tl.minimum(first + rows_per_slice, HW)
@@ -109,7 +112,7 @@ def _moments(x, means, m2s, C, HW, rows_per_slice, ROWS: tl.constexpr, BLOCK_C: 
     channel_mean = tl.sum(mean * weight, axis=0) / total
     distance = mean - channel_mean[None, :]
     channel_m2 = tl.sum(m2 + distance * distance * weight, axis=0)
-    out = (n * tl.num_programs(0) + slice_id) * C + c
+    out = (n * tl.num_programs(0) + slice_id) * all_C + c
     tl.store(means + out, channel_mean, mask=c < C)
     tl.store(m2s + out, channel_m2, mask=c < C)
 
@@ -163,32 +166,43 @@ def _fold(
 
 @triton.jit
 def _apply(
-    x, y, group_means, scales, bias, add, C, HW,
-    HAS_BIAS: tl.constexpr, HAS_ADD: tl.constexpr, SILU: tl.constexpr, ROWS: tl.constexpr, BLOCK_C: tl.constexpr,
+    x, y, group_means, scales, bias, add, C, all_C, HW,
+    HAS_BIAS: tl.constexpr, HAS_ADD: tl.constexpr, SILU: tl.constexpr, PART: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
+    """PART: x has only C of the `all_C` channels of y; otherwise both lie alike, and one address serves both."""
     # Backwards: what `_moments` read last is still in the cache.
     row_block = tl.num_programs(0) - 1 - tl.program_id(0)
     c_block, n = tl.program_id(1), tl.program_id(2)
     c = c_block * BLOCK_C + tl.arange(0, BLOCK_C)
     row = row_block * ROWS + tl.arange(0, ROWS)
-    mean = tl.load(group_means + n * C + c, mask=c < C, other=0.0)
-    scale = tl.load(scales + n * C + c, mask=c < C, other=0.0)
+    mean = tl.load(group_means + n * all_C + c, mask=c < C, other=0.0)
+    scale = tl.load(scales + n * all_C + c, mask=c < C, other=0.0)
     base = (n.to(tl.int64) * HW + row_block * ROWS) * C
     tile = tl.arange(0, ROWS)[:, None] * C + c[None, :]
     inside = (row < HW)[:, None] & (c < C)[None, :]
     value = tl.load(x + base + tile, mask=inside, other=0.0).to(tl.float32)
     if HAS_ADD:
-        value += tl.load(add + n * C + c, mask=c < C, other=0.0).to(tl.float32)[None, :]
+        value += tl.load(add + n * all_C + c, mask=c < C, other=0.0).to(tl.float32)[None, :]
     value = (value - mean[None, :]) * scale[None, :]
     if HAS_BIAS:
         value += tl.load(bias + c, mask=c < C, other=0.0).to(tl.float32)[None, :]
     if SILU:
         value = value / (1.0 + tl.exp(-value))
+    if PART:
+        base = (n.to(tl.int64) * HW + row_block * ROWS) * all_C
+        tile = tl.arange(0, ROWS)[:, None] * all_C + c[None, :]
     tl.store(y + base + tile, value.to(y.dtype.element_ty), mask=inside)
 
 
+def one_pass(config: GroupNormSiluConfig, HW: int, width: int) -> bool:
+    """Whether a group of `width` channels fits one workgroup's registers."""
+    elements: int = triton.next_power_of_2(HW) * triton.next_power_of_2(width)
+    return elements <= config.whole_elements
+
+
 def launch(
-    x: torch.Tensor,
+    parts: tuple[torch.Tensor, ...],
     out: torch.Tensor,
     groups: int,
     weight: torch.Tensor | None,
@@ -199,42 +213,63 @@ def launch(
     config: GroupNormSiluConfig,
     compute_units: int,
 ) -> None:
-    """Fill `out`, which may be x; both are dense channels-last, `add` is dense [N, C]."""
-    N, C, H, W = x.shape
+    """Fill `out`; `parts` are x, or tensors that have its channels one after the other, where it takes two passes.
+
+    All are dense channels-last, and `out` may be x itself; `add` is dense [N, C].
+    """
+    N, C, H, W = out.shape
     HW, width = H * W, C // groups
-    parts = {"HAS_BIAS": bias is not None, "HAS_ADD": add is not None, "SILU": silu}
+    given = {"HAS_BIAS": bias is not None, "HAS_ADD": add is not None, "SILU": silu}
     block_g = triton.next_power_of_2(width)
-    rows = triton.next_power_of_2(HW)
-    if rows * block_g <= config.whole_elements:
+    if one_pass(config, HW, width):
+        rows = triton.next_power_of_2(HW)
+        (x,) = parts
         # A lane for every element: where waves hold copies, their sums can differ in the last bit, and either is kept.
         warps = max(1, min(config.whole_warps, rows * block_g // 64))
         _whole[(groups, N)](
             x, out, weight, bias, add, HW, eps,
-            WIDTH=width, HAS_WEIGHT=weight is not None, **parts,
+            WIDTH=width, HAS_WEIGHT=weight is not None, **given,
             ROWS=rows, BLOCK_G=block_g, num_warps=warps,
         )  # fmt: skip
         return
 
-    c_blocks = triton.cdiv(C, config.moments_channels)
-    wanted = max(1, compute_units * config.slices_per_cu // (N * c_blocks))
+    wanted = max(1, compute_units * config.slices_per_cu // (N * triton.cdiv(C, config.moments_channels)))
     rows_per_slice = max(config.moments_rows, triton.cdiv(HW, wanted))
     slices = triton.cdiv(HW, rows_per_slice)
     # 64 x 128 partial sums in 4 warps spill 20 registers on gfx1100; 2048 need 16 a thread.
     block_s = min(triton.next_power_of_2(slices), max(1, 2048 // block_g))
 
-    means, m2s = x.new_empty((2, N, slices, C), dtype=torch.float32)
-    group_means, scales = x.new_empty((2, N, C), dtype=torch.float32)
-    _moments[(slices, c_blocks, N)](
-        x, means, m2s, C, HW, rows_per_slice,
-        ROWS=config.moments_rows, BLOCK_C=config.moments_channels, num_warps=config.moments_warps,
-    )  # fmt: skip
+    means, m2s = out.new_empty((2, N, slices, C), dtype=torch.float32)
+    group_means, scales = out.new_empty((2, N, C), dtype=torch.float32)
+    for x, first in _channels(parts):
+        _moments[(slices, triton.cdiv(x.shape[1], config.moments_channels), N)](
+            x, _only(means, 2, first), _only(m2s, 2, first), x.shape[1], C, HW, rows_per_slice,
+            ROWS=config.moments_rows, BLOCK_C=config.moments_channels, num_warps=config.moments_warps,
+        )  # fmt: skip
     _fold[(groups, N)](
         means, m2s, weight, add, group_means, scales,
         C, HW, groups, slices, rows_per_slice, eps,
         HAS_WEIGHT=weight is not None, HAS_ADD=add is not None,
         BLOCK_S=block_s, BLOCK_G=block_g, num_warps=4,
     )  # fmt: skip
-    _apply[(triton.cdiv(HW, config.apply_rows), triton.cdiv(C, config.apply_channels), N)](
-        x, out, group_means, scales, bias, add, C, HW,
-        **parts, ROWS=config.apply_rows, BLOCK_C=config.apply_channels, num_warps=config.apply_warps,
-    )  # fmt: skip
+    # Backwards, as the kernel goes: what was read last is still in the cache.
+    for x, first in reversed(_channels(parts)):
+        _apply[(triton.cdiv(HW, config.apply_rows), triton.cdiv(x.shape[1], config.apply_channels), N)](
+            x, _only(out, 1, first), _only(group_means, 1, first), _only(scales, 1, first),
+            _only(bias, 0, first), _only(add, 1, first), x.shape[1], C, HW,
+            **given, PART=len(parts) > 1,
+            ROWS=config.apply_rows, BLOCK_C=config.apply_channels, num_warps=config.apply_warps,
+        )  # fmt: skip
+
+
+def _channels(parts: tuple[torch.Tensor, ...]) -> list[tuple[torch.Tensor, int | None]]:
+    """Each part, and from which channel of the whole on it has them; None: it is the whole."""
+    if len(parts) == 1:
+        return [(parts[0], None)]
+    ends = accumulate(x.shape[1] for x in parts)
+    return [(x, end - x.shape[1]) for x, end in zip(parts, ends, strict=True)]
+
+
+def _only(tensor: torch.Tensor | None, dim: int, first: int | None) -> torch.Tensor | None:
+    """The tensor from there on: where a kernel begins to count."""
+    return tensor if tensor is None or first is None else tensor.narrow(dim, first, tensor.shape[dim] - first)

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from rocm_sd.errors import Unsupported
 from rocm_sd.kernels import triton as triton_kernels
 from rocm_sd.ops.conv2d.workload import TUNING, VERIFICATION, output_size, problem
+from rocm_sd.ops.joining import joined, require_alike
 from rocm_sd.ops.registry import Implementation, Op, needs_no_dispatcher, register
 from rocm_sd.tuning.choice import STOCK
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
     from rocm_sd.tuning import Problem
 
-__all__ = ["OP", "conv2d"]
+__all__ = ["OP", "conv2d", "reads_two"]
 
 _KERNELS = (1, 3)
 
@@ -32,20 +33,36 @@ def conv2d(
     stride: int = 1,
     padding: int = 0,
     implementation: str | None = None,
+    beside: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """y = conv2d(x, weight) + bias + add + residual; x: [N, Cin, H, W] of any strides, fp16, bf16, fp32 or fp64.
 
     weight: [Cout, Cin, k, k], k 1 or 3, one group, no dilation; bias: [Cout]; add: [N, Cout], e.g. a time embedding;
     residual: [N, Cout, Ho, Wo]; y: like residual, in x's dtype, channels-last. x, weight and residual are copied
     where they are not channels-last. `implementation` names one and never falls back; without it the tuning data
-    decides.
+    decides. `beside` has further input channels, which follow x's: where `reads_two`, they are never written beside
+    each other.
     """
-    _validate(x, weight, bias, add, residual, stride, padding)
+    if beside is not None:
+        require_alike(OP.name, x, beside)
+        if not needs_no_dispatcher(x, beside, weight, bias, add, residual):
+            x, beside = joined(x, beside), None
+    _validate(x, weight, bias, add, residual, stride, padding, beside)
     if needs_no_dispatcher(x, weight, bias, add, residual):
-        out: torch.Tensor = _run(x, weight, bias, add, residual, stride, padding, implementation)
+        out: torch.Tensor = _run(x, weight, bias, add, residual, stride, padding, implementation, beside)
         return out
     y: torch.Tensor = torch.ops.rocm_sd.conv2d(x, weight, bias, add, residual, stride, padding, implementation)
     return y
+
+
+def reads_two(problem: Problem, device: torch.device) -> bool:
+    """Whether the implementation that is chosen reads x and `beside` where they lie."""
+    choice = OP.choose(problem, device)
+    if choice.implementation != "triton":
+        return False
+    from rocm_sd.kernels.triton import conv2d as kernel  # noqa: PLC0415 -- needs Triton
+
+    return kernel.reads_two(kernel.Conv2dConfig.from_mapping(choice.config), int(problem["kernel"]))
 
 
 def _validate(
@@ -56,6 +73,7 @@ def _validate(
     residual: torch.Tensor | None,
     stride: int,
     padding: int,
+    beside: torch.Tensor | None = None,
 ) -> None:
     if x.dim() != 4:
         raise Unsupported(OP.name, f"x of {x.dim()} dimensions: it takes [N, Cin, H, W]")
@@ -64,6 +82,7 @@ def _validate(
     if x.dtype not in {torch.float16, torch.bfloat16, torch.float32, torch.float64}:
         raise Unsupported(OP.name, f"dtype {x.dtype}", hint="Use float16, bfloat16, float32 or float64.")
     N, Cin, H, W = x.shape
+    Cin += 0 if beside is None else beside.shape[1]
     Cout, taken, height, width = weight.shape
     if taken != Cin or not Cin * Cout:
         raise Unsupported(OP.name, f"a weight for {taken} channels on x of {Cin}: groups are not taken")
@@ -96,9 +115,10 @@ def _run(
     stride: int,
     padding: int,
     implementation: str | None,
+    beside: torch.Tensor | None = None,
 ) -> Any:
-    asked = problem(x, weight, bias, add, residual, stride, padding)
-    return OP.run(asked, x.device, implementation, x, weight, bias, add, residual, stride, padding)
+    given = (x, weight, bias, add, residual, stride, padding, beside)
+    return OP.run(problem(*given), x.device, implementation, *given)
 
 
 def _allocate(x: torch.Tensor, weight: torch.Tensor, stride: int, padding: int) -> torch.Tensor:
@@ -131,9 +151,11 @@ def _stock(
     residual: torch.Tensor | None,
     stride: int,
     padding: int,
+    beside: torch.Tensor | None = None,
     *,
     config: Mapping[str, int],  # noqa: ARG001 -- stock torch has nothing to configure
 ) -> torch.Tensor:
+    x = joined(x, beside)
     y = _library(x, weight, bias, stride, padding)
     if add is not None:
         y += add[:, :, None, None].to(x.dtype)
@@ -150,9 +172,11 @@ def _library_epilogue(
     residual: torch.Tensor | None,
     stride: int,
     padding: int,
+    beside: torch.Tensor | None = None,
     *,
     config: Mapping[str, int],  # noqa: ARG001 -- the library chooses for itself
 ) -> torch.Tensor:
+    x = joined(x, beside)
     y = _library(x, weight, None, stride, padding)
     _finish(y, bias, add, residual)
     return y
@@ -166,9 +190,11 @@ def _library_gemm(
     residual: torch.Tensor | None,
     stride: int,
     padding: int,
+    beside: torch.Tensor | None = None,
     *,
     config: Mapping[str, int],  # noqa: ARG001 -- the library chooses for itself
 ) -> torch.Tensor:
+    x = joined(x, beside)
     out = _allocate(x, weight, stride, padding)
     N, Cin, H, W = x.shape
     rows = _channels_last(x).permute(0, 2, 3, 1).reshape(N * H * W, Cin)
@@ -201,11 +227,15 @@ def _triton(
     residual: torch.Tensor | None,
     stride: int,
     padding: int,
+    beside: torch.Tensor | None = None,
     *,
     config: Mapping[str, int],
 ) -> torch.Tensor:
-    from rocm_sd.kernels.triton.conv2d import Conv2dConfig, launch  # noqa: PLC0415 -- needs Triton
+    from rocm_sd.kernels.triton.conv2d import Conv2dConfig, launch, reads_two  # noqa: PLC0415 -- needs Triton
 
+    tiles = Conv2dConfig.from_mapping(config)
+    if beside is not None and not reads_two(tiles, weight.shape[2]):
+        x, beside = joined(x, beside), None
     out = _allocate(x, weight, stride, padding)
     if out.numel():
         bias, add = (None if t is None else t.contiguous() for t in (bias, add))
@@ -219,7 +249,8 @@ def _triton(
             residual,
             stride,
             padding,
-            Conv2dConfig.from_mapping(config),
+            tiles,
+            None if beside is None else _channels_last(beside),
         )
     return out
 

@@ -32,9 +32,11 @@ def problem(
     residual: torch.Tensor | None = None,  # noqa: ARG001
     stride: int = 1,
     padding: int = 0,
+    beside: torch.Tensor | None = None,
 ) -> Problem:
     """`pixels` are those of the output, over the whole batch."""
     N, Cin, H, W = x.shape
+    Cin += 0 if beside is None else beside.shape[1]
     Cout, _, kernel, _ = weight.shape
     height, width = (output_size(size, kernel, stride, padding) for size in (H, W))
     return {
@@ -56,21 +58,25 @@ def _sample(
     stride: int = 1,
     parts: str = "bias add residual",
     dtype: torch.dtype = torch.float16,
+    beside: int = 0,
 ) -> Sample:
+    """`beside`: how many of the input channels lie in a tensor of their own."""
     padding = kernel // 2
 
     def build(draw: Draw) -> tuple[Any, ...]:
         N, Cin, H, W = shape
         size = output_size(H, kernel, stride, padding), output_size(W, kernel, stride, padding)
-        x = draw.image(*shape)
+        x = draw.image(N, Cin - beside, H, W)
         weight = draw.image(cout, Cin, kernel, kernel, std=(Cin * kernel * kernel) ** -0.5)
         bias = draw(cout) if "bias" in parts else None
         add = draw(N, cout) if "add" in parts else None
         residual = draw.image(N, cout, *size) if "residual" in parts else None
-        return x, weight, bias, add, residual, stride, padding
+        given = x, weight, bias, add, residual, stride, padding
+        return (*given, draw.image(N, beside, H, W)) if beside else given
 
     name = f"{'x'.join(map(str, shape))} to {cout}, {kernel}x{kernel}"
     name += f", stride {stride}" if stride > 1 else ""
+    name += f", {beside} channels beside" if beside else ""
     return Sample(f"{name}, {parts or 'bare'}, {dtype_name(dtype)}", dtype, build)
 
 
@@ -183,13 +189,17 @@ def _work(
     residual: torch.Tensor | None = None,
     stride: int = 1,
     padding: int = 0,
+    beside: torch.Tensor | None = None,
 ) -> Work:
-    pixels = int(problem(x, weight, bias, add, residual, stride, padding)["pixels"])
+    pixels = int(problem(x, weight, bias, add, residual, stride, padding, beside)["pixels"])
     Cout = weight.shape[0]
     moved = x.numel() + weight.numel() + pixels * Cout
-    moved += sum(t.numel() for t in (bias, add, residual) if t is not None)
+    moved += sum(t.numel() for t in (bias, add, residual, beside) if t is not None)
     return Work(2.0 * pixels * weight.numel(), float(moved * x.element_size()))
 
+
+# The shortcut of the last resolution's first block: what comes from below, and the skip connection beside it.
+_JOINED = _sample((2, 960, 64, 64), 320, 1, parts="bias", beside=320)
 
 VERIFICATION = Verification(
     implementation="triton",
@@ -201,10 +211,11 @@ VERIFICATION = Verification(
         _sample((2, 20, 4, 5), 17, dtype=torch.bfloat16, parts="add residual"),
         _sample((1, 16, 7, 6), 16, stride=2, parts="bias"),
         _sample((2, 40, 3, 5), 20, 1),
+        _sample((2, 72, 5, 9), 40, 1, parts="bias", beside=20),
         _sample((1, 4, 5, 5), 3, parts=""),
     ),
     # Of Stable Diffusion 1.5: a block of the highest and of the lowest resolution, a shortcut; and one of the VAE.
-    real=(_unet(320, 320, 64), _unet(2560, 1280, 8), _unet(960, 320, 64, 1), _vae(256, 256, 512)),
+    real=(_unet(320, 320, 64), _unet(2560, 1280, 8), _unet(960, 320, 64, 1), _vae(256, 256, 512), _JOINED),
     promises={
         "_conv2d": KernelPromise(uses_dot=True),
         "_finish": KernelPromise(bound_by_memory=True),

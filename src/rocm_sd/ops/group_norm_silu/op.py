@@ -11,6 +11,7 @@ from rocm_sd import arch
 from rocm_sd.errors import Unsupported
 from rocm_sd.kernels import triton as triton_kernels
 from rocm_sd.ops.group_norm_silu.workload import TUNING, VERIFICATION, problem
+from rocm_sd.ops.joining import joined, require_alike
 from rocm_sd.ops.registry import Implementation, Op, needs_no_dispatcher, register
 from rocm_sd.tuning.choice import STOCK
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
     from rocm_sd.tuning import Problem
 
-__all__ = ["OP", "group_norm_silu", "group_norm_silu_", "overwrites"]
+__all__ = ["OP", "group_norm_silu", "group_norm_silu_", "overwrites", "reads_two"]
 
 
 def group_norm_silu(
@@ -31,17 +32,22 @@ def group_norm_silu(
     eps: float = 1e-5,
     silu: bool = True,
     implementation: str | None = None,
+    beside: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """y = silu(group_norm(x + add)); x: [N, C, H, W] of any strides, fp16, bf16, fp32 or fp64; C % groups == 0.
 
     weight, bias: [C]; add: [N, C], e.g. a time embedding; y: x's dtype, channels-last. `implementation` names one and
-    never falls back; without it the tuning data decides.
+    never falls back; without it the tuning data decides. `beside` has further channels, which follow x's: where
+    `reads_two`, they are never written beside each other.
     """
-    _validate(x, groups, weight, bias, add)
+    if beside is not None:
+        require_alike(OP.name, x, beside)
+        if not needs_no_dispatcher(x, beside, weight, bias, add):
+            x, beside = joined(x, beside), None
+    _validate(x, groups, weight, bias, add, beside)
     if needs_no_dispatcher(x, weight, bias, add):
-        out: torch.Tensor = OP.run(
-            problem(x, groups), x.device, implementation, x, groups, weight, bias, add, eps, silu
-        )
+        given = (x, groups, weight, bias, add, eps, silu, beside)
+        out: torch.Tensor = OP.run(problem(*given), x.device, implementation, *given)
         return out
     y: torch.Tensor = torch.ops.rocm_sd.group_norm_silu(x, groups, weight, bias, add, eps, silu, implementation)
     return y
@@ -61,7 +67,7 @@ def group_norm_silu_(
     dense = x.is_contiguous(memory_format=torch.channels_last)
     if dense and needs_no_dispatcher(x, weight, bias, add) and overwrites(problem(x, groups), x.device):
         config = OP.choose(problem(x, groups), x.device).config
-        return _triton(x, groups, weight, bias, add, eps, silu, config=config, out=x)
+        return _triton(x, groups, weight, bias, add, eps, silu, None, config=config, out=x)
     return group_norm_silu(x, groups, weight, bias, add, eps, silu)
 
 
@@ -74,18 +80,31 @@ def overwrites(problem: Problem, device: torch.device) -> bool:
     return OP.choose(problem, device).implementation == "triton"
 
 
+def reads_two(problem: Problem, device: torch.device) -> bool:
+    """Whether the implementation that is chosen reads x and `beside` where they lie: what takes two passes does."""
+    choice = OP.choose(problem, device)
+    if choice.implementation != "triton":
+        return False
+    from rocm_sd.kernels.triton.group_norm_silu import GroupNormSiluConfig, one_pass  # noqa: PLC0415 -- needs Triton
+
+    width = int(problem["c"]) // int(problem["groups"])
+    return not one_pass(GroupNormSiluConfig.from_mapping(choice.config), int(problem["hw"]), width)
+
+
 def _validate(
     x: torch.Tensor,
     groups: int,
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
     add: torch.Tensor | None,
+    beside: torch.Tensor | None = None,
 ) -> None:
     if x.dim() != 4:
         raise Unsupported(OP.name, f"x of {x.dim()} dimensions: it takes [N, C, H, W]")
     if x.dtype not in {torch.float16, torch.bfloat16, torch.float32, torch.float64}:
         raise Unsupported(OP.name, f"dtype {x.dtype}", hint="Use float16, bfloat16, float32 or float64.")
-    N, C = x.shape[:2]
+    N = x.shape[0]
+    C = x.shape[1] + (0 if beside is None else beside.shape[1])
     if groups < 1 or C % groups:
         raise Unsupported(OP.name, f"{C} channels in {groups} groups")
     for name, tensor, shape in (("weight", weight, (C,)), ("bias", bias, (C,)), ("add", add, (N, C))):
@@ -107,9 +126,11 @@ def _stock(
     add: torch.Tensor | None,
     eps: float,
     silu: bool,
+    beside: torch.Tensor | None = None,
     *,
     config: Mapping[str, int],  # noqa: ARG001 -- stock torch has nothing to configure
 ) -> torch.Tensor:
+    x = joined(x, beside)
     h = x if add is None else x + add[:, :, None, None].to(x.dtype)
     # Not F.group_norm, which refuses groups of one value; the definition has a value for them: the bias.
     y = torch.group_norm(h, groups, _as(weight, x), _as(bias, x), eps)
@@ -132,18 +153,27 @@ def _triton(
     add: torch.Tensor | None,
     eps: float,
     silu: bool,
+    beside: torch.Tensor | None = None,
     *,
     config: Mapping[str, int],
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    from rocm_sd.kernels.triton.group_norm_silu import GroupNormSiluConfig, launch  # noqa: PLC0415 -- needs Triton
+    from rocm_sd.kernels.triton.group_norm_silu import GroupNormSiluConfig, launch, one_pass  # noqa: PLC0415 -- needs Triton
 
+    tiles = GroupNormSiluConfig.from_mapping(config)
+    if beside is not None:
+        N, C, H, W = x.shape[0], x.shape[1] + beside.shape[1], *x.shape[2:]
+        if one_pass(tiles, H * W, C // groups):
+            # A workgroup that holds a whole group would read it in two pieces; maps that small are soon copied.
+            x, beside = joined(x, beside), None
+        else:
+            out = torch.empty((N, C, H, W), dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
     out = _allocate(x) if out is None else out
-    if x.numel():
+    if out.numel():
         weight, bias, add = (None if t is None else t.contiguous() for t in (weight, bias, add))
-        dense = x.contiguous(memory_format=torch.channels_last)
+        parts = tuple(t.contiguous(memory_format=torch.channels_last) for t in (x, beside) if t is not None)
         units = arch.device_facts(x.device).compute_units or 1
-        launch(dense, out, groups, weight, bias, add, eps, silu, GroupNormSiluConfig.from_mapping(config), units)
+        launch(parts, out, groups, weight, bias, add, eps, silu, tiles, units)
     return out
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
@@ -20,21 +21,41 @@ if TYPE_CHECKING:
 __all__ = ["TUNING", "VERIFICATION", "problem"]
 
 
-def problem(x: torch.Tensor, groups: int, *_rest: Any) -> Problem:
+def problem(
+    x: torch.Tensor,
+    groups: int,
+    weight: torch.Tensor | None = None,  # noqa: ARG001 -- the op's own arguments
+    bias: torch.Tensor | None = None,  # noqa: ARG001
+    add: torch.Tensor | None = None,  # noqa: ARG001
+    eps: float = 1e-5,  # noqa: ARG001
+    silu: bool = True,  # noqa: ARG001
+    beside: torch.Tensor | None = None,
+) -> Problem:
     N, C, H, W = x.shape
+    C += 0 if beside is None else beside.shape[1]
     return {"n": N, "c": C, "hw": H * W, "groups": groups, "dtype": dtype_name(x.dtype)}
 
 
 def _sample(
-    shape: tuple[int, int, int, int], groups: int, dtype: torch.dtype, *, affine: bool = True, add: bool = True
+    shape: tuple[int, int, int, int],
+    groups: int,
+    dtype: torch.dtype,
+    *,
+    affine: bool = True,
+    add: bool = True,
+    beside: int = 0,
 ) -> Sample:
-    def build(draw: Draw) -> tuple[Any, ...]:
-        N, C, _, _ = shape
-        x = draw.image(*shape, mean=0.7, std=2.0)
-        weight, bias = (draw(C), draw(C)) if affine else (None, None)
-        return x, groups, weight, bias, draw(N, C) if add else None, 1e-5, affine
+    """`beside`: how many of the channels lie in a tensor of their own."""
 
-    parts = "".join(word for word, absent in ((", no affine", not affine), (", no add", not add)) if absent)
+    def build(draw: Draw) -> tuple[Any, ...]:
+        N, C, H, W = shape
+        x = draw.image(N, C - beside, H, W, mean=0.7, std=2.0)
+        weight, bias = (draw(C), draw(C)) if affine else (None, None)
+        given = x, groups, weight, bias, draw(N, C) if add else None, 1e-5, affine
+        return (*given, draw.image(N, beside, H, W, mean=-0.4, std=3.0)) if beside else given
+
+    said = ((", no affine", not affine), (", no add", not add), (f", {beside} of them beside", beside))
+    parts = "".join(word for word, true in said if true)
     size = "x".join(map(str, shape))
     return Sample(f"{size} in {groups} groups, {dtype_name(dtype)}{parts}", dtype, build)
 
@@ -77,26 +98,32 @@ def _config(
     }
 
 
-def _work(x: torch.Tensor, *_rest: Any) -> Work:
+def _work(x: torch.Tensor, groups: int, *rest: Any) -> Work:
+    asked = problem(x, groups, *rest)
+    elements = math.prod(float(asked[size]) for size in ("n", "c", "hw"))
     # Ten operations an element; x is read twice, since no cache holds the largest maps.
-    return Work(10.0 * x.numel(), 3.0 * x.numel() * x.element_size())
+    return Work(10.0 * elements, 3.0 * elements * x.element_size())
 
+
+# The last resolution's first block: what comes from below, and the skip connection beside it.
+_JOINED = _sample((2, 960, 64, 64), 32, torch.float16, add=False, beside=320)
 
 VERIFICATION = Verification(
     implementation="triton",
     kernels="rocm_sd.kernels.triton.group_norm_silu",
     reference=reference.group_norm_silu,
     problem=problem,
-    # The last two are too large for one workgroup on any architecture, so that both ways are taken.
+    # The last three are too large for one workgroup on any architecture, so that both ways are taken.
     small=(
         _sample((2, 48, 5, 7), 4, torch.float16),
         _sample((1, 96, 11, 4), 32, torch.float32, affine=False, add=False),
         _sample((1, 32, 1, 1), 32, torch.float16),
         _sample((1, 30, 67, 64), 3, torch.bfloat16),
         _sample((1, 72, 37, 61), 2, torch.float16),
+        _sample((2, 72, 35, 59), 3, torch.float16, beside=20),
     ),
     # The widest and the narrowest norm of Stable Diffusion 1.5, and the largest of its VAE at 512x512.
-    real=(_real(2, 320, 64, 64), _real(2, 2560, 8, 8), _real(1, 256, 512, 512)),
+    real=(_real(2, 320, 64, 64), _real(2, 2560, 8, 8), _real(1, 256, 512, 512), _JOINED),
     promises={
         "_whole": KernelPromise(narrow_loads_because="a group of 10 channels starts at any multiple of 4 bytes"),
         "_moments": KernelPromise(bound_by_memory=True),
