@@ -1,0 +1,254 @@
+"""Runs HIP kernels on a card: `launcher_for(device)` is what an op's implementation hands to its launcher.
+
+A kernel is compiled when it is first launched, by clang, else by the compiler in ROCm's libraries, and kept on disk;
+its module stays loaded until `unload`. A launch that finds its kernel loaded allocates nothing and waits for nothing,
+so a graph can capture it; a kernel that is not loaded yet is refused while a graph is captured.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import struct
+import threading
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from rocm_sd import arch as archs
+from rocm_sd.errors import InvalidCodeObject, Unsupported
+from rocm_sd.kernels.elf import Sections
+from rocm_sd.kernels.hip import rtc, toolchain
+from rocm_sd.kernels.hip.driver import CUDA, HIP, Driver, LoadFailed, NoDriver, driver_for
+from rocm_sd.kernels.hip.launch import HipUnavailable
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from rocm_sd.arch import Arch
+    from rocm_sd.kernels.hip.launch import Argument, Kernel, Launcher
+
+__all__ = [
+    "DeviceLauncher",
+    "NotWhileCapturing",
+    "compile_image",
+    "launched_by",
+    "launcher_for",
+    "tagged",
+    "threads_of",
+    "why_not",
+]
+
+_TAG = re.compile(r"defined\(__(gfx\w+)__\)")
+_LARGEST = 2**31
+
+
+class NotWhileCapturing(HipUnavailable):
+    """Loading may allocate and wait, which would spoil the graph."""
+
+    lasting = False
+
+
+class Card(Protocol):
+    """What torch says of one device. `index` is -1 for memory of the host, as torch counts."""
+
+    @property
+    def index(self) -> int: ...
+
+    def stream(self) -> int:
+        """The handle of the stream that torch queues work on now."""
+        ...
+
+    def is_capturing(self) -> bool: ...
+
+    def current(self) -> AbstractContextManager[object]:
+        """The driver means this device within."""
+        ...
+
+
+@dataclass(frozen=True)
+class TorchCard:
+    index: int
+
+    def stream(self) -> int:
+        return int(torch.cuda.current_stream(self.index).cuda_stream)
+
+    def is_capturing(self) -> bool:
+        return bool(torch.cuda.is_current_stream_capturing())
+
+    def current(self) -> AbstractContextManager[object]:
+        return nullcontext() if torch.cuda.current_device() == self.index else torch.cuda.device(self.index)
+
+
+@dataclass(frozen=True)
+class _Loaded:
+    function: int
+    threads: int
+
+
+class DeviceLauncher:
+    """A `Launcher` for one device. Threads may share it."""
+
+    def __init__(
+        self,
+        arch: Arch,
+        card: Card,
+        driver: Driver,
+        compile_: Callable[[Kernel, Arch], bytes] | None = None,
+    ) -> None:
+        self.arch = arch
+        self._card, self._driver, self._compile = card, driver, compile_ or compile_image
+        self._loaded: dict[Kernel, _Loaded] = {}
+        self._modules: dict[bytes, int] = {}
+        self._lock = threading.Lock()
+
+    def launch(self, kernel: Kernel, grid: tuple[int, int, int], arguments: Sequence[Argument]) -> None:
+        """On torch's current stream."""
+        loaded = self._loaded.get(kernel) or self.load(kernel)
+        # Both must live until the call returns; the driver copies the values.
+        values = [self._value(kernel, place, value) for place, value in enumerate(arguments)]
+        parameters = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
+        with self._card.current():
+            self._driver.prepare(self._card.index)
+            stream = self._card.stream()
+            self._driver.launch(loaded.function, grid, loaded.threads, stream, parameters, self._told(kernel))
+
+    def load(self, kernel: Kernel) -> _Loaded:
+        """Compile and load it, so that a launch, inside a graph's capture too, finds it there."""
+        with self._lock:
+            known = self._loaded.get(kernel)
+            if known is not None:
+                return known
+            if self._card.is_capturing():
+                raise NotWhileCapturing(
+                    f"{self._told(kernel)} is not loaded, and none is while a graph is being captured.",
+                    hint="Make the call once before the capture.",
+                )
+            image = self._compile(kernel, self.arch)
+            threads = threads_of(image, kernel.name)
+            with self._card.current():
+                self._driver.prepare(self._card.index)
+                if image not in self._modules:
+                    self._modules[image] = self._driver.load(image, self._told(kernel))
+                function = self._driver.function(self._modules[image], kernel.name, self._told(kernel))
+            loaded = self._loaded[kernel] = _Loaded(function, threads)
+            return loaded
+
+    def unload(self) -> None:
+        """Give back what the modules take of the card. What still runs, and captured graphs, must be done with them."""
+        with self._lock, self._card.current():
+            self._driver.prepare(self._card.index)
+            self._loaded.clear()
+            while self._modules:
+                _, module = self._modules.popitem()
+                self._driver.unload(module)
+
+    def _told(self, kernel: Kernel) -> str:
+        return f"{kernel.name} for {self.arch.name}"
+
+    def _value(self, kernel: Kernel, place: int, value: Argument) -> Any:
+        if value is None:
+            return ctypes.c_void_p(None)
+        if isinstance(value, torch.Tensor):
+            if value.get_device() != self._card.index:
+                # A kernel that reads it would end every other work on the card, too.
+                raise Unsupported(kernel.name, f"a tensor on {value.device} as argument {place} on another device")
+            return ctypes.c_void_p(value.data_ptr())
+        if isinstance(value, float):
+            return ctypes.c_float(value)
+        if not -_LARGEST <= value < _LARGEST:
+            raise Unsupported(kernel.name, f"{value} as argument {place}: it passes 32 bits")
+        return ctypes.c_int32(value)
+
+
+def compile_image(kernel: Kernel, arch: Arch) -> bytes:
+    """By clang where there is one, else by hiprtc, or nvrtc on NVIDIA; from the cache where it was compiled before."""
+    parameters = dict(kernel.parameters)
+    try:
+        return toolchain.compile_source(kernel.source, arch, parameters).elf
+    except toolchain.NoHipCompiler as no_clang:
+        try:
+            library = rtc.rtc_for(rtc.api_for(arch))
+        except NoDriver as none:
+            raise toolchain.NoHipCompiler(f"{no_clang.message} {none.message}", hint=no_clang.hint) from None
+        return rtc.compile_source(library, kernel.source, arch, parameters)
+
+
+def threads_of(image: bytes, kernel: str) -> int:
+    """The size of a workgroup, which is part of the kernel: of an ELF file by its metadata, of PTX by its directive."""
+    try:
+        if image[:4] == b"\x7fELF":
+            entries = Sections(image).metadata()["amdhsa.kernels"]
+            found = [entry[".max_flat_workgroup_size"] for entry in entries if entry[".name"] == kernel]
+        else:
+            directive = rf"\.entry\s+{re.escape(kernel)}\s*\([^{{]*?\.(?:max|req)ntid\s+(\d+)"
+            found = [int(size) for size in re.findall(directive, image.decode())]
+    except (InvalidCodeObject, KeyError, TypeError, UnicodeDecodeError, struct.error) as error:
+        raise LoadFailed(f"What was compiled for {kernel} cannot be read: {error}.") from None
+    if not found:
+        raise LoadFailed(f"What was compiled has no kernel {kernel} with a size of its workgroups.")
+    return int(found[0])
+
+
+@cache
+def tagged() -> tuple[str, ...]:
+    """Each gfx that arch.hpp has a tag for: the sources compile for no other."""
+    return tuple(_TAG.findall((toolchain.INCLUDE / "rocm_sd" / "arch.hpp").read_text(encoding="utf-8")))
+
+
+_instead: list[Launcher] = []
+
+
+@contextmanager
+def launched_by(launcher: Launcher) -> Iterator[None]:
+    """Within, HIP kernels run there and nowhere else, wherever the tensors are: how the proof ladder runs them."""
+    _instead.append(launcher)
+    try:
+        yield
+    finally:
+        _instead.pop()
+
+
+def launcher_for(device: torch.device) -> Launcher:
+    """One for each device, with the modules that are loaded there. Ask `why_not` first."""
+    if _instead:
+        return _instead[-1]
+    index = device.index if device.index is not None else torch.cuda.current_device()
+    return _launcher(index)
+
+
+@cache
+def _launcher(index: int) -> DeviceLauncher:
+    api = HIP if torch.version.hip is not None else CUDA
+    return DeviceLauncher(archs.detect(torch.device("cuda", index)), TorchCard(index), driver_for(api))
+
+
+def why_not(device: torch.device) -> str | None:
+    """The reason that HIP kernels cannot run on this device, or None if they can."""
+    if _instead:
+        return None
+    if device.type != "cuda":
+        return f"HIP has no code for a tensor on {device.type}"
+    if torch.version.hip is None:
+        return "this torch is not built for ROCm"
+    return _why_not(archs.detect(device).name)
+
+
+@cache
+def _why_not(gfx: str) -> str | None:
+    if gfx not in tagged():
+        return f"the HIP kernels have no code for {gfx}"
+    try:
+        driver_for(HIP)
+        toolchain.find_compiler()
+    except toolchain.NoHipCompiler as no_clang:
+        try:
+            rtc.rtc_for(rtc.HIPRTC)
+        except NoDriver:
+            return f"{no_clang.message.rstrip('.')}, nor hiprtc"
+    except HipUnavailable as error:
+        return error.message.rstrip(".")
+    return None
