@@ -16,7 +16,7 @@ from rocm_sd.kernels.hip.runtime import DeviceLauncher, NotWhileCapturing, Torch
 pytestmark = pytest.mark.gpu
 
 # y[i] = x[i] * factor + offset for i < n, or 0 * factor + offset where there is no x.
-PTX = b"""
+PTX = b"""\
 .version 7.0
 .target sm_70
 .address_size 64

@@ -11,7 +11,7 @@ import ctypes
 import re
 import struct
 import threading
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol
@@ -26,16 +26,15 @@ from rocm_sd.kernels.hip.driver import CUDA, HIP, Driver, LoadFailed, NoDriver, 
 from rocm_sd.kernels.hip.launch import HipUnavailable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
     from rocm_sd.arch import Arch
-    from rocm_sd.kernels.hip.launch import Argument, Kernel, Launcher
+    from rocm_sd.kernels.hip.launch import Argument, Kernel
 
 __all__ = [
     "DeviceLauncher",
     "NotWhileCapturing",
     "compile_image",
-    "launched_by",
     "launcher_for",
     "tagged",
     "threads_of",
@@ -199,23 +198,8 @@ def tagged() -> tuple[str, ...]:
     return tuple(_TAG.findall((toolchain.INCLUDE / "rocm_sd" / "arch.hpp").read_text(encoding="utf-8")))
 
 
-_instead: list[Launcher] = []
-
-
-@contextmanager
-def launched_by(launcher: Launcher) -> Iterator[None]:
-    """Within, HIP kernels run there and nowhere else, wherever the tensors are: how the proof ladder runs them."""
-    _instead.append(launcher)
-    try:
-        yield
-    finally:
-        _instead.pop()
-
-
-def launcher_for(device: torch.device) -> Launcher:
+def launcher_for(device: torch.device) -> DeviceLauncher:
     """One for each device, with the modules that are loaded there. Ask `why_not` first."""
-    if _instead:
-        return _instead[-1]
     index = device.index if device.index is not None else torch.cuda.current_device()
     return _launcher(index)
 
@@ -227,11 +211,7 @@ def _launcher(index: int) -> DeviceLauncher:
 
 
 def why_not(device: torch.device) -> str | None:
-    """The reason that HIP kernels cannot run on this device, or None if they can."""
-    if _instead:
-        return None
-    if device.type != "cuda":
-        return f"HIP has no code for a tensor on {device.type}"
+    """The reason that HIP kernels cannot run on this GPU, or None if they can."""
     if torch.version.hip is None:
         return "this torch is not built for ROCm"
     return _why_not(archs.detect(device).name)
@@ -248,7 +228,12 @@ def _why_not(gfx: str) -> str | None:
         try:
             rtc.rtc_for(rtc.HIPRTC)
         except NoDriver:
-            return f"{no_clang.message.rstrip('.')}, nor hiprtc"
+            return f"{_reason(no_clang)}, nor hiprtc"
     except HipUnavailable as error:
-        return error.message.rstrip(".")
+        return _reason(error)
     return None
+
+
+def _reason(error: HipUnavailable) -> str:
+    """Its sentence, to stand after "because"."""
+    return error.message[:1].lower() + error.message[1:].rstrip(".")
