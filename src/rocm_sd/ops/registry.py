@@ -57,7 +57,8 @@ class Kernels:
     """Kernels of one implementation alone, in another language than those that the op's `Verification` names.
 
     `module` is the launcher's. `space(problem, arch)` gives the configs worth a trial; without one there is nothing to
-    configure. `real` are calls beside the op's own that take a kernel of their own.
+    configure. `real` are calls beside the op's own that take a kernel of their own; with `small_configs` beside the
+    default, the op's small calls take every kernel.
     """
 
     module: str
@@ -65,6 +66,7 @@ class Kernels:
     default_config: Mapping[str, int] = field(default_factory=dict)
     space: Callable[[Problem, arch.Arch], Iterable[Mapping[str, int]]] | None = None
     real: tuple[Sample, ...] = ()
+    small_configs: tuple[Mapping[str, int], ...] = ()
 
 
 @dataclass(frozen=True)

@@ -128,6 +128,8 @@ HIP = Kernels(
     },
     default_config={"whole_values": 32, "slices_per_cu": 4},
     space=_hip_space,
+    # No group is so small that one workgroup holds it.
+    small_configs=({"whole_values": 0, "slices_per_cu": 4},),
 )
 
 TUNING = Tuning(
