@@ -5,14 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
 pytest.importorskip("tinygrad", reason="the emulator decodes by tinygrad's tables")
 pytest.importorskip("triton", reason="the ladder compares with Triton's kernels")
 
+from rocm_sd import ops
 from rocm_sd.errors import InvalidOption
 from rocm_sd.kernels.hip import toolchain
-from rocm_sd.ops import OPS
+from rocm_sd.ops import OPS, registry
+from rocm_sd.ops.group_norm_silu.op import group_norm_silu_
 from rocm_sd.ops.registry import KernelPromise
+from rocm_sd.tuning import choice
 from rocm_sd.verify import ladder
 from rocm_sd.verify.hip_runner import emulated_hip
 from rocm_sd.verify.proofs import proofs
@@ -112,3 +116,50 @@ def test_the_proofs_tell_of_it_what_is_tested_here(name):
     proven = {p.arch: p.rung for p in proofs() if (p.op, p.implementation) == (op, implementation)}
     expected = {gfx: "emulated" if gfx in ladder.EMULATED else "compiled" for gfx in toolchain.TARGETS}
     assert proven == expected
+
+
+def test_the_gradient_is_the_ops_own():
+    x = torch.randn(1, 16, 4, 4, dtype=torch.float16, requires_grad=True)
+    with emulated_hip("gfx1201") as run:
+        y = ops.layout_copy(x, True, implementation="hip")
+        y.backward(torch.arange(256.0).half().reshape(1, 16, 4, 4))
+    assert [call.kernel for call in run.calls] == ["layout_copy_wide"]
+    assert torch.equal(y, x)
+    assert torch.equal(x.grad.flatten(), torch.arange(256.0).half())
+
+
+@pytest.mark.parametrize("whole_values", [32, 0])
+def test_a_norm_may_write_over_its_own_map(whole_values, monkeypatch):
+    """As `overwrites` promises: in one kernel, and in three."""
+    table = {"implementation": "hip", "config": {"whole_values": whole_values, "slices_per_cu": 4}, "why": "timed"}
+    monkeypatch.setattr(choice, "_table", lambda *_: {"static": table})
+    image = torch.randn(2, 8, 8, 32).half().permute(0, 3, 1, 2)
+    stock = OPS["group_norm_silu"].implementation("torch").run(image, 4, None, None, None, 1e-5, True, config={})
+    registry.forget_choices()
+    try:
+        with emulated_hip("gfx1100") as run:
+            y = group_norm_silu_(image, 4)
+    finally:
+        registry.forget_choices()
+    assert y is image
+    assert len(run.calls) == (1 if whole_values else 3)
+    torch.testing.assert_close(y, stock, atol=4e-3, rtol=4e-3)
+
+
+def test_any_strides_an_empty_batch_and_weights_of_another_dtype():
+    with emulated_hip("gfx1100"):
+        odd = torch.randn(3, 2, 40).half().transpose(0, 1)
+        weight, bias = torch.randn(40), torch.randn(80)[::2]
+        given = (odd, odd + 1, weight, bias, 1e-5)
+        ours = ops.layer_norm_residual(*given, implementation="hip")
+        theirs = ops.layer_norm_residual(*given, implementation="torch")
+        for actual, stock in zip(ours, theirs, strict=True):
+            assert actual.is_contiguous()
+            torch.testing.assert_close(actual, stock, atol=4e-3, rtol=4e-3)
+        x, matrix = torch.randn(24, 6).half().T, torch.randn(24, 16).half().T
+        y = ops.linear_residual(x, matrix, implementation="hip")
+        torch.testing.assert_close(y, (x.float() @ matrix.float().T).half(), atol=1e-2, rtol=1e-2)
+        assert ops.upsample(torch.randn(0, 8, 4, 4).half(), implementation="hip").shape == (0, 8, 8, 8)
+        assert ops.linear_residual(torch.empty(0, 24).half(), matrix, implementation="hip").shape == (0, 16)
+        same = torch.randn(1, 8, 4, 4).half()
+        assert ops.layout_copy(same, False, implementation="hip").data_ptr() != same.data_ptr()

@@ -114,10 +114,12 @@ class Driver:
             raise NoDriver(f"The library {library._name} is no {api.name} driver: {error}.") from None  # noqa: SLF001
 
     def load(self, image: bytes, what: str) -> int:
-        """A module of machine code, or of PTX text, on the device that is current; `what` is told where it fails."""
+        """A module of machine code, or of PTX text that ends with a zero, on the device that is current.
+
+        `what` is told where it fails. The driver may read the image for as long as the module is loaded: keep it.
+        """
         module = c_void_p()
-        # PTX is a text that ends with a zero; an ELF file is not hurt by one.
-        self._loaded(self._load(byref(module), image + b"\0"), self.api.load, what)
+        self._loaded(self._load(byref(module), image), self.api.load, what)
         return module.value or 0
 
     def function(self, module: int, name: str, what: str) -> int:

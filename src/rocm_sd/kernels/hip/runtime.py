@@ -42,7 +42,7 @@ __all__ = [
 ]
 
 _TAG = re.compile(r"defined\(__(gfx\w+)__\)")
-_LARGEST = 2**31
+_SLOT = 8  # bytes
 
 
 class NotWhileCapturing(HipUnavailable):
@@ -86,6 +86,7 @@ class TorchCard:
 class _Loaded:
     function: int
     threads: int
+    told: str
 
 
 class DeviceLauncher:
@@ -101,19 +102,20 @@ class DeviceLauncher:
         self.arch = arch
         self._card, self._driver, self._compile = card, driver, compile_ or compile_image
         self._loaded: dict[Kernel, _Loaded] = {}
+        # By the very image that a driver was given: it may read from there until the module is unloaded.
         self._modules: dict[bytes, int] = {}
         self._lock = threading.Lock()
 
     def launch(self, kernel: Kernel, grid: tuple[int, int, int], arguments: Sequence[Argument]) -> None:
         """On torch's current stream."""
         loaded = self._loaded.get(kernel) or self.load(kernel)
-        # Both must live until the call returns; the driver copies the values.
-        values = [self._value(kernel, place, value) for place, value in enumerate(arguments)]
-        parameters = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
+        # It must live until the call returns; the driver copies the values.
+        values = ctypes.create_string_buffer(self._packed(kernel, arguments))
+        first = ctypes.addressof(values)
+        parameters = _pointers(len(arguments))(*range(first, first + _SLOT * len(arguments), _SLOT))
         with self._card.current():
             self._driver.prepare(self._card.index)
-            stream = self._card.stream()
-            self._driver.launch(loaded.function, grid, loaded.threads, stream, parameters, self._told(kernel))
+            self._driver.launch(loaded.function, grid, loaded.threads, self._card.stream(), parameters, loaded.told)
 
     def load(self, kernel: Kernel) -> _Loaded:
         """Compile and load it, so that a launch, inside a graph's capture too, finds it there."""
@@ -126,14 +128,15 @@ class DeviceLauncher:
                     f"{self._told(kernel)} is not loaded, and none is while a graph is being captured.",
                     hint="Make the call once before the capture.",
                 )
-            image = self._compile(kernel, self.arch)
+            # PTX is a text that ends with a zero; an ELF file is not hurt by one.
+            image = self._compile(kernel, self.arch) + b"\0"
             threads = threads_of(image, kernel.name)
             with self._card.current():
                 self._driver.prepare(self._card.index)
                 if image not in self._modules:
                     self._modules[image] = self._driver.load(image, self._told(kernel))
                 function = self._driver.function(self._modules[image], kernel.name, self._told(kernel))
-            loaded = self._loaded[kernel] = _Loaded(function, threads)
+            loaded = self._loaded[kernel] = _Loaded(function, threads, self._told(kernel))
             return loaded
 
     def unload(self) -> None:
@@ -141,26 +144,40 @@ class DeviceLauncher:
         with self._lock, self._card.current():
             self._driver.prepare(self._card.index)
             self._loaded.clear()
-            while self._modules:
-                _, module = self._modules.popitem()
-                self._driver.unload(module)
+            for image in list(self._modules):
+                self._driver.unload(self._modules[image])
+                del self._modules[image]
 
     def _told(self, kernel: Kernel) -> str:
         return f"{kernel.name} for {self.arch.name}"
 
-    def _value(self, kernel: Kernel, place: int, value: Argument) -> Any:
-        if value is None:
-            return ctypes.c_void_p(None)
-        if isinstance(value, torch.Tensor):
-            if value.get_device() != self._card.index:
-                # A kernel that reads it would end every other work on the card, too.
-                raise Unsupported(kernel.name, f"a tensor on {value.device} as argument {place} on another device")
-            return ctypes.c_void_p(value.data_ptr())
-        if isinstance(value, float):
-            return ctypes.c_float(value)
-        if not -_LARGEST <= value < _LARGEST:
-            raise Unsupported(kernel.name, f"{value} as argument {place}: it passes 32 bits")
-        return ctypes.c_int32(value)
+    def _packed(self, kernel: Kernel, arguments: Sequence[Argument]) -> bytes:
+        """Each value at the beginning of a slot of its own: one call where an object for each would take longer."""
+        kinds = ["<"]
+        values: list[int | float] = []
+        index = self._card.index
+        for place, value in enumerate(arguments):
+            if isinstance(value, torch.Tensor):
+                if value.get_device() != index:
+                    # A kernel that reads it would end every other work on the card, too.
+                    raise Unsupported(kernel.name, f"a tensor on {value.device} as argument {place} on another device")
+                kinds.append("Q")
+                values.append(value.data_ptr())
+            elif value is None:
+                kinds.append("Q")
+                values.append(0)
+            else:
+                kinds.append("f4x" if isinstance(value, float) else "i4x")
+                values.append(value)
+        try:
+            return struct.pack("".join(kinds), *values)
+        except (struct.error, OverflowError):
+            raise Unsupported(kernel.name, f"the arguments {values}: one of them passes 32 bits") from None
+
+
+@cache
+def _pointers(count: int) -> Any:
+    return ctypes.c_void_p * count
 
 
 def compile_image(kernel: Kernel, arch: Arch) -> bytes:
