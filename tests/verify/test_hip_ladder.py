@@ -10,6 +10,7 @@ import torch
 pytest.importorskip("tinygrad", reason="the emulator decodes by tinygrad's tables")
 pytest.importorskip("triton", reason="the ladder compares with Triton's kernels")
 
+from rocm_sd import arch as archs
 from rocm_sd import ops
 from rocm_sd.errors import InvalidOption
 from rocm_sd.kernels.hip import toolchain
@@ -18,7 +19,9 @@ from rocm_sd.ops.group_norm_silu.op import group_norm_silu_
 from rocm_sd.ops.registry import KernelPromise
 from rocm_sd.tuning import choice
 from rocm_sd.verify import ladder
+from rocm_sd.verify.gates import check
 from rocm_sd.verify.hip_runner import emulated_hip
+from rocm_sd.verify.isa import report
 from rocm_sd.verify.proofs import proofs
 
 try:
@@ -53,6 +56,22 @@ def test_every_kernel_computes_the_right_numbers_on_the_emulator(name, gfx):
     assert outcome.figures["largest_error"] <= outcome.figures["allowed"]
     op, _, implementation = name.partition(":")
     assert set(outcome.figures["kernels"]) == set(OPS[op].implementation(implementation).kernels.promises)
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in OWN if OPS[name.partition(":")[0]].implementation("hip").kernels.space]
+)
+def test_every_config_that_a_search_tries_passes_the_gates(name):
+    op = OPS[name.partition(":")[0]]
+    hip, arguments = op.implementation("hip"), op.verification.real[0].make(filled=False)
+    configs = list(hip.kernels.space(op.verification.problem(*arguments), archs.get("gfx1030")))
+    assert hip.kernels.default_config in configs
+    for config in configs:
+        with emulated_hip("gfx1030", execute=False) as run:
+            hip.run(*arguments, config=config)
+        for call in run.calls:
+            gates = check(report(call.code), hip.kernels.promises[call.kernel])
+            assert [gate.sentence for gate in gates if gate.ok is False] == [], (config, call.kernel)
 
 
 def test_hip_climbs_by_name_and_has_no_rungs_without_an_architecture():
