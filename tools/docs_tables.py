@@ -87,10 +87,10 @@ def _measured(evidence: str) -> str:
 
 
 def _proofs(*, linked: bool) -> str:
-    """A line for each op, with the highest rung that each architecture stands on."""
+    """A line for each op, and for its kernels in HIP, with the highest rung that each architecture stands on."""
     reached: dict[str, dict[str, list[Proof]]] = defaultdict(lambda: defaultdict(list))
     for proof in sorted(proofs(), key=lambda p: (p.op, p.arch)):
-        reached[proof.op][proof.rung].append(proof)
+        reached[f"{proof.op}:hip" if proof.implementation == "hip" else proof.op][proof.rung].append(proof)
     rows = []
     for op, rungs in reached.items():
         cells = [_names([proof.arch for proof in rungs[rung]]) for rung in ("emulated", "compiled")]

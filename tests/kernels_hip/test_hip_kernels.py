@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 
 import pytest
 import torch
@@ -11,25 +10,19 @@ import torch
 pytest.importorskip("tinygrad")
 pytest.importorskip("triton")
 
-from rocm_sd import arch as archs
 from rocm_sd.errors import Unsupported
-from rocm_sd.kernels.hip import group_norm_silu, layer_norm_residual, layout_copy, toolchain, upsample
+from rocm_sd.kernels import hip as hip_kernels
+from rocm_sd.kernels.hip import layer_norm_residual, toolchain
 from rocm_sd.kernels.hip.launch import Kernel
 from rocm_sd.ops import OPS
-from rocm_sd.ops.group_norm_silu import op as group_norm_silu_op
-from rocm_sd.ops.layer_norm_residual import op as layer_norm_residual_op
-from rocm_sd.ops.layout_copy import op as layout_copy_op
 from rocm_sd.ops.numerics import in_float64, outputs, require
-from rocm_sd.ops.registry import KernelPromise
-from rocm_sd.ops.upsample import op as upsample_op
 from rocm_sd.tuning import lookup
-from rocm_sd.verify.code_object import CodeObject
-from rocm_sd.verify.compiler import KernelConfig
 from rocm_sd.verify.emulator import LdsRace
 from rocm_sd.verify.gates import check
+from rocm_sd.verify.hip_runner import EmulatedLauncher
 from rocm_sd.verify.isa import report
 from rocm_sd.verify.ladder import EMULATED
-from rocm_sd.verify.runner import Call, Run, _Argument, emulated, total
+from rocm_sd.verify.runner import emulated, total
 
 try:
     toolchain.find_compiler()
@@ -37,89 +30,28 @@ except toolchain.NoHipCompiler as error:
     pytest.skip(str(error), allow_module_level=True)
 
 
-class EmulatedLauncher:
-    """A `Launcher` that compiles for an architecture that is not there, and executes on the tensors' memory."""
-
-    def __init__(self, arch, *, execute=True):
-        self.arch = archs.get(arch)
-        self.run = Run(self.arch, execute)
-
-    def launch(self, kernel, grid, arguments):
-        compiled = toolchain.compile_source(kernel.source, self.arch, dict(kernel.parameters))
-        code = CodeObject.from_elf(compiled.elf, compiled.assembly, kernel.name)
-        # clang reads the last arguments in wider loads than they are: a runtime's segments are padded to 16 bytes.
-        code = replace(code, kernarg_size=-(-code.kernarg_size // 16) * 16)
-        given = [_Argument(f"argument {place}", "", value) for place, value in enumerate(arguments)]
-        counters = self.run._execute(code, grid, given) if self.run.execute else None
-        self.run.calls.append(Call(kernel.name, grid, KernelConfig(()), code, counters))
+RUN = ("layout_copy", "layer_norm_residual", "group_norm_silu", "upsample")
 
 
-def _layout_copy(launcher, x, channels_last):
-    out = layout_copy_op._allocate(x, channels_last)
-    layout_copy.launch(x, out, channels_last, launcher)
-    return out
+def run(name, launcher, arguments, config=None):
+    """The op's own implementation, by this launcher."""
+    implementation = OPS[name].implementation("hip")
+    config = implementation.kernels.default_config if config is None else config
+    with hip_kernels.launched_by(launcher), launcher.run.recorded():
+        return implementation.run(*arguments, config=config)
 
-
-def _layer_norm_residual(launcher, x, residual, weight, bias, eps):
-    y = torch.empty_like(x)
-    sums = None if residual is None else torch.empty_like(x)
-    config = layer_norm_residual.LayerNormResidualConfig()
-    layer_norm_residual.launch(
-        layer_norm_residual_op._rows(x), residual, y, sums, weight, bias, eps, config, launcher
-    )  # fmt: skip
-    return y, x if sums is None else sums
-
-
-def _group_norm_silu(launcher, x, groups, weight, bias, add, eps, silu, config=None):
-    out = group_norm_silu_op._allocate(x)
-    config = config or group_norm_silu.GroupNormSiluConfig()
-    units = launcher.arch.compute_units
-    group_norm_silu.launch(x, out, groups, weight, bias, add, eps, silu, config, units, launcher)
-    return out
-
-
-def _upsample(launcher, x, scale, mode):
-    out = upsample_op._allocate(x, scale)
-    upsample.launch(x, out, scale, mode, launcher)
-    return out
-
-
-# What an op's `run` will do once dispatch knows the name "hip": allocate, then launch.
-RUN = {
-    "layout_copy": _layout_copy,
-    "layer_norm_residual": _layer_norm_residual,
-    "group_norm_silu": _group_norm_silu,
-    "upsample": _upsample,
-}
-
-_MEMORY = KernelPromise(bound_by_memory=True)
-PROMISES = {
-    "layout_copy_wide": _MEMORY,
-    "layout_copy_few": _MEMORY,
-    "layer_norm_residual": _MEMORY,
-    "group_norm_silu_whole": KernelPromise(
-        narrow_loads_because="a group of 10 channels starts at any multiple of 4 bytes"
-    ),
-    "group_norm_silu_moments": _MEMORY,
-    "group_norm_silu_fold": KernelPromise(
-        narrow_loads_because="a group may have one channel, and what it reads is one row for each slice"
-    ),
-    "group_norm_silu_apply": _MEMORY,
-    "upsample": _MEMORY,
-}
 
 SMALL = [
     pytest.param(name, sample, id=f"{name}: {sample.name}") for name in RUN for sample in OPS[name].verification.small
 ]
 
 
-def executed(name, gfx, *arguments, **named):
+def executed(name, gfx, *arguments, config=None):
     """The op's results by the emulator, proven whole and as close to float64 as stock torch, and what was counted."""
     op, launcher = OPS[name], EmulatedLauncher(gfx)
     exact = outputs(op.verification.reference(*in_float64(arguments)))
     stock = outputs(op.implementations[0].run(*arguments, config={}))
-    with launcher.run._allocations:
-        results = outputs(RUN[name](launcher, *arguments, **named))
+    results = outputs(run(name, launcher, arguments, config))
     launcher.run.require_written(*results)
     for actual, right, usual in zip(results, exact, stock, strict=True):
         require(f"{name} on {gfx}", actual, right, usual)
@@ -133,21 +65,12 @@ def test_small_samples_are_as_close_to_float64_as_stock_torch(name, sample, gfx)
     assert calls
 
 
-# Timed calls that take a kernel of their own: latents, and pictures.
-MORE = {
-    "layout_copy": [
-        sample for sample in OPS["layout_copy"].tuning.timed if "x4x" in sample.name or "x3x" in sample.name
-    ]
-}
-
-
 def gated(name, gfx):
     """Every kernel of the op's real samples through the gates: (kernel, report), once for each code object."""
     seen = {}
-    samples = [*OPS[name].verification.real, *MORE.get(name, ())]
-    for sample in samples:
+    for sample in (*OPS[name].verification.real, *OPS[name].implementation("hip").kernels.real):
         launcher = EmulatedLauncher(gfx, execute=False)
-        RUN[name](launcher, *sample.make(filled=False))
+        run(name, launcher, sample.make(filled=False))
         for call in launcher.run.calls:
             if (call.code.elf, call.kernel) not in seen:
                 seen[call.code.elf, call.kernel] = report(call.code)
@@ -159,8 +82,9 @@ def gated(name, gfx):
 def test_real_samples_pass_every_gate(name, gfx):
     found = gated(name, gfx)
     assert found
+    promises = OPS[name].implementation("hip").kernels.promises
     for kernel, facts in found:
-        broken = [f"{gate.name}: {gate.sentence}" for gate in check(facts, PROMISES[kernel]) if gate.ok is False]
+        broken = [f"{gate.name}: {gate.sentence}" for gate in check(facts, promises[kernel]) if gate.ok is False]
         assert not broken, (kernel, broken)
 
 
@@ -229,7 +153,7 @@ def test_norms_and_upsampling_use_nine_tenths_of_the_cache_lines_they_touch(gfx)
         _, calls = executed("upsample", gfx, image, 2, mode)
         assert calls[0].counters.coalescing_efficiency >= 0.9, mode
 
-    config = group_norm_silu.GroupNormSiluConfig(whole_values=8)
+    config = {"whole_values": 8}
     large = torch.randn(1, 33, 64, 128).half().permute(0, 3, 1, 2)
     _, calls = executed("group_norm_silu", gfx, large, 8, None, None, None, 1e-5, True, config=config)
     found = {call.kernel.removeprefix("group_norm_silu_"): call.counters for call in calls}
@@ -241,7 +165,7 @@ def test_norms_and_upsampling_use_nine_tenths_of_the_cache_lines_they_touch(gfx)
 
 def test_a_long_slice_takes_the_loop_with_four_loads_in_flight():
     image = torch.randn(1, 31, 43, 72).half().permute(0, 3, 1, 2)
-    config = group_norm_silu.GroupNormSiluConfig(whole_values=8, slices_per_cu=0)
+    config = {"whole_values": 8, "slices_per_cu": 0}
     _, calls = executed("group_norm_silu", "gfx1100", image, 2, None, None, None, 1e-5, True, config=config)
     assert calls[0].grid == (1, 2, 1)
 
@@ -294,7 +218,7 @@ def beside_triton(name, gfx, sample):
     """{"hip": {kernel: figures}, "triton": {kernel: figures}} of one call: registers, LDS, waves a SIMD."""
     verification, arguments = OPS[name].verification, sample.make(filled=False)
     launcher = EmulatedLauncher(gfx, execute=False)
-    RUN[name](launcher, *arguments)
+    run(name, launcher, arguments)
     calls = {"hip": launcher.run.calls}
     if launcher.arch.triton_supported:
         config = lookup(name, gfx, verification.problem(*arguments)).config or OPS[name].default_config

@@ -125,7 +125,7 @@ def _ops(device: torch.device, architecture: str) -> list[dict[str, Any]]:
         typical = op.tuning.buckets[0].sample
         problem = op.verification.problem(*typical.make(filled=False))
         known = [implementation.name for implementation in op.implementations]
-        choice = layers.choose(op.name, architecture, problem, here, op.kernel_hash(), known)
+        choice = layers.choose(op.name, architecture, problem, here, op.kernel_hashes(), known)
         set_aside = {name: aside.get((op.name, name, op.kernel_hash(name))) for name in known}
         used = op.implementations[0].name if set_aside[choice.implementation] else choice.implementation
         implementations = []

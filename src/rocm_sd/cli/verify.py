@@ -24,7 +24,8 @@ _WORDS = {"passed": "[green]passed[/]", "failed": "[bold red]failed[/]"}
 def verify(
     ops: Annotated[list[str] | None, typer.Argument(metavar="[OP]...", help="Ops by name.", show_default="all")] = None,
     arch: Annotated[
-        str | None, typer.Option(help="Architectures, e.g. gfx1100,gfx942. (default: all that Triton compiles for)")
+        str | None,
+        typer.Option(help="Architectures, e.g. gfx1100,gfx942. (default: all that Triton compiles for; for HIP, six)"),
     ] = None,
     rung: Annotated[
         str | None, typer.Option(help="Rungs, e.g. 3 or 1,2: see docs/verification.md. (default: all five)")
@@ -36,6 +37,8 @@ def verify(
     rocm-sd verify
 
     rocm-sd verify group_norm_silu --arch gfx1100,gfx942
+
+    rocm-sd verify group_norm_silu:hip --arch gfx1030
 
     rocm-sd verify --rung 3 --json
 

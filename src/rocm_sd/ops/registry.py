@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from rocm_sd import arch, settings
 from rocm_sd.errors import InvalidOption, Unsupported
+from rocm_sd.kernels.hip.launch import HipUnavailable
 from rocm_sd.tuning import Choice, Problem, layers, lookup
 from rocm_sd.tuning.choice import STOCK
 
@@ -25,6 +26,7 @@ __all__ = [
     "Bucket",
     "Implementation",
     "KernelPromise",
+    "Kernels",
     "Op",
     "Tuning",
     "Verification",
@@ -42,24 +44,43 @@ SELF_TESTED = frozenset({"cuda"})
 
 
 @dataclass(frozen=True)
-class Implementation:
-    """`run` takes the op's own arguments and, by name, the `config` that dispatch chose.
-
-    `why_not(problem, device)` gives the reason that it cannot take this problem, or None if it can.
-    """
-
-    name: str
-    run: Callable[..., Any]
-    why_not: Callable[[Problem, torch.device], str | None]
-
-
-@dataclass(frozen=True)
 class KernelPromise:
     """What a kernel is meant to be, so that the gates know what to hold it to."""
 
     uses_dot: bool = False
     bound_by_memory: bool = False
     narrow_loads_because: str | None = None
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """Kernels of one implementation alone, in another language than those that the op's `Verification` names.
+
+    `module` is the launcher's. `space(problem, arch)` gives the configs worth a trial; without one there is nothing to
+    configure. `real` are calls beside the op's own that take a kernel of their own; with `small_configs` beside the
+    default, the op's small calls take every kernel.
+    """
+
+    module: str
+    promises: Mapping[str, KernelPromise]
+    default_config: Mapping[str, int] = field(default_factory=dict)
+    space: Callable[[Problem, arch.Arch], Iterable[Mapping[str, int]]] | None = None
+    real: tuple[Sample, ...] = ()
+    small_configs: tuple[Mapping[str, int], ...] = ()
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """`run` takes the op's own arguments and, by name, the `config` that dispatch chose.
+
+    `why_not(problem, device)` gives the reason that it cannot take this problem, or None if it can. Without `kernels`
+    it runs the op's own, or none of this project.
+    """
+
+    name: str
+    run: Callable[..., Any]
+    why_not: Callable[[Problem, torch.device], str | None]
+    kernels: Kernels | None = None
 
 
 @dataclass(frozen=True)
@@ -146,8 +167,24 @@ class Op:
                 return candidate
         raise InvalidOption(f"{self.name} implementation", name, [i.name for i in self.implementations])
 
+    def config_of(self, name: str, choice: Choice) -> Mapping[str, int]:
+        """What an implementation runs with where the data say `choice`: another kernel's config is not for it."""
+        kernels = self.implementation(name).kernels
+        default = self.default_config if kernels is None else kernels.default_config
+        return choice.config if choice.config.keys() == default.keys() else default
+
+    def kernel_hashes(self) -> tuple[str, ...]:
+        """Of all kernels that the op has, whoever runs them."""
+        own = (each.name for each in self.implementations if each.kernels is not None)
+        return (self.kernel_hash(), *(self.kernel_hash(name) for name in own))
+
     def kernel_hash(self, implementation: str | None = None) -> str:
-        """Of the source that it depends on: of the op's kernels, or nothing for what has none of them."""
+        """Of the source that it depends on: of its own kernels, of the op's, or nothing for what has none of them."""
+        kernels = None if implementation is None else self._kernels_of(implementation)
+        if kernels is not None:
+            from rocm_sd.tuning.environment import kernel_hash  # noqa: PLC0415 -- as below
+
+            return kernel_hash(kernels.module)
         known = self.verification
         if known is None or not known.kernels:
             return ""
@@ -157,6 +194,9 @@ class Op:
         from rocm_sd.tuning.environment import kernel_hash  # noqa: PLC0415 -- where nothing is measured, nothing asks
 
         return kernel_hash(known.kernels)
+
+    def _kernels_of(self, name: str) -> Kernels | None:
+        return next((each.kernels for each in self.implementations if each.name == name), None)
 
     def choose(self, problem: Problem, device: torch.device, forced: str | None = None) -> Choice:
         """Asked for by name, an implementation that cannot do it raises. Chosen automatically, stock takes over."""
@@ -177,9 +217,7 @@ class Op:
             reason = self.implementation(name).why_not(problem, device)
             if reason:
                 raise Unsupported(f"{self.name} ({name})", reason)
-            # The data's config is for the kernel, whichever implementation it names.
-            config = choice.config or self.default_config
-            return Choice(name, config, "forced", "asked for by name"), True
+            return Choice(name, self.config_of(name, choice), "forced", "asked for by name"), True
         reason = self.implementation(choice.implementation).why_not(problem, device)
         settled = True
         if reason is None and choice.implementation != STOCK and device.type in SELF_TESTED:
@@ -196,11 +234,16 @@ class Op:
         from rocm_sd.tuning.environment import current  # noqa: PLC0415 -- as above
 
         known = tuple(implementation.name for implementation in self.implementations)
-        choice = layers.choose(self.name, architecture, problem, current(device), self.kernel_hash(), known)
-        if choice.config and choice.config.keys() != self.default_config.keys():
-            # Not from a tuner: a kernel would stop the picture with an error about its arguments.
-            return lookup(self.name, architecture, problem)
-        return choice
+        choice = layers.choose(self.name, architecture, problem, current(device), self.kernel_hashes(), known)
+        config = self.config_of(choice.implementation, choice)
+        if config is choice.config or (not choice.config and self._kernels_of(choice.implementation) is None):
+            return choice
+        shipped = lookup(self.name, architecture, problem)
+        if choice.config == shipped.config:
+            # It was stored without a config, and was given that of the data, which is for another kernel.
+            return replace(choice, config=config)
+        # Not from a tuner: a kernel would stop the picture with an error about its arguments.
+        return shipped
 
     def _why_not_trusted(self, name: str, problem: Problem, device: torch.device) -> tuple[str | None, bool]:
         """The reason that an implementation must not be used here, and whether it holds for good."""
@@ -215,7 +258,21 @@ class Op:
 
     def run(self, problem: Problem, device: torch.device, forced: str | None, *arguments: Any) -> Any:
         choice = self.choose(problem, device, forced)
-        return self.implementation(choice.implementation).run(*arguments, config=choice.config)
+        try:
+            return self.implementation(choice.implementation).run(*arguments, config=choice.config)
+        except HipUnavailable as error:
+            if choice.source == "forced":
+                raise
+            return self._run_stock(error, problem, device, *arguments)
+
+    def _run_stock(self, error: HipUnavailable, problem: Problem, device: torch.device, *arguments: Any) -> Any:
+        """In place of a kernel that was trusted, but is of another size than the one tested, and cannot be had."""
+        if error.lasting:
+            architecture, reason = arch.detect(device).name, error.message.rstrip(".")
+            _say_once(f"{self.name}: stock torch on {architecture}, because {reason}")
+            key = (*problem.values(), device, None)
+            self._chosen[key] = Choice(STOCK, why=reason)
+        return self.implementation(STOCK).run(*arguments, config={})
 
 
 def needs_no_dispatcher(*tensors: torch.Tensor | None) -> bool:

@@ -19,6 +19,7 @@ import torch
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from rocm_sd.kernels import triton as triton_kernels
+from rocm_sd.kernels.hip.launch import HipUnavailable
 from rocm_sd.ops.numerics import compare, in_float64, outputs
 from rocm_sd.tuning import lookup
 from rocm_sd.tuning.environment import current
@@ -47,7 +48,7 @@ _TF32 = 2.0**-10
 # A process that dies in a self-test was perhaps only stopped by its user; that it happens twice is no chance.
 _DEATHS = 2
 # What lies with the machine's set-up, which can be mended without any version changing: for this process alone.
-_SET_UP = (ImportError, OSError, SubprocessError, MemoryError, torch.OutOfMemoryError)
+_SET_UP = (ImportError, OSError, SubprocessError, MemoryError, torch.OutOfMemoryError, HipUnavailable)
 
 
 @dataclass(frozen=True)
@@ -216,7 +217,7 @@ def _run(op: Op, name: str, arguments: tuple[Any, ...], device: torch.device) ->
     implementation = op.implementation(name)
     # The data's config for this very call: that of another size may not fit it.
     shipped = lookup(op.name, current(device).arch, op.verification.problem(*arguments))
-    return outputs(implementation.run(*arguments, config=shipped.config or op.default_config))
+    return outputs(implementation.run(*arguments, config=op.config_of(name, shipped)))
 
 
 def _against_float64(op: Op, candidate: str, sample: Sample, device: torch.device) -> tuple[str | None, float]:

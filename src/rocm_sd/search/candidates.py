@@ -128,12 +128,13 @@ def candidates(op: Op, problem: Problem, device: torch.device) -> list[Candidate
     kernel = op.verification.implementation if op.verification is not None and op.tuning is not None else None
     if kernel is not None and op.tuning is not None:
         spaces[kernel] = op.tuning.space
+    spaces |= {i.name: i.kernels.space for i in op.implementations if i.kernels is not None and i.kernels.space}
     named = lookup(op.name, architecture.name, problem)
     # What would run without a search is tried first: however early a search ends, its best is no worse than that.
     found = [Candidate(STOCK)]
     for implementation in dict.fromkeys((named.implementation, kernel)):
         if implementation in there and implementation in spaces and named.config:
-            found.append(Candidate(implementation, tuple(named.config.items())))
+            found.append(Candidate(implementation, tuple(op.config_of(implementation, named).items())))
         elif implementation in there and implementation not in spaces:
             found.append(Candidate(implementation))
     found += [Candidate(i.name) for i in op.implementations if i.name in there and i.name not in spaces]

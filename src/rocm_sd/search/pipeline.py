@@ -134,8 +134,8 @@ def _setting(name: str, summary: str, *implementations: Implementation) -> Op:
 MEMORY_FORMAT = _setting(
     "memory_format",
     "contiguous or channels-last convolutions, for a whole pipeline",
-    Prepared(STOCK, _as_is, _anywhere, _laid_out(torch.contiguous_format)),
-    Prepared("channels_last", _as_is, _anywhere, _laid_out(torch.channels_last)),
+    Prepared(STOCK, _as_is, _anywhere, prepare=_laid_out(torch.contiguous_format)),
+    Prepared("channels_last", _as_is, _anywhere, prepare=_laid_out(torch.channels_last)),
 )
 CONVOLUTION_LIBRARY = _setting(
     "convolution_library",

@@ -74,19 +74,22 @@ class Database:
         op: str,
         problem: Mapping[str, int | str],
         environment: Environment,
-        kernel_hash: str,
+        kernel_hash: str | Collection[str],
         among: Collection[str] | None = None,
     ) -> Entry | None:
         """The fastest whose numerics are ok and that is not set aside, of this problem exactly.
 
         Candidates without a kernel of this project are stored with an empty hash: they compete with those of any.
+        Several hashes are those of several candidates' kernels.
         """
-        allowed = "" if among is None else f"AND candidate IN ({', '.join('?' * len(among))})"
+        hashes = _hashes(kernel_hash)
+        allowed = "" if among is None else f"AND candidate IN ({_marks(among)})"
         found = self._ask(
             f"""SELECT {_COLUMNS} FROM measurements m WHERE op = ? AND problem = ? AND environment = ?
-            AND kernel_hash IN (?, '') AND numerics = 'ok' AND median_us IS NOT NULL AND NOT {_SET_ASIDE} {allowed}
+            AND kernel_hash IN ({_marks(hashes)}) AND numerics = 'ok' AND median_us IS NOT NULL
+            AND NOT {_SET_ASIDE} {allowed}
             ORDER BY median_us, candidate, config LIMIT 1""",
-            (op, text(problem), environment.key(), kernel_hash, *(among or ())),
+            (op, text(problem), environment.key(), *hashes, *(among or ())),
             Entry.from_row,
         )
         return found[0] if found else None
@@ -96,15 +99,16 @@ class Database:
         op: str,
         problem: Mapping[str, int | str],
         environment: Environment,
-        kernel_hash: str,
+        kernel_hash: str | Collection[str],
         candidate: str,
         config: Mapping[str, int],
     ) -> Entry | None:
         """The measurement of one candidate, right or wrong, unless it is set aside."""
+        hashes = _hashes(kernel_hash)
         found = self._ask(
             f"""SELECT {_COLUMNS} FROM measurements m WHERE op = ? AND problem = ? AND environment = ?
-            AND kernel_hash IN (?, '') AND candidate = ? AND config = ? AND NOT {_SET_ASIDE}""",
-            (op, text(problem), environment.key(), kernel_hash, candidate, text(config)),
+            AND kernel_hash IN ({_marks(hashes)}) AND candidate = ? AND config = ? AND NOT {_SET_ASIDE}""",
+            (op, text(problem), environment.key(), *hashes, candidate, text(config)),
             Entry.from_row,
         )
         return found[0] if found else None
@@ -277,6 +281,14 @@ class Database:
         damaged = not isinstance(error, sqlite3.OperationalError)
         if not damaged or not set_aside(self.path, opened.identity, str(error)):
             self._opened = without_file(self.path, str(error))
+
+
+def _hashes(given: str | Collection[str]) -> tuple[str, ...]:
+    return ("", given) if isinstance(given, str) else ("", *given)
+
+
+def _marks(values: Collection[str]) -> str:
+    return ", ".join("?" * len(values))
 
 
 def _first(row: tuple[Any, ...]) -> Any:

@@ -125,7 +125,8 @@ def driver(vendor: arch.Vendor, root: Path = _ROOT) -> str | None:
 def kernel_hash(module: str) -> str:
     """Of the source of a kernel module and of every kernel module that it imports; nothing is imported for it.
 
-    The dataclass of its configs stands in the same file. Where there are no sources (a frozen program), the version
+    A HIP launcher's has the device code of its name and every header, too. The dataclass of its configs stands in the
+    same file. Where there are no sources (a frozen program), the version
     of rocm-sd stands for them.
     """
     digest = hashlib.sha256()
@@ -136,12 +137,20 @@ def kernel_hash(module: str) -> str:
             continue
         seen.add(name)
         spec = find_spec(name)
-        source = None if spec is None or spec.origin is None else _bytes(Path(spec.origin))
-        if source is None:
+        file = None if spec is None or spec.origin is None else Path(spec.origin)
+        source = None if file is None else _bytes(file)
+        if file is None or source is None:
             return f"rocm-sd {_installed('rocm-sd')}"
         digest.update(name.encode() + b"\0" + source + b"\0")
+        for part in _device_code(file):
+            digest.update(part.name.encode() + b"\0" + (_bytes(part) or b"") + b"\0")
         waiting += sorted({found.decode() for found in _IMPORTED.findall(source)})
     return digest.hexdigest()[:16]
+
+
+def _device_code(launcher: Path) -> list[Path]:
+    source = launcher.parent / "sources" / f"{launcher.stem}.hip"
+    return [source, *sorted((launcher.parent / "include").rglob("*.hpp"))] if source.is_file() else []
 
 
 def _installed(*names: str) -> str | None:

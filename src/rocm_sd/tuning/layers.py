@@ -47,10 +47,13 @@ def choose(
     arch_name: str,
     problem: Problem,
     environment: Environment,
-    kernel_hash: str,
+    kernel_hash: str | Collection[str],
     among: Collection[str] | None = None,
 ) -> Choice:
-    """`among`: the candidates that can be run at all; a measurement of another, of a plug-in say, is passed over."""
+    """Of candidates whose kernels have one of these hashes, or that have none.
+
+    `among`: the candidates that can be run at all; a measurement of another, of a plug-in say, is passed over.
+    """
     shipped = lookup(op, arch_name, problem)
     if not has_database():
         return shipped

@@ -6,38 +6,45 @@
 4 emulated     machine code executed at small sizes, compared with the reference
 5 tested       a recorded run on a card: proofs.json names it
 
-Each (op, architecture, rung) is a task of its own in a worker process.
+Each (op, architecture, rung) is a task of its own in a worker process. `group_norm_silu:hip` names the kernels that the
+implementation `hip` of that op has for itself: they climb rungs 3 to 5.
 """
 
 from __future__ import annotations
 
 import time
 from concurrent.futures import Future, as_completed
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal, Union
 
 from rocm_sd import arch as archs
 from rocm_sd.errors import InvalidOption, MissingDependency, RocmSdError
+from rocm_sd.kernels.hip import toolchain
+from rocm_sd.kernels.hip.runtime import tagged
 from rocm_sd.ops import OPS
 from rocm_sd.ops.numerics import in_float64, outputs
 from rocm_sd.tuning import lookup
 from rocm_sd.verify import numerics, workers
 from rocm_sd.verify.compiler import targets
 from rocm_sd.verify.gates import check
+from rocm_sd.verify.hip_runner import emulated_hip
 from rocm_sd.verify.isa import report
 from rocm_sd.verify.proofs import RUNGS, proofs
 from rocm_sd.verify.runner import emulated, total
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from contextlib import AbstractContextManager
 
     import torch
 
-    from rocm_sd.ops.registry import Op, Verification
+    from rocm_sd.ops.registry import Kernels, Op, Verification
     from rocm_sd.verify.emulator import Counters
+    from rocm_sd.verify.runner import Run
 
-__all__ = ["EMULATED", "Outcome", "Task", "in_float64", "outputs", "plan", "verify"]
+__all__ = ["EMULATED", "Outcome", "Task", "in_float64", "names", "outputs", "plan", "verify"]
 
 # One of each family with its own instruction encoding and matrix layout: gfx11 and gfx12 WMMA, gfx94x MFMA.
 EMULATED = ("gfx1100", "gfx1201", "gfx942")
@@ -74,16 +81,27 @@ class Outcome:
         return asdict(self)
 
 
+def names() -> list[str]:
+    """Every op, and `op:implementation` for every implementation with kernels of its own."""
+    own = [f"{op.name}:{i.name}" for op in OPS.values() for i in op.implementations if i.kernels is not None]
+    return [*OPS, *own]
+
+
 def plan(ops: Iterable[str] = (), architectures: Iterable[str] = (), rungs: Iterable[int] = ()) -> list[Task]:
     """The tasks asked for: nothing named means all. Rungs 1 and 2 need no architecture and stand under `cpu`."""
-    chosen = list(ops) or list(OPS)
+    chosen = list(ops) or names()
     named = list(architectures) or [a.name for a in targets()]
     wanted = sorted(set(rungs)) or [1, 2, 3, 4, 5]
-    _known("op", chosen, list(OPS))
+    _known("op", chosen, names())
     _known("architecture", named, [a.name for a in archs.ARCHS.values() if a.vendor is archs.Vendor.AMD])
     _known("rung", [str(rung) for rung in wanted], ["1", "2", "3", "4", "5"])
     tasks = []
     for op in chosen:
+        if ":" in op:
+            # What clang is proven for, where nothing is named: gfx1030 among them, and not all that Triton knows.
+            proven = list(architectures) or list(toolchain.TARGETS)
+            tasks += [Task(op, name, rung) for name in proven for rung in wanted if rung > 2]
+            continue
         tasks += [Task(op, HOST, rung) for rung in wanted if rung <= 2]
         tasks += [Task(op, name, rung) for name in named for rung in wanted if rung > 2]
     return tasks
@@ -123,20 +141,44 @@ def _without_running(task: Task) -> Outcome | None:
     def outcome(state: State, sentence: str) -> Outcome:
         return Outcome(task.op, task.arch, task.rung_name, state, sentence)
 
-    verification = OPS[task.op].verification
-    if verification is None:
+    name, _, implementation = task.op.partition(":")
+    if OPS[name].verification is None:
         return outcome("failed", f"{task.op} declares no verification: see docs/adding-an-op.md")
     if task.rung == 5:
-        found = [p for p in proofs() if (p.op, p.arch, p.rung) == (task.op, task.arch, "tested")]
-        return outcome("passed", f"recorded in {found[0].evidence}") if found else outcome("skipped", "never ran there")
+        evidence = _recorded_run(name, implementation, task.arch)
+        return outcome("passed", f"recorded in {evidence}") if evidence else outcome("skipped", "never ran there")
     if task.rung > 2:
-        if not archs.get(task.arch).triton_supported:
-            return outcome("skipped", f"Triton does not compile for {task.arch}")
-        choice = lookup(task.op, task.arch, {})
-        if not choice.config:
-            return outcome("skipped", f"stock torch there: {choice.why}")
+        reason = _why_not_hip(task.arch) if implementation else _why_not_triton(name, task.arch)
+        if reason:
+            return outcome("skipped", reason)
     if task.rung == 4 and task.arch not in EMULATED:
         return outcome("skipped", f"emulated on {', '.join(EMULATED)}")
+    return None
+
+
+def _recorded_run(op: str, implementation: str, arch: str) -> str | None:
+    own = {i.name for i in OPS[op].implementations if i.kernels is not None}
+    for proof in proofs():
+        ours = proof.implementation == implementation if implementation else proof.implementation not in own
+        if ours and (proof.op, proof.arch, proof.rung) == (op, arch, "tested"):
+            return proof.evidence
+    return None
+
+
+def _why_not_triton(op: str, arch: str) -> str | None:
+    if not archs.get(arch).triton_supported:
+        return f"Triton does not compile for {arch}"
+    choice = lookup(op, arch, {})
+    return None if choice.config else f"stock torch there: {choice.why}"
+
+
+def _why_not_hip(arch: str) -> str | None:
+    if arch not in tagged():
+        return f"the HIP kernels have no code for {arch}"
+    try:
+        toolchain.find_compiler()
+    except toolchain.NoHipCompiler as error:
+        return str(error)
     return None
 
 
@@ -152,13 +194,36 @@ def _outcome(task: Task, future: Future[Any]) -> Outcome:
 def climb(op: str, arch: str, rung: int) -> dict[str, Any]:
     """What a worker runs: one task."""
     started = time.perf_counter()
-    subject = OPS[op]
+    name, _, implementation = op.partition(":")
+    subject = OPS[name]
     assert subject.verification is not None
+    verification = _of_its_own(subject, implementation) if implementation else subject.verification
     step = {1: _reference, 2: _interpreted, 3: _compiled, 4: _emulated}[rung]
-    state, sentence, figures = step(subject, subject.verification, arch)
+    state, sentence, figures = step(subject, verification, arch)
     wrong = state == "failed" and rung != 3
     seconds = time.perf_counter() - started
     return Outcome(op, arch, RUNGS[rung - 1], state, sentence, wrong, figures, seconds).to_dict()
+
+
+def _of_its_own(op: Op, implementation: str) -> Verification:
+    """The op's, for the kernels that one implementation has for itself."""
+    kernels = op.implementation(implementation).kernels
+    assert op.verification is not None
+    assert kernels is not None
+    real = (*op.verification.real, *kernels.real)
+    return replace(
+        op.verification, implementation=implementation, real=real, promises=kernels.promises, beside=()
+    )  # fmt: skip
+
+
+def _recorded(op: Op, verification: Verification, arch: str, *, execute: bool) -> AbstractContextManager[Run]:
+    if _kernels(op, verification) is not None:
+        return emulated_hip(arch, execute=execute)
+    return emulated(verification.kernels, arch, execute=execute)
+
+
+def _kernels(op: Op, verification: Verification) -> Kernels | None:
+    return op.implementation(verification.implementation).kernels
 
 
 Result = tuple[State, str, dict[str, Any]]
@@ -202,13 +267,18 @@ def _numbers(op: Op, verification: Verification, compute: Callable[[str, tuple[A
     return ("passed" if comparison.ok else "failed"), f"{name}: {comparison}", figures
 
 
+def _badness(result: Result) -> tuple[bool, float]:
+    state, _, figures = result
+    return state == "failed", figures["largest_error"] / (figures["allowed"] or 1.0)
+
+
 def _compiled(op: Op, verification: Verification, arch: str) -> Result:
     kernels: dict[str, Any] = {}
     failures = []
     for implementation, sample in verification.calls(real=True):
         arguments = sample.make(filled=False)
-        config = lookup(op.name, arch, verification.problem(*arguments)).config
-        with emulated(verification.kernels, arch, execute=False) as recorded:
+        config = op.config_of(implementation, lookup(op.name, arch, verification.problem(*arguments)))
+        with _recorded(op, verification, arch, execute=False) as recorded:
             op.implementation(implementation).run(*arguments, config=config)
         for call in recorded.calls:
             facts = report(call.code)
@@ -229,9 +299,9 @@ def _compiled(op: Op, verification: Verification, arch: str) -> Result:
 def _emulated(op: Op, verification: Verification, arch: str) -> Result:
     counted: dict[str, list[Counters]] = {}
 
-    def compute(implementation: str, arguments: tuple[Any, ...]) -> Tensors:
-        config = lookup(op.name, arch, verification.problem(*arguments)).config
-        with emulated(verification.kernels, arch) as executed:
+    def compute(implementation: str, arguments: tuple[Any, ...], given: Mapping[str, int] | None = None) -> Tensors:
+        config = given or op.config_of(implementation, lookup(op.name, arch, verification.problem(*arguments)))
+        with _recorded(op, verification, arch, execute=True) as executed:
             result: Tensors = op.implementation(implementation).run(*arguments, config=config)
         executed.require_written(*outputs(result))
         for call in executed.calls:
@@ -239,6 +309,10 @@ def _emulated(op: Op, verification: Verification, arch: str) -> Result:
             counted.setdefault(call.kernel, []).append(call.counters)
         return result
 
-    state, sentence, figures = _numbers(op, verification, compute)
+    kernels = _kernels(op, verification)
+    configs = (None, *(kernels.small_configs if kernels is not None else ()))
+    results = [_numbers(op, verification, partial(compute, given=config)) for config in configs]
+    state, sentence, figures = max(results, key=_badness)
+    figures["samples"] = sum(each[2]["samples"] for each in results)
     figures["kernels"] = {name: total(counters).as_dict() for name, counters in counted.items()}
     return state, sentence, figures

@@ -27,7 +27,7 @@ from rocm_sd.errors import MissingDependency, Unsupported
 from rocm_sd.verify.compiler import KernelConfig, compile_for
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
     from types import ModuleType
 
     from numpy.typing import NDArray
@@ -196,8 +196,18 @@ class Run:
             code = compile_for(self.arch, kernel, config)
         code = self.edit(code) if self.edit else code
         size = _grid(grid, dict(config.constants) | {a.name: a.value for a in arguments})
-        counters = self._execute(code, size, arguments) if self.execute else None
-        self.calls.append(Call(code.name, size, config, code, counters))
+        self._record(code, size, config, arguments)
+
+    def launch_code(self, code: CodeObject, grid: tuple[int, int, int], values: Sequence[Any]) -> None:
+        """As `launch`, of machine code that is there: of another language than Triton's."""
+        arguments = [_Argument(f"argument {place}", "", value) for place, value in enumerate(values)]
+        self._record(self.edit(code) if self.edit else code, grid, KernelConfig(()), arguments)
+
+    def _record(
+        self, code: CodeObject, grid: tuple[int, int, int], config: KernelConfig, arguments: list[_Argument]
+    ) -> None:
+        counters = self._execute(code, grid, arguments) if self.execute else None
+        self.calls.append(Call(code.name, grid, config, code, counters))
 
     def _execute(self, code: CodeObject, grid: tuple[int, int, int], arguments: list[_Argument]) -> Counters:
         from rocm_sd.verify.emulator import launch  # noqa: PLC0415 -- needs tinygrad
@@ -219,6 +229,22 @@ class Run:
         if key not in buffers:
             buffers[key] = Buffer(_bytes(tensor), argument.name, known=self._allocations.of(tensor))
         return buffers[key]
+
+    @contextmanager
+    def recorded(self) -> Iterator[None]:
+        """Within, it is known which memory was written, and `arch.device_facts` tells of the architecture's product."""
+        facts = archs.DeviceFacts(self.arch.product or self.arch.name, self.arch, self.arch.compute_units, None, None)
+        original = archs.device_facts
+
+        def device_facts(device: object = None) -> archs.DeviceFacts:  # noqa: ARG001 -- the signature it stands for
+            return facts
+
+        archs.device_facts = device_facts
+        try:
+            with self._allocations:
+                yield
+        finally:
+            archs.device_facts = original
 
     def require_written(self, *outputs: torch.Tensor) -> None:
         """Raise where a result has bytes that no kernel wrote."""
@@ -305,17 +331,9 @@ def emulated(
     known = archs.get(arch) if isinstance(arch, str) else arch
     kernels = {name: value for name, value in vars(found).items() if isinstance(value, KernelInterface)}
     run = Run(known, execute, edit, budget, _module=found, _kernels=kernels)
-    facts = archs.DeviceFacts(known.product or known.name, known, known.compute_units, None, None)
-    original = archs.device_facts
-
-    def device_facts(device: object = None) -> archs.DeviceFacts:  # noqa: ARG001 -- the signature it stands for
-        return facts
-
     vars(found).update({name: EmulatedKernel(kernel, run) for name, kernel in kernels.items()})
-    archs.device_facts = device_facts
     try:
-        with run._allocations:  # noqa: SLF001 -- the two are one thing
+        with run.recorded():
             yield run
     finally:
-        archs.device_facts = original
         vars(found).update(kernels)

@@ -15,7 +15,8 @@ import pytest
 from plain import decode, encode, fma, signed, ulps_apart
 
 from rocm_sd import arch
-from rocm_sd.verify.code_object import CodeObject, EntryState, _Sections
+from rocm_sd.kernels.elf import Sections
+from rocm_sd.verify.code_object import CodeObject, EntryState
 from rocm_sd.verify.emulator.counters import Counters
 from rocm_sd.verify.emulator.matrix import MATRIX, MatrixModifiers
 from rocm_sd.verify.emulator.memory import Memory
@@ -36,7 +37,7 @@ MASK32, MASK64 = (1 << 32) - 1, (1 << 64) - 1
 def machine_code(gfx: str, source: str) -> bytes:
     from triton.backends.amd.compiler import assemble_amdgcn
 
-    return _Sections(assemble_amdgcn(source + "\n", gfx, "")).section(".text")[1]
+    return Sections(assemble_amdgcn(source + "\n", gfx, "")).section(".text")[1]
 
 
 def code_object(gfx: str, text: bytes) -> CodeObject:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, Union
+from typing import TYPE_CHECKING, ClassVar, Protocol, Union
+
+from rocm_sd.errors import RocmSdError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -13,7 +15,18 @@ if TYPE_CHECKING:
 
     from rocm_sd.arch import Arch
 
-__all__ = ["BITS", "ELEMENTS", "Argument", "Kernel", "Launcher", "access_width", "bits_of", "ceil_div", "element_of"]
+__all__ = [
+    "BITS",
+    "ELEMENTS",
+    "Argument",
+    "HipUnavailable",
+    "Kernel",
+    "Launcher",
+    "access_width",
+    "bits_of",
+    "ceil_div",
+    "element_of",
+]
 
 # A tensor or None is a pointer, an int 32 bits, a float a float32.
 Argument = Union["torch.Tensor", int, float, None]
@@ -22,6 +35,15 @@ Argument = Union["torch.Tensor", int, float, None]
 ELEMENTS = {"float16": "half", "bfloat16": "bfloat", "float32": "float"}
 BITS = {2: "bits16", 4: "bits32"}
 _WIDEST = 16  # bytes that one lane moves at once
+
+
+class HipUnavailable(RocmSdError):
+    """A kernel could not be compiled or loaded, so nothing of it has run: another implementation can take the call.
+
+    `lasting`: it will not be otherwise at the next call.
+    """
+
+    lasting: ClassVar[bool] = True
 
 
 @dataclass(frozen=True)

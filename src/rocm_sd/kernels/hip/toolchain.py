@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING, Any
 
 from rocm_sd import arch as archs
 from rocm_sd import settings
-from rocm_sd.errors import InvalidOption, RocmSdError, Unsupported
+from rocm_sd.errors import InvalidOption, Unsupported
 from rocm_sd.kernels import code_cache
+from rocm_sd.kernels.hip.launch import HipUnavailable
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -62,11 +63,11 @@ _VERSION = re.compile(r"clang version (?P<major>\d+)")
 _METADATA = re.compile(r"^(?:  - |    )\.(?P<key>\w+):\s*(?P<value>\S*)$")
 
 
-class NoHipCompiler(RocmSdError):
+class NoHipCompiler(HipUnavailable):
     """There is nothing here to compile HIP with: other implementations go on without it."""
 
 
-class HipCompilationFailed(RocmSdError):
+class HipCompilationFailed(HipUnavailable):
     """The compiler refused a source, crashed, or did not end."""
 
 

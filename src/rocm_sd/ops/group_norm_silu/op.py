@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -9,8 +10,10 @@ import torch.nn.functional as F
 
 from rocm_sd import arch
 from rocm_sd.errors import Unsupported
+from rocm_sd.kernels import hip as hip_kernels
 from rocm_sd.kernels import triton as triton_kernels
-from rocm_sd.ops.group_norm_silu.workload import TUNING, VERIFICATION, problem
+from rocm_sd.kernels.hip.launch import HipUnavailable
+from rocm_sd.ops.group_norm_silu.workload import HIP, TUNING, VERIFICATION, problem
 from rocm_sd.ops.joining import joined, require_alike
 from rocm_sd.ops.registry import Implementation, Op, needs_no_dispatcher, register
 from rocm_sd.tuning.choice import STOCK
@@ -66,8 +69,10 @@ def group_norm_silu_(
     _validate(x, groups, weight, bias, add)
     dense = x.is_contiguous(memory_format=torch.channels_last)
     if dense and needs_no_dispatcher(x, weight, bias, add) and overwrites(problem(x, groups), x.device):
-        config = OP.choose(problem(x, groups), x.device).config
-        return _triton(x, groups, weight, bias, add, eps, silu, None, config=config, out=x)
+        choice = OP.choose(problem(x, groups), x.device)
+        run = {"triton": _triton, "hip": _hip}[choice.implementation]
+        with suppress(HipUnavailable):  # then nothing has touched x
+            return run(x, groups, weight, bias, add, eps, silu, None, config=choice.config, out=x)
     return group_norm_silu(x, groups, weight, bias, add, eps, silu)
 
 
@@ -77,7 +82,7 @@ def overwrites(problem: Problem, device: torch.device) -> bool:
     The kernels can: a program reads all that it needs of x before it writes, and nobody else reads what it writes. What
     takes two passes over x has written nothing until the first one is over.
     """
-    return OP.choose(problem, device).implementation == "triton"
+    return OP.choose(problem, device).implementation in {"triton", "hip"}
 
 
 def reads_two(problem: Problem, device: torch.device) -> bool:
@@ -183,6 +188,42 @@ def _triton_why_not(problem: Problem, device: torch.device) -> str | None:
     return triton_kernels.why_not(device)
 
 
+def _hip(
+    x: torch.Tensor,
+    groups: int,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    add: torch.Tensor | None,
+    eps: float,
+    silu: bool,
+    beside: torch.Tensor | None = None,
+    *,
+    config: Mapping[str, int],
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    from rocm_sd.kernels.hip.group_norm_silu import GroupNormSiluConfig, launch  # noqa: PLC0415 -- only where used
+
+    x = joined(x, beside)
+    out = _allocate(x) if out is None else out
+    if x.numel():
+        weight, bias, add = (None if t is None else t.to(x.dtype).contiguous() for t in (weight, bias, add))
+        dense = x.contiguous(memory_format=torch.channels_last)
+        units = arch.device_facts(x.device).compute_units or 1
+        launch(
+            dense, out, groups, weight, bias, add, eps, silu, GroupNormSiluConfig.from_mapping(config), units,
+            hip_kernels.launcher_for(x.device),
+        )  # fmt: skip
+    return out
+
+
+def _hip_why_not(problem: Problem, device: torch.device) -> str | None:
+    if problem["dtype"] == "float64":
+        return "dtype float64"
+    if int(problem["c"]) * int(problem["hw"]) >= 2**31:
+        return f"{problem['c']} channels of {problem['hw']} pixels: the offsets of a picture pass 32 bits"
+    return hip_kernels.why_not(device)
+
+
 OP = register(
     Op(
         name="group_norm_silu",
@@ -190,6 +231,7 @@ OP = register(
         implementations=(
             Implementation(STOCK, _stock, lambda _problem, _device: None),
             Implementation("triton", _triton, _triton_why_not),
+            Implementation("hip", _hip, _hip_why_not, HIP),
         ),
         default_config={
             "whole_elements": 4096,

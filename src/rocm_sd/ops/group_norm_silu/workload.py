@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rocm_sd.ops.group_norm_silu import reference
-from rocm_sd.ops.registry import Bucket, KernelPromise, Tuning, Verification, Work
+from rocm_sd.ops.registry import Bucket, KernelPromise, Kernels, Tuning, Verification, Work
 from rocm_sd.ops.samples import Draw, Sample, dtype_name
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rocm_sd.arch import Arch
     from rocm_sd.tuning import Problem
 
-__all__ = ["TUNING", "VERIFICATION", "problem"]
+__all__ = ["HIP", "TUNING", "VERIFICATION", "problem"]
 
 
 def problem(
@@ -132,6 +132,31 @@ VERIFICATION = Verification(
         ),
         "_apply": KernelPromise(bound_by_memory=True),
     },
+)
+
+
+def _hip_space(problem: Problem, arch: Arch) -> Iterator[Mapping[str, int]]:  # noqa: ARG001 -- the signature of a space
+    for whole_values in (16, 32):
+        for slices_per_cu in (2, 4, 8):
+            yield {"whole_values": whole_values, "slices_per_cu": slices_per_cu}
+
+
+HIP = Kernels(
+    module="rocm_sd.kernels.hip.group_norm_silu",
+    promises={
+        "group_norm_silu_whole": KernelPromise(
+            narrow_loads_because="a group of 10 channels starts at any multiple of 4 bytes"
+        ),
+        "group_norm_silu_moments": KernelPromise(bound_by_memory=True),
+        "group_norm_silu_fold": KernelPromise(
+            narrow_loads_because="a group may have one channel, and what it reads is one row for each slice"
+        ),
+        "group_norm_silu_apply": KernelPromise(bound_by_memory=True),
+    },
+    default_config={"whole_values": 32, "slices_per_cu": 4},
+    space=_hip_space,
+    # No group is so small that one workgroup holds it.
+    small_configs=({"whole_values": 0, "slices_per_cu": 4},),
 )
 
 TUNING = Tuning(

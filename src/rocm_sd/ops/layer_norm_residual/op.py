@@ -11,8 +11,9 @@ import torch
 import torch.nn.functional as F
 
 from rocm_sd.errors import Unsupported
+from rocm_sd.kernels import hip as hip_kernels
 from rocm_sd.kernels import triton as triton_kernels
-from rocm_sd.ops.layer_norm_residual.workload import TUNING, VERIFICATION, problem
+from rocm_sd.ops.layer_norm_residual.workload import HIP, TUNING, VERIFICATION, problem
 from rocm_sd.ops.registry import Implementation, Op, needs_no_dispatcher, register
 from rocm_sd.tuning.choice import STOCK
 
@@ -27,6 +28,8 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 # A row stays in registers: 32 warps hold this many values, 16 a lane.
 _WIDEST = 16384
+# 1024 lanes hold this many, 8 a lane, also where no access is wider than one value.
+_WIDEST_HIP = 8192
 
 
 def layer_norm_residual(
@@ -132,6 +135,38 @@ def _triton_why_not(problem: Problem, device: torch.device) -> str | None:
     return triton_kernels.why_not(device)
 
 
+def _hip(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+    *,
+    config: Mapping[str, int],
+) -> Pair:
+    from rocm_sd.kernels.hip.layer_norm_residual import LayerNormResidualConfig, launch  # noqa: PLC0415 -- if used
+
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    total = x if residual is None else torch.empty_like(y)
+    if x.numel():
+        C = x.shape[-1]
+        weight, bias = (None if t is None else t.to(x.dtype).contiguous() for t in (weight, bias))
+        added, sums = (None, None) if residual is None else (_rows(residual), total.view(-1, C))
+        launch(
+            _rows(x), added, y.view(-1, C), sums, weight, bias, eps, LayerNormResidualConfig.from_mapping(config),
+            hip_kernels.launcher_for(x.device),
+        )  # fmt: skip
+    return y, total
+
+
+def _hip_why_not(problem: Problem, device: torch.device) -> str | None:
+    if problem["dtype"] == "float64":
+        return "dtype float64"
+    if int(problem["c"]) > _WIDEST_HIP:
+        return f"rows of {problem['c']} values: a row of more than {_WIDEST_HIP} may not stay in registers"
+    return hip_kernels.why_not(device)
+
+
 OP = register(
     Op(
         name="layer_norm_residual",
@@ -139,6 +174,7 @@ OP = register(
         implementations=(
             Implementation(STOCK, _stock, lambda _problem, _device: None),
             Implementation("triton", _triton, _triton_why_not),
+            Implementation("hip", _hip, _hip_why_not, HIP),
         ),
         default_config={"rows": 4, "warps": 4, "chunk": 256},
         verification=VERIFICATION,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rocm_sd.ops.layer_norm_residual import reference
-from rocm_sd.ops.registry import Bucket, KernelPromise, Tuning, Verification, Work
+from rocm_sd.ops.registry import Bucket, KernelPromise, Kernels, Tuning, Verification, Work
 from rocm_sd.ops.samples import Draw, Sample, dtype_name
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rocm_sd.arch import Arch
     from rocm_sd.tuning import Problem
 
-__all__ = ["TUNING", "VERIFICATION", "problem"]
+__all__ = ["HIP", "TUNING", "VERIFICATION", "problem"]
 
 
 def problem(x: torch.Tensor, residual: torch.Tensor | None = None, *_rest: Any) -> Problem:
@@ -85,6 +85,19 @@ VERIFICATION = Verification(
         _real(8192, 320, residual=False),
     ),
     promises={"_layer_norm_residual": KernelPromise(bound_by_memory=True)},
+)
+
+
+def _hip_space(problem: Problem, arch: Arch) -> Iterator[Mapping[str, int]]:  # noqa: ARG001 -- the signature of a space
+    for threads in (64, 128, 256, 512):
+        yield {"threads": threads}
+
+
+HIP = Kernels(
+    module="rocm_sd.kernels.hip.layer_norm_residual",
+    promises={"layer_norm_residual": KernelPromise(bound_by_memory=True)},
+    default_config={"threads": 128},
+    space=_hip_space,
 )
 
 TUNING = Tuning(

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rocm_sd.errors import Unsupported
+from rocm_sd.kernels import hip as hip_kernels
 from rocm_sd.kernels import triton as triton_kernels
-from rocm_sd.ops.layout_copy.workload import TUNING, VERIFICATION, problem
+from rocm_sd.ops.layout_copy.workload import HIP, TUNING, VERIFICATION, problem
 from rocm_sd.ops.registry import Implementation, Op, needs_no_dispatcher, register
 from rocm_sd.tuning.choice import STOCK
 
@@ -49,13 +50,17 @@ def _triton(x: torch.Tensor, channels_last: bool, *, config: Mapping[str, int]) 
     from rocm_sd.kernels.triton.layout_copy import LayoutCopyConfig, launch  # noqa: PLC0415 -- needs Triton
 
     out = _allocate(x, channels_last)
-    as_channels_last, as_contiguous = x.is_contiguous(memory_format=torch.channels_last), x.is_contiguous()
-    # Both where there is one channel or one pixel: then nothing moves.
-    if as_channels_last == as_contiguous or (as_channels_last if channels_last else as_contiguous):
+    if not _is_transpose(x, channels_last):
         return out.copy_(x)
     if x.numel():
         launch(x, out, channels_last, LayoutCopyConfig.from_mapping(config))
     return out
+
+
+def _is_transpose(x: torch.Tensor, channels_last: bool) -> bool:
+    as_channels_last, as_contiguous = x.is_contiguous(memory_format=torch.channels_last), x.is_contiguous()
+    # Both where there is one channel or one pixel: then nothing moves.
+    return as_channels_last != as_contiguous and not (as_channels_last if channels_last else as_contiguous)
 
 
 def _triton_why_not(problem: Problem, device: torch.device) -> str | None:
@@ -66,6 +71,25 @@ def _triton_why_not(problem: Problem, device: torch.device) -> str | None:
     return triton_kernels.why_not(device)
 
 
+def _hip(x: torch.Tensor, channels_last: bool, *, config: Mapping[str, int]) -> torch.Tensor:  # noqa: ARG001
+    from rocm_sd.kernels.hip.layout_copy import launch  # noqa: PLC0415 -- only where it is used
+
+    out = _allocate(x, channels_last)
+    if not _is_transpose(x, channels_last):
+        return out.copy_(x)
+    if x.numel():
+        launch(x, out, channels_last, hip_kernels.launcher_for(x.device))
+    return out
+
+
+def _hip_why_not(problem: Problem, device: torch.device) -> str | None:
+    if problem["dtype"] == "float64":
+        return "dtype float64"
+    if min(int(problem["c"]), 128) * int(problem["hw"]) >= 2**31:
+        return f"{problem['hw']} pixels: a tile's offsets pass 32 bits"
+    return hip_kernels.why_not(device)
+
+
 OP = register(
     Op(
         name="layout_copy",
@@ -73,6 +97,7 @@ OP = register(
         implementations=(
             Implementation(STOCK, _stock, lambda _problem, _device: None),
             Implementation("triton", _triton, _triton_why_not),
+            Implementation("hip", _hip, _hip_why_not, HIP),
         ),
         default_config={"block_c": 64, "block_hw": 64, "warps": 4},
         verification=VERIFICATION,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rocm_sd.ops.layout_copy import reference
-from rocm_sd.ops.registry import Bucket, KernelPromise, Tuning, Verification, Work
+from rocm_sd.ops.registry import Bucket, KernelPromise, Kernels, Tuning, Verification, Work
 from rocm_sd.ops.samples import Draw, Sample, dtype_name
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rocm_sd.arch import Arch
     from rocm_sd.tuning import Problem
 
-__all__ = ["TUNING", "VERIFICATION", "problem"]
+__all__ = ["HIP", "TUNING", "VERIFICATION", "problem"]
 
 
 def problem(x: torch.Tensor, channels_last: bool) -> Problem:
@@ -78,6 +78,18 @@ VERIFICATION = Verification(
     ),
     real=(*_both(2, 320, 64, 64), *_both(2, 1280, 16, 16), *_both(1, 128, 512, 512)),
     promises={"_transpose": KernelPromise(bound_by_memory=True)},
+)
+
+_MEMORY = KernelPromise(bound_by_memory=True)
+HIP = Kernels(
+    module="rocm_sd.kernels.hip.layout_copy",
+    promises={
+        "layout_copy_wide": _MEMORY,
+        "layout_copy_few": _MEMORY,
+        "layout_copy_plain": KernelPromise(narrow_loads_because="it is for what no wide access fits"),
+    },
+    # Latents and pictures.
+    real=(*_both(2, 4, 64, 64), *_both(1, 3, 512, 512)),
 )
 
 TUNING = Tuning(

@@ -9,9 +9,10 @@ import torch
 import torch.nn.functional as F
 
 from rocm_sd.errors import Unsupported
+from rocm_sd.kernels import hip as hip_kernels
 from rocm_sd.kernels import triton as triton_kernels
 from rocm_sd.ops.linear_residual import libraries
-from rocm_sd.ops.linear_residual.workload import TUNING, VERIFICATION, problem
+from rocm_sd.ops.linear_residual.workload import HIP, TUNING, VERIFICATION, problem
 from rocm_sd.ops.registry import Implementation, Op, needs_no_dispatcher, register
 from rocm_sd.tuning.choice import STOCK
 
@@ -150,6 +151,32 @@ def _triton_why_not(problem: Problem, device: torch.device) -> str | None:
     return triton_kernels.why_not(device)
 
 
+def _hip(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    *,
+    config: Mapping[str, int],
+) -> torch.Tensor:
+    from rocm_sd.kernels.hip.linear_residual import LinearResidualConfig, launch  # noqa: PLC0415 -- only where used
+
+    y = _allocate(x, weight)
+    if y.numel():
+        launch(
+            _rows(x), _rows(weight), None if bias is None else bias.contiguous(),
+            None if residual is None else _rows(residual), y.view(-1, y.shape[-1]),
+            LinearResidualConfig.from_mapping(config), hip_kernels.launcher_for(x.device),
+        )  # fmt: skip
+    return y
+
+
+def _hip_why_not(problem: Problem, device: torch.device) -> str | None:
+    if problem["dtype"] not in ("float16", "bfloat16"):
+        return f"dtype {problem['dtype']}"
+    return hip_kernels.why_not(device)
+
+
 OP = register(
     Op(
         name="linear_residual",
@@ -164,6 +191,7 @@ OP = register(
                 for library in libraries.LIBRARIES
             ),
             Implementation("triton", _triton, _triton_why_not),
+            Implementation("hip", _hip, _hip_why_not, HIP),
         ),
         default_config={
             "block_m": 64,

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from rocm_sd.arch import MatrixUnit
+from rocm_sd.kernels.hip.linear_residual import TILES as HIP_TILES
 from rocm_sd.ops.linear_residual import reference
-from rocm_sd.ops.registry import Bucket, KernelPromise, Tuning, Verification, Work
+from rocm_sd.ops.registry import Bucket, KernelPromise, Kernels, Tuning, Verification, Work
 from rocm_sd.ops.samples import Draw, Sample, dtype_name
 
 if TYPE_CHECKING:
@@ -17,7 +19,7 @@ if TYPE_CHECKING:
     from rocm_sd.arch import Arch
     from rocm_sd.tuning import Problem
 
-__all__ = ["TUNING", "VERIFICATION", "problem"]
+__all__ = ["HIP", "TUNING", "VERIFICATION", "problem"]
 
 
 def problem(
@@ -159,6 +161,23 @@ VERIFICATION = Verification(
         "_product": KernelPromise(uses_dot=True),
         "_fold": KernelPromise(bound_by_memory=True),
     },
+)
+
+
+def _hip_space(problem: Problem, arch: Arch) -> Iterator[Mapping[str, int]]:
+    """Each tile of the matrix unit, but those so large that an eighth of the GPU works."""
+    m, n, units = int(problem["m"]), int(problem["n"]), arch.compute_units or 1
+    for config in HIP_TILES.get(arch.matrix_unit or MatrixUnit.NONE, ()):
+        if -(-m // config.block_m) * -(-n // config.block_n) * 8 >= units:
+            yield asdict(config)
+
+
+HIP = Kernels(
+    module="rocm_sd.kernels.hip.linear_residual",
+    promises={"linear_residual": KernelPromise(uses_dot=True)},
+    # The smallest tile: the one that every matrix unit has.
+    default_config=asdict(HIP_TILES[MatrixUnit.DOT][-1]),
+    space=_hip_space,
 )
 
 TUNING = Tuning(

@@ -8,9 +8,10 @@ import torch
 import torch.nn.functional as F
 
 from rocm_sd.errors import InvalidOption, Unsupported
+from rocm_sd.kernels import hip as hip_kernels
 from rocm_sd.kernels import triton as triton_kernels
 from rocm_sd.ops.registry import Implementation, Op, needs_no_dispatcher, register
-from rocm_sd.ops.upsample.workload import TUNING, VERIFICATION, problem
+from rocm_sd.ops.upsample.workload import HIP, TUNING, VERIFICATION, problem
 from rocm_sd.tuning.choice import STOCK
 
 if TYPE_CHECKING:
@@ -77,6 +78,26 @@ def _triton_why_not(problem: Problem, device: torch.device) -> str | None:
     return triton_kernels.why_not(device)
 
 
+def _hip(x: torch.Tensor, scale: int, mode: str, *, config: Mapping[str, int]) -> torch.Tensor:  # noqa: ARG001
+    from rocm_sd.kernels.hip.upsample import launch  # noqa: PLC0415 -- only where it is used
+
+    out = _allocate(x, scale)
+    if x.numel():
+        launch(x.contiguous(memory_format=torch.channels_last), out, scale, mode, hip_kernels.launcher_for(x.device))
+    return out
+
+
+def _hip_why_not(problem: Problem, device: torch.device) -> str | None:
+    if problem["dtype"] == "float64":
+        return "dtype float64"
+    scale = int(problem["scale"])
+    if scale > 8:
+        return f"scale {scale}: above 8 its unrolled code outgrows the instruction cache"
+    if scale**2 * int(problem["c"]) * int(problem["hw"]) >= 2**31:
+        return f"{problem['hw']} pixels: the offsets of a picture pass 32 bits"
+    return hip_kernels.why_not(device)
+
+
 OP = register(
     Op(
         name="upsample",
@@ -84,6 +105,7 @@ OP = register(
         implementations=(
             Implementation(STOCK, _stock, lambda _problem, _device: None),
             Implementation("triton", _triton, _triton_why_not),
+            Implementation("hip", _hip, _hip_why_not, HIP),
         ),
         default_config={"rows": 16, "block_c": 64, "warps": 4},
         verification=VERIFICATION,

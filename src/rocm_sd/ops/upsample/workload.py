@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rocm_sd.ops.registry import Bucket, KernelPromise, Tuning, Verification, Work
+from rocm_sd.ops.registry import Bucket, KernelPromise, Kernels, Tuning, Verification, Work
 from rocm_sd.ops.samples import Draw, Sample, dtype_name
 from rocm_sd.ops.upsample import reference
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rocm_sd.arch import Arch
     from rocm_sd.tuning import Problem
 
-__all__ = ["TUNING", "VERIFICATION", "problem"]
+__all__ = ["HIP", "TUNING", "VERIFICATION", "problem"]
 
 
 def problem(x: torch.Tensor, scale: int, mode: str) -> Problem:
@@ -64,6 +64,8 @@ VERIFICATION = Verification(
     real=tuple(_sample(shape, mode) for shape in _SHAPES for mode in ("nearest", "bilinear")),
     promises={"_nearest": KernelPromise(bound_by_memory=True), "_bilinear": KernelPromise(bound_by_memory=True)},
 )
+
+HIP = Kernels(module="rocm_sd.kernels.hip.upsample", promises={"upsample": KernelPromise(bound_by_memory=True)})
 
 TUNING = Tuning(
     space=_space,

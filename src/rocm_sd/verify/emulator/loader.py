@@ -45,8 +45,10 @@ def load_arguments(code: CodeObject, arguments: Sequence[Any], grid: tuple[int, 
     for value in given:
         if isinstance(value, Buffer) and not any(value is known for known in buffers):
             buffers.append(value)
-    memory = Memory(buffers, max(code.kernarg_size, 8))
-    raw = bytearray(max(code.kernarg_size, 8))
+    # A runtime pads the segment to 16 bytes; clang reads the last arguments in wider loads than they are.
+    size = max(-(-code.kernarg_size // 16) * 16, 16)
+    memory = Memory(buffers, size)
+    raw = bytearray(size)
     for place, (argument, value) in enumerate(zip(wanted, given, strict=True)):
         raw[argument.offset : argument.offset + argument.size] = _encode(place, argument, value, memory)
     hidden = _hidden(code, grid, waves)
