@@ -23,7 +23,14 @@ namespace rocm_sd {
 // The compiler forgets where the value, a vector of 32-bit words, came from.
 template <typename Words>
 ROCM_SD_DEVICE void forget_words(Words& words) {
-    asm volatile("" : "+v"(words));
+    if constexpr (sizeof(words) == 4) {
+        // A vector of one word has no register class of its own.
+        unsigned word = words[0];
+        asm volatile("" : "+v"(word));
+        words[0] = word;
+    } else {
+        asm volatile("" : "+v"(words));
+    }
 }
 
 }  // namespace rocm_sd
