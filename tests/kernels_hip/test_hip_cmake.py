@@ -154,7 +154,8 @@ def test_a_device_that_computes_nothing_fails(built, capfd):
     device.execute = lambda *_: None
     assert device.main(*SMALL, "--kernel", "upsample") == 1
     told = capfd.readouterr().out
-    assert told.count("FAILED") == 4
+    assert told.count("values wrong  FAILED") == 4
+    assert "2880 values wrong" in told
     assert "0 of 4 passed" in told
 
 

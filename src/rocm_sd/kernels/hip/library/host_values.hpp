@@ -132,11 +132,11 @@ struct expected {
 };
 
 struct difference {
-    double largest = 0.0, of_allowed = 0.0;  // the largest error, and the largest share of what is allowed
-    bool ok = true;
+    double largest = 0.0, of_allowed = 0.0;  // the largest error that is a number, and its largest share of the allowed
+    size_t wrong = 0;
 };
 
-// One rounding to the dtype, and the slack. Written so that NaN, which compares false, fails.
+// One rounding to the dtype, and the slack. Written so that NaN, which compares false, is wrong.
 inline difference compare(const values& found, const expected& right, rocm_sd_dtype dtype) {
     difference all;
     for (size_t i = 0; i < found.size(); ++i) {
@@ -144,7 +144,7 @@ inline difference compare(const values& found, const expected& right, rocm_sd_dt
         // Below the smallest normal float16 a rounding is absolute.
         const double least = dtype == rocm_sd_float16 ? std::ldexp(1.0, -25) : 0.0;
         const double allowed = rounding(dtype) * (std::fabs(right.exact[i]) + right.slack[i]) + right.slack[i] + least;
-        if (!(error <= allowed)) all.ok = false;
+        if (!(error <= allowed)) ++all.wrong;
         all.largest = std::fmax(all.largest, error);
         if (allowed > 0.0) all.of_allowed = std::fmax(all.of_allowed, error / allowed);
     }

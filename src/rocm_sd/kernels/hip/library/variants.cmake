@@ -1,7 +1,7 @@
 # What is compiled: each source with the parameters that rocm_sd_kernels.cpp asks for, by the same words.
 #
-# rocm_sd_variants(<family> <gfx> <list>) gives "name|definitions" for each that ROCM_SD_DTYPES asks for. The definitions
-# are the name's own words, but for linear_residual, whose tile means other numbers on other architectures.
+# rocm_sd_variants(<family> <gfx> <list>) gives "name|definitions" for each that ROCM_SD_DTYPES asks for. The
+# definitions are the name's own words, but for linear_residual, whose tile means other numbers on other architectures.
 
 set(ROCM_SD_FAMILIES layout_copy upsample layer_norm_residual group_norm_silu linear_residual)
 set(ROCM_SD_ALL_DTYPES float16 bfloat16 float32)
@@ -62,14 +62,18 @@ function(rocm_sd_variants family gfx out)
                 endif()
                 foreach(split ${splits})
                     foreach(residual 0 1)
-                        add_variant("element=${element} width=${width} lanes=${split} even=0 has_residual=${residual} has_weight=1 has_bias=1")
+                        set(rest "even=0 has_residual=${residual} has_weight=1 has_bias=1")
+                        add_variant("element=${element} width=${width} lanes=${split} ${rest}")
                     endforeach()
                 endforeach()
             elseif(family STREQUAL "group_norm_silu")
                 math(EXPR columns "128 / (${width} * ${size})")
                 foreach(add 0 1)
                     foreach(silu 0 1)
-                        add_variant("element=${element} width=${width} columns=${columns} threads=64 chunks=1 group_width=${width} has_weight=1 has_bias=1 has_add=${add} silu=${silu}")
+                        # The first three are those of the kernel for small maps, which is not launched.
+                        set(rest "threads=64 chunks=1 group_width=${width}")
+                        string(APPEND rest " has_weight=1 has_bias=1 has_add=${add} silu=${silu}")
+                        add_variant("element=${element} width=${width} columns=${columns} ${rest}")
                     endforeach()
                 endforeach()
             endif()
@@ -93,7 +97,8 @@ function(rocm_sd_variants family gfx out)
                 foreach(bias 0 1)
                     foreach(residual 0 1)
                         set(rest "wide=${wide} has_bias=${bias} has_residual=${residual}")
-                        list(APPEND found "${family} element=${element} tile=${tile} ${rest}|element=${element} ${${tile}} ${rest}")
+                        set(name "${family} element=${element} tile=${tile} ${rest}")
+                        list(APPEND found "${name}|element=${element} ${${tile}} ${rest}")
                     endforeach()
                 endforeach()
             endforeach()
