@@ -72,6 +72,31 @@ def test_every_thread_of_a_group_gets_its_sum_and_its_largest(lanes, gfx, tmp_pa
     assert torch.equal(largest.view(-1, lanes), groups.amax(1, keepdim=True).expand_as(groups))
 
 
+FORGET = """
+#include <rocm_sd/types.hpp>
+using namespace rocm_sd;
+ROCM_SD_KERNEL(64) forget(const ROCM_SD_ELEMENT* x, ROCM_SD_ELEMENT* y) {
+    auto value = load<ROCM_SD_WIDTH>(x + thread_index() * ROCM_SD_WIDTH);
+    forget_origin(value);
+    store<ROCM_SD_WIDTH>(y + thread_index() * ROCM_SD_WIDTH, value);
+}
+"""
+
+
+@pytest.mark.parametrize("gfx", EMULATED)
+@pytest.mark.parametrize("element", ["half", "float"])
+@pytest.mark.parametrize("width", [1, 2, 4])
+def test_a_value_of_any_width_is_forgotten_and_stays_what_it_is(width, element, gfx, tmp_path):
+    """One float32 at a time is what a row of an odd number of them takes."""
+    file = tmp_path / "forget.hip"
+    file.write_text(FORGET)
+    x = torch.randn(64 * width).to({"half": torch.float16, "float": torch.float32}[element])
+    y = torch.full_like(x, float("nan"))
+    kernel = Kernel(file, "forget", (("element", element), ("width", width)))
+    EmulatedLauncher(gfx).launch(kernel, (1, 1, 1), (x, y))
+    assert torch.equal(x, y)
+
+
 SILU = """
 #include <rocm_sd/types.hpp>
 using namespace rocm_sd;

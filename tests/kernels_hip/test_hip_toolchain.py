@@ -126,7 +126,7 @@ def test_a_compiler_that_is_too_old_is_passed_over(monkeypatch, tmp_path):
 def test_unknown_sources_architectures_and_parameters_are_refused():
     with pytest.raises(InvalidOption, match="layout_copy"):
         toolchain.compile_source("no_such_op", "gfx1100", {})
-    for name in ("gfx1", "sm_90"):
+    for name in ("gfx1", "sm_75", "sm_100"):
         with pytest.raises(Unsupported, match=name):
             toolchain.compile_source("layout_copy", name, LAYOUT)
     for name, value in (("Element", "half"), ("element", "half -include x"), ("element", "a;b")):

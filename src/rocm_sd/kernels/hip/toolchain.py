@@ -3,6 +3,8 @@
 The sources need a compiler's builtins and no header but ours, so any clang that knows the architecture will do. What
 was compiled once is kept under the cache folder, by content: the source and every header, the architecture, the
 parameters, the options, and the compiler's version. ROCM_SD_CACHE names another folder.
+
+The same sources, but those on a matrix unit, compile for NVIDIA as well (nvidia.hpp), to prove their logic on a card.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "INCLUDE",
+    "NVIDIA_TARGETS",
     "SOURCES",
     "TARGETS",
     "Compiled",
@@ -47,12 +50,19 @@ INCLUDE = Path(__file__).parent / "include"
 SOURCES = Path(__file__).parent / "sources"
 # One or two of each family; arch.hpp has the tags. Others of the same families compile too, and are not proven.
 TARGETS = ("gfx1030", "gfx90a", "gfx942", "gfx1100", "gfx1200", "gfx1201")
+# bfloat16 begins with sm_80; the oldest compiler allowed knows none beyond sm_90.
+NVIDIA_TARGETS = ("sm_80", "sm_86", "sm_89", "sm_90")
 # Debian's by version, then any other; ROCm's own is looked for last.
 CLANGS = ("clang-19", "clang-20", "clang-21", "clang")
 OPTIONS = (
     "-x", "hip", "--offload-device-only", "--no-gpu-bundle-output", "-nogpulib", "-nogpuinc", "-O3", "-std=c++17",
     # Else a symbol is named after the paths of the files, and the same source gives other bytes in another folder.
     "-fuse-cuid=none",
+)  # fmt: skip
+NVIDIA_OPTIONS = (
+    "-x", "cuda", "--offload-device-only", "-nogpulib", "-nogpuinc", "-O3", "-std=c++17", "-fuse-cuid=none",
+    # The oldest PTX with all of sm_90, whatever CUDA is installed: any driver since 12.0 loads it.
+    "--cuda-feature=+ptx80", "-Wno-unknown-cuda-version",
 )  # fmt: skip
 OLDEST = 19  # fences for LDS alone are not in older ones
 TIMEOUT_S = 180.0
@@ -97,7 +107,10 @@ class Resources:
 
 @dataclass(frozen=True)
 class Compiled:
-    """One source for one architecture: the code object (an ELF file), its text, and the kernels in it by name."""
+    """One source for one architecture: the code object (an ELF file), its text, and the kernels in it by name.
+
+    For NVIDIA `elf` is PTX, the same as `assembly`, and `kernels` is empty: registers are shared out by the driver.
+    """
 
     arch: str
     elf: bytes = field(repr=False)
@@ -139,9 +152,11 @@ def compile_source(source: str | Path, arch: Arch | str, parameters: Mapping[str
     if not file.is_file():
         raise InvalidOption("HIP source", source, list(source_names()))
     name = archs.get(arch).name if isinstance(arch, str) else arch.name
-    if not archs.get(name).known or archs.get(name).vendor is not archs.Vendor.AMD:
-        raise Unsupported("HIP", f"the architecture {name}", hint=f"Proven: {', '.join(TARGETS)}.")
-    options = (*OPTIONS, f"--offload-arch={name}", *_definitions(parameters))
+    amd = archs.get(name).known and archs.get(name).vendor is archs.Vendor.AMD
+    if not amd and name not in NVIDIA_TARGETS:
+        proven = ", ".join((*TARGETS, *NVIDIA_TARGETS))
+        raise Unsupported("HIP", f"the architecture {name}", hint=f"Proven: {proven}.")
+    options = (*(OPTIONS if amd else NVIDIA_OPTIONS), f"--offload-arch={name}", *_definitions(parameters))
     compiler = find_compiler()
     entry = _entry(compiler, file, options)
     body = code_cache.read(entry)
@@ -165,10 +180,13 @@ def _definitions(parameters: Mapping[str, int | str]) -> list[str]:
 
 
 def _compile(compiler: Compiler, file: Path, arch: str, options: tuple[str, ...]) -> dict[str, Any]:
-    """To assembly text, which the gates read, and from that very text to the code object."""
+    """To assembly text, which the gates read, and from that very text to the code object; for NVIDIA, to PTX text."""
     with tempfile.TemporaryDirectory() as folder:
         text, linked = Path(folder) / "kernel.s", Path(folder) / "kernel.co"
         _run([compiler.path, *options, f"-I{INCLUDE}", "-S", str(file), "-o", str(text)], file.name, arch)
+        if arch in NVIDIA_TARGETS:
+            ptx = text.read_text(encoding="utf-8")
+            return {"elf": base64.b64encode(ptx.encode()).decode(), "assembly": ptx}
         target = ["-x", "assembler", "-target", "amdgcn-amd-amdhsa", f"-mcpu={arch}"]
         _run([compiler.path, *target, str(text), "-o", str(linked)], file.name, arch)
         return {"elf": base64.b64encode(linked.read_bytes()).decode(), "assembly": text.read_text(encoding="utf-8")}

@@ -6,15 +6,40 @@
 // own headers may be in sight.
 #pragma once
 
+#if defined(__CUDA_ARCH__)
+#include "nvidia.hpp"
+#else
 #define ROCM_SD_DEVICE __attribute__((device, always_inline)) inline
 #define ROCM_SD_SHARED __attribute__((shared))
+#define ROCM_SD_HALF _Float16
+#define ROCM_SD_BFLOAT __bf16
+#define ROCM_SD_VECTOR(T, n) T __attribute__((ext_vector_type(n)))
 // The exact number of threads is part of a kernel: the compiler may then use all the registers that so many leave it.
 #define ROCM_SD_KERNEL(threads) \
     extern "C" __attribute__((global, amdgpu_flat_work_group_size(threads, threads))) void
 
 namespace rocm_sd {
 
-enum class matrix_kind { dot, wmma_gfx11, wmma_gfx12, mfma };
+// The compiler forgets where the value, a vector of 32-bit words, came from.
+template <typename Words>
+ROCM_SD_DEVICE void forget_words(Words& words) {
+    if constexpr (sizeof(words) == 4) {
+        // A vector of one word has no register class of its own.
+        unsigned word = words[0];
+        asm volatile("" : "+v"(word));
+        words[0] = word;
+    } else {
+        asm volatile("" : "+v"(words));
+    }
+}
+
+}  // namespace rocm_sd
+#endif
+
+namespace rocm_sd {
+
+// none: matrix kernels are refused.
+enum class matrix_kind { none, dot, wmma_gfx11, wmma_gfx12, mfma };
 
 struct gcn5 {  // gfx906
     static constexpr int wave_size = 64;
@@ -52,8 +77,16 @@ struct cdna3 {  // gfx942
     static constexpr matrix_kind matrix = matrix_kind::mfma;
 };
 
+struct nvidia {  // through nvidia.hpp
+    static constexpr int wave_size = 32;
+    static constexpr int lds_bytes = 48 * 1024;  // without asking for more at each launch
+    static constexpr matrix_kind matrix = matrix_kind::none;
+};
+
 // Each gfx by name: one that nobody has looked at inherits nothing.
-#if defined(__gfx906__)
+#if defined(__CUDA_ARCH__)
+using this_arch = nvidia;
+#elif defined(__gfx906__)
 using this_arch = gcn5;
 #elif defined(__gfx1030__)
 using this_arch = rdna2;
@@ -70,7 +103,9 @@ using this_arch = cdna3;
 #error "rocm_sd has no tag for this gfx: add it to rocm_sd/arch.hpp, and compile for the device only"
 #endif
 
+#if !defined(__CUDA_ARCH__)
 static_assert(this_arch::wave_size == __AMDGCN_WAVEFRONT_SIZE__, "compile without -mwavefrontsize64");
+#endif
 
 ROCM_SD_DEVICE int thread_index() { return static_cast<int>(__builtin_amdgcn_workitem_id_x()); }
 ROCM_SD_DEVICE int block_x() { return static_cast<int>(__builtin_amdgcn_workgroup_id_x()); }

@@ -5,6 +5,8 @@
 
 namespace rocm_sd {
 
+static_assert(this_arch::matrix != matrix_kind::none, "rocm_sd has no matrix kernels for this architecture");
+
 /// Eight 16-bit values: what a lane moves at once.
 template <typename T>
 using chunk_of = vector_of<T, 8>;

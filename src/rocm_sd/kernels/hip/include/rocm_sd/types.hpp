@@ -5,15 +5,15 @@
 
 namespace rocm_sd {
 
-using half = _Float16;
-using bfloat = __bf16;
+using half = ROCM_SD_HALF;
+using bfloat = ROCM_SD_BFLOAT;
 using int64 = long long;
 // For kernels that move values and never look at them.
 using bits16 = unsigned short;
 using bits32 = unsigned int;
 
 template <typename T, int n>
-using vector_of = T __attribute__((ext_vector_type(n)));
+using vector_of = ROCM_SD_VECTOR(T, n);
 
 // A lane's widest access to memory is 16 bytes: eight halves, four floats.
 template <typename T>
@@ -63,7 +63,7 @@ template <typename T, int n>
 ROCM_SD_DEVICE void forget_origin(vector_of<T, n>& value) {
     if constexpr (sizeof(value) % 4 == 0) {
         auto words = __builtin_bit_cast(vector_of<bits32, sizeof(value) / 4>, value);
-        asm volatile("" : "+v"(words));
+        forget_words(words);
         value = __builtin_bit_cast(vector_of<T, n>, words);
     }
 }

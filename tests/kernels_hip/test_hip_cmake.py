@@ -1,0 +1,261 @@
+"""The CMake build: code objects without ROCm, and the library with its test program, executed on the emulator.
+
+The HIP runtime is the one of `fake_hip`: a launch comes here, and the emulator executes the code that the library
+embeds on the program's own memory. What is proven is all of the library but the runtime: which variant is chosen, its
+arguments, its grid, its workspace.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import struct
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("tinygrad")
+
+from rocm_sd import arch as archs
+from rocm_sd.kernels.hip import toolchain
+from rocm_sd.verify.code_object import CodeObject
+from rocm_sd.verify.emulator import Buffer, launch
+
+SOURCE = toolchain.SOURCES.parent
+FAKE = Path(__file__).parent / "fake_hip"
+ARCHS = ("gfx1100", "gfx942")
+# Of one dtype: what differs between dtypes is proven by other tests, and each is as long to compile.
+SMALL = ("--small", "--repeats", "1", "--dtype", "float16")
+KERNELS = {
+    "layout_copy_wide", "layout_copy_plain", "upsample", "layer_norm_residual", "group_norm_silu_moments",
+    "group_norm_silu_fold", "group_norm_silu_apply", "linear_residual",
+}  # fmt: skip
+
+for program in ("cmake", "c++"):
+    if shutil.which(program) is None:
+        pytest.skip(f"there is no {program}: apt-get install cmake g++", allow_module_level=True)
+try:
+    CLANG = toolchain.find_compiler().path
+except toolchain.NoHipCompiler as error:
+    pytest.skip(str(error), allow_module_level=True)
+
+
+def run(*command, fails=False):
+    done = subprocess.run([str(word) for word in command], capture_output=True, text=True, check=False)
+    assert (done.returncode != 0) == fails, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def configure(folder, *options, fails=False):
+    # In one line: cmake breaks its messages where it likes.
+    return " ".join(run("cmake", "-S", SOURCE, "-B", folder, *options, fails=fails).split())
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """The folder of a whole build, with the test program as a library too, so that it can be called from here."""
+    folder = tmp_path_factory.mktemp("cmake")
+    runtime = folder / "libamdhip64.so"
+    run("c++", "-std=c++17", "-shared", "-fPIC", f"-I{FAKE}", FAKE / "fake_hip.cpp", "-o", runtime)
+    configure(
+        folder / "build", f"-DROCM_SD_COMPILER={CLANG}", f"-DCMAKE_HIP_ARCHITECTURES={';'.join(ARCHS)}",
+        "-DROCM_SD_DTYPES=float16", f"-DROCM_SD_HIP_INCLUDE={FAKE}", f"-DROCM_SD_HIP_RUNTIME={runtime}",
+        "-DCMAKE_CXX_FLAGS_RELEASE=-O0",
+    )  # fmt: skip
+    run("cmake", "--build", folder / "build")
+    run(
+        "c++", "-std=c++17", "-shared", "-fPIC", f"-I{FAKE}", f"-I{SOURCE / 'library'}",
+        SOURCE / "library" / "kernel_test.cpp", "-o", folder / "build" / "libtest_program.so",
+        f"-L{folder / 'build'}", "-lrocm_sd_kernels", f"-Wl,-rpath,{folder / 'build'}",
+    )  # fmt: skip
+    return folder / "build"
+
+
+class Emulated:
+    """The fake runtime, connected to the emulator of one architecture."""
+
+    CALLBACK = ctypes.CFUNCTYPE(
+        ctypes.c_int, ctypes.c_void_p, ctypes.c_char_p, *([ctypes.c_int] * 4), ctypes.POINTER(ctypes.c_void_p)
+    )
+
+    def __init__(self, built, gfx):
+        self.runtime = ctypes.CDLL(str(built.parent / "libamdhip64.so"))
+        self.runtime.fake_hip_extent.restype = ctypes.c_size_t
+        self.runtime.fake_hip_extent.argtypes = [ctypes.c_void_p]
+        self.program = ctypes.CDLL(str(built / "libtest_program.so"))
+        self.library = ctypes.CDLL(str(built / "librocm_sd_kernels.so"))
+        self.library.rocm_sd_last_error.restype = ctypes.c_char_p
+        self.callback = self.CALLBACK(self.launch)
+        self.launched, self.errors = [], []
+        self.runtime.fake_hip_connect(gfx.encode(), archs.get(gfx.split(":")[0]).wave_size, self.callback)
+
+    def launch(self, image, kernel, x, y, z, threads, places):
+        try:
+            self.execute(elf_at(image), kernel.decode(), (x, y, z), threads, places)
+        except Exception as error:  # noqa: BLE001 -- through C it would be lost
+            self.errors.append(error)
+            return 1
+        return 0
+
+    def execute(self, elf, kernel, grid, threads, places):
+        code = CodeObject.from_elf(elf, "", kernel)
+        assert threads == code.workgroup_size
+        assert code.vgpr_spills == code.sgpr_spills == code.scratch == 0
+        wanted = [argument for argument in code.arguments if not argument.is_hidden]
+        raw = [ctypes.string_at(places[place], argument.size) for place, argument in enumerate(wanted)]
+        pointers = {int.from_bytes(each, "little") for each, a in zip(raw, wanted, strict=True) if a.is_pointer}
+        buffers = {address: self.buffer(address, pointers) for address in pointers if address}
+        values = [
+            buffers.get(int.from_bytes(each, "little")) if argument.is_pointer else int.from_bytes(each, "little")
+            for each, argument in zip(raw, wanted, strict=True)
+        ]
+        launch(replace(code, kernarg_size=-(-code.kernarg_size // 16) * 16), grid, values)
+        self.launched.append(kernel)
+
+    def buffer(self, address, others):
+        """To the end of its allocation, or to the next argument in it: the pieces of a workspace."""
+        size = self.runtime.fake_hip_extent(address)
+        assert size, "a pointer to no memory of the device"
+        size = min([size, *(other - address for other in others if other > address)])
+        return Buffer(np.ctypeslib.as_array(ctypes.cast(address, ctypes.POINTER(ctypes.c_uint8)), (size,)))
+
+    def main(self, *words):
+        words = [b"rocm_sd_kernel_test", *(word.encode() for word in words)]
+        code = self.program.main(len(words), (ctypes.c_char_p * len(words))(*words))
+        if self.errors:
+            raise self.errors[0]
+        return code
+
+
+def elf_at(address):
+    header = ctypes.string_at(address, 64)
+    sections, size, count = struct.unpack_from("<Q", header, 40)[0], *struct.unpack_from("<HH", header, 58)
+    return ctypes.string_at(address, sections + size * count)
+
+
+@pytest.mark.parametrize("gfx", ARCHS)
+def test_the_test_program_passes_on_the_emulator(built, gfx, capfd):
+    device = Emulated(built, gfx)
+    assert device.main(*SMALL) == 0
+    told = capfd.readouterr().out
+    assert f"emulator, {gfx}, 4 compute units" in told
+    assert told.count("PASSED") == 13
+    assert "FAILED" not in told
+    assert "upsample element=half width=8 scale=2 bilinear=1" in told
+    assert device.runtime.fake_hip_allocations() == 0
+    assert set(device.launched) == KERNELS
+
+
+def test_a_device_that_computes_nothing_fails(built, capfd):
+    device = Emulated(built, "gfx1100")
+    device.execute = lambda *_: None
+    assert device.main(*SMALL, "--kernel", "upsample") == 1
+    told = capfd.readouterr().out
+    assert told.count("values wrong  FAILED") == 4
+    assert "2880 values wrong" in told
+    assert "0 of 4 passed" in told
+
+
+def test_a_kernel_that_writes_beyond_its_output_fails(built, capfd):
+    device = Emulated(built, "gfx1100")
+    execute = device.execute
+
+    def one_more(elf, kernel, grid, threads, places):
+        execute(elf, kernel, grid, threads, places)
+        y = ctypes.cast(places[1], ctypes.POINTER(ctypes.c_uint64))[0]
+        ctypes.memset(y + device.runtime.fake_hip_extent(y) - 256, 0, 1)
+
+    device.execute = one_more
+    assert device.main(*SMALL, "--kernel", "layout_copy") == 1
+    assert capfd.readouterr().out.count("wrote beyond the end  FAILED") == 2
+
+
+def test_a_device_that_the_library_was_not_built_for_is_told_so(built, capfd):
+    assert Emulated(built, "gfx1201").main("--small", "--kernel", "layout_copy") == 1
+    assert 'there is no code for gfx1201 of "layout_copy element=bits16 channels=1 last=0"' in capfd.readouterr().out
+    # What was left out is told in the same way.
+    assert Emulated(built, "gfx1100").main("--small", "--kernel", "linear_residual", "--dtype", "bfloat16") == 1
+    assert "in the library: gfx1100 gfx942" in capfd.readouterr().out
+
+
+def test_features_in_the_name_of_a_device_are_no_other_device(built, capfd):
+    device = Emulated(built, "gfx942:sramecc+:xnack-")
+    assert device.main(*SMALL, "--kernel", "layout_copy") == 0
+    assert "2 of 2 passed" in capfd.readouterr().out
+
+
+def test_sizes_and_dtypes_that_do_not_fit_are_refused(built):
+    device = Emulated(built, "gfx1100")
+    library = device.library
+    assert library.rocm_sd_layout_copy(None, None, 1, 0, 4, 1, 0, None) == -2
+    assert library.rocm_sd_last_error() == b"sizes must be positive"
+    assert library.rocm_sd_layout_copy(None, None, 1, 4, 4, 1, 7, None) == -2
+    assert library.rocm_sd_last_error() == b"an unknown dtype"
+    assert library.rocm_sd_linear_residual(*[None] * 5, 8, 8, 8, 2, None) == -2
+    assert library.rocm_sd_last_error() == b"linear_residual takes float16 or bfloat16"
+    eps = ctypes.c_float(1e-5)
+    assert library.rocm_sd_layer_norm_residual(*[None] * 6, 1, 2**20, eps, 0, None) == -2
+    assert b"do not stay in registers" in library.rocm_sd_last_error()
+    assert library.rocm_sd_group_norm_silu(*[None] * 5, 1, 10, 4, 3, eps, 1, None, 0, None) == -2
+    assert library.rocm_sd_last_error() == b"10 channels are not 3 equal groups"
+
+
+def test_without_a_device_the_program_says_so_and_what_to_do(built):
+    told = run(built / "rocm_sd_kernel_test", fails=True)
+    assert "HIP sees no GPU here (no ROCm-capable device is detected)" in told
+    assert "rocminfo" in told
+    assert "This build has code for: gfx1100 gfx942" in told
+
+
+def test_the_program_explains_itself(built):
+    program = built / "rocm_sd_kernel_test"
+    assert "--repeats N" in run(program, "--help")
+    assert 'What is "--fast"?' in run(program, "--fast", fails=True)
+    assert "There is no kernel no_such." in run(program, "--kernel", "no_such", fails=True)
+    assert "--repeats must be 1 or more." in run(program, "--repeats", "0", fails=True)
+
+
+def test_code_objects_alone_for_every_target_need_clang_only(tmp_path):
+    """And they are the machine code that Python compiles."""
+    options = ["-DROCM_SD_LIBRARY=OFF", "-DROCM_SD_KERNELS=layout_copy"]
+    configure(tmp_path, f"-DROCM_SD_COMPILER={CLANG}", *options)
+    run("cmake", "--build", tmp_path)
+    found = sorted(tmp_path.rglob("*.co"))
+    assert {file.parent.name for file in found} == set(toolchain.TARGETS)
+    assert len(found) == 2 * len(toolchain.TARGETS)
+    for file in found:
+        code = CodeObject.from_elf(file.read_bytes(), "", "layout_copy_wide")
+        element = "bits16" if "bits16" in file.name else "bits32"
+        ours = toolchain.compile_source(
+            "layout_copy", file.parent.name, {"element": element, "channels": 1, "last": 0}
+        )  # fmt: skip
+        assert code.text == CodeObject.from_elf(ours.elf, "", "layout_copy_wide").text
+
+
+def test_what_is_missing_is_told_before_anything_is_built(tmp_path):
+    old = tmp_path / "old-clang"
+    old.write_text("#!/bin/sh\necho 'AMD clang version 17.0.0'\n")
+    old.chmod(0o755)
+    compiler = f"-DROCM_SD_COMPILER={CLANG}"
+    told = configure(tmp_path / "1", f"-DROCM_SD_COMPILER={old}", fails=True)
+    assert "is not clang 19 or newer" in told
+    assert "AMD clang version 17.0.0" in told
+    told = configure(tmp_path / "2", "-DROCM_SD_COMPILER=no-such-clang", fails=True)
+    assert "apt-get install clang-19 lld-19" in told
+    told = configure(tmp_path / "3", compiler, "-DROCM_SD_KERNELS=no_such_kernel", fails=True)
+    assert "there is no no_such_kernel" in told
+    assert "there is no float8" in configure(tmp_path / "5", compiler, "-DROCM_SD_DTYPES=float8", fails=True)
+    told = configure(
+        tmp_path / "4", compiler, "-DCMAKE_FIND_USE_CMAKE_SYSTEM_PATH=OFF", "-DROCM_SD_HIP_RUNTIME=", fails=True
+    )
+    assert "There is no HIP runtime" in told
+
+
+def test_the_lists_of_cmake_are_those_of_python():
+    text = (SOURCE / "library" / "variants.cmake").read_text()
+    lists = dict(line[4:-1].split(" ", 1) for line in text.splitlines() if line.startswith("set(ROCM_SD_"))
+    assert tuple(lists["ROCM_SD_TARGETS"].split()) == toolchain.TARGETS
+    assert set(lists["ROCM_SD_FAMILIES"].split()) <= set(toolchain.source_names())
