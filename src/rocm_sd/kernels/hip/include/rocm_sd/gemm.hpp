@@ -50,6 +50,11 @@ struct row_steps {
     ROCM_SD_DEVICE row_steps(const factor<T>& of, int k, int first_row, int thread)
         : next(of.stride, of.rows - first_row, thread), from(of.data + first_row * of.stride), columns(k) {}
 
+    /// Rows that stand anywhere: bytes_of(row of the tile) from `origin` on.
+    template <typename BytesOf>
+    ROCM_SD_DEVICE row_steps(const T* origin, int k, int thread, BytesOf bytes_of)
+        : next(thread, bytes_of), from(origin), columns(k) {}
+
     ROCM_SD_DEVICE void fetch() { next.fetch(from, columns); }
     ROCM_SD_DEVICE void advance() {
         from += Tile::columns;
