@@ -51,12 +51,11 @@ def run(gfx, config, given, *, execute=True):
 
 
 @pytest.mark.parametrize("gfx", toolchain.TARGETS)
-def test_every_tile_of_a_batched_product_passes_the_gates(gfx):
-    for config in configs(gfx):
-        call = run(gfx, config, arguments(2, 8, 8, 64), execute=False)
-        found = check(report(call.code), PROMISE)
-        assert [gate.sentence for gate in found if gate.ok is False] == [], config
-        assert "flat_load" not in call.code.assembly
+def test_a_batched_product_passes_the_gates(gfx):
+    # The largest takes the most registers; test_hip_gemm has the others.
+    call = run(gfx, configs(gfx)[0], arguments(2, 8, 8, 64), execute=False)
+    assert [gate.sentence for gate in check(report(call.code), PROMISE) if gate.ok is False] == []
+    assert "flat_load" not in call.code.assembly
 
 
 @pytest.mark.parametrize("gfx", EMULATED)
@@ -73,11 +72,11 @@ def test_each_matrix_of_a_batch_meets_its_own(gfx):
 @pytest.mark.parametrize("gfx", EMULATED)
 def test_a_batched_product_moves_whole_lines(gfx):
     x, weight, _, residual = arguments(2, 128, 128, 128)
-    for config in configs(gfx)[:1]:
-        counters = run(gfx, config, (x, weight, None, residual)).counters
-        assert counters.bytes_loaded == counters.lines_loaded * 128
-        tiles = 2 * config.tiles(128, 128)
-        assert counters.bytes_loaded == tiles * (config.block_m + config.block_n) * 128 * 2 + 2 * 128 * 128 * 2
+    config = configs(gfx)[0]
+    counters = run(gfx, config, (x, weight, None, residual)).counters
+    assert counters.bytes_loaded == counters.lines_loaded * 128
+    tiles = 2 * config.tiles(128, 128)
+    assert counters.bytes_loaded == tiles * (config.block_m + config.block_n) * 128 * 2 + 2 * 128 * 128 * 2
 
 
 # One thread for one value of y, which reads its four neighbours.

@@ -82,8 +82,8 @@ def gates_of(gfx, config, case):
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("gfx", toolchain.TARGETS)
 def test_every_tile_of_a_convolution_passes_the_gates(gfx, case):
-    # The others differ in the epilogue or the element only: of them the largest tile and the smallest.
-    for config in configs(gfx) if case == "3x3" else configs(gfx)[::2]:
+    # The others differ little: of them the largest tile, which takes the most registers.
+    for config in configs(gfx) if case == "3x3" else configs(gfx)[:1]:
         failed = [gate for gate in gates_of(gfx, config, case) if gate.ok is False]
         # Value by value is what four channels cost; the launcher takes it for them alone. Without a matrix unit the
         # report takes the epilogue, with the most loads, for the main loop.
@@ -100,7 +100,7 @@ def test_small_convolutions_are_as_close_to_float64_as_stock_torch(sample, gfx):
 @pytest.mark.parametrize("gfx", EMULATED)
 def test_tiles_that_cross_lines_pictures_and_edges(gfx):
     # 2 x 7 x 11 pixels end within the second or third tile, and 72 channels within the second; 80 are a step and a bit.
-    for config in configs(gfx):
+    for config in (*configs(gfx), conv2d.Conv2dConfig(64, 64, 64, 2, 2, 2, 16)):
         counters = executed(gfx, config, *arguments((2, 80, 7, 11), 72, 3))
         assert counters.lds_bank_conflicts == 0
 

@@ -54,7 +54,8 @@ def arguments(M, F, K, dtype=torch.float16):
 @pytest.mark.parametrize("gfx", toolchain.TARGETS)
 def test_every_tile_of_a_gated_product_passes_the_gates(gfx, case):
     dtype, _, odd = case.partition(", ")
-    for config in configs(gfx):
+    # The others differ little: of them the largest tile, which takes the most registers.
+    for config in configs(gfx) if case == "float16" else configs(gfx)[:1]:
         launcher = EmulatedLauncher(gfx, execute=False)
         run(launcher, config, *arguments(8, 8, 45 if odd else 64, getattr(torch, dtype)))
         (call,) = launcher.run.calls
@@ -73,7 +74,8 @@ def test_small_gated_products_are_as_close_to_float64_as_stock_torch(sample, gfx
 
 @pytest.mark.parametrize("gfx", EMULATED)
 def test_gates_belong_to_their_values_over_several_tiles_and_steps(gfx):
-    for config in configs(gfx):
+    stages = linear_geglu.LinearGegluConfig(64, 128, 64, 2, 2, 2, configs(gfx)[0].fragment)
+    for config in (*configs(gfx), stages):
         assert executed(gfx, config, *arguments(144, 104, 136)).lds_bank_conflicts == 0
 
 

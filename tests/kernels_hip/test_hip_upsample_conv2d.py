@@ -47,7 +47,7 @@ def executed(gfx, config, x, weight, bias):
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("gfx", toolchain.TARGETS)
 def test_every_tile_of_an_enlarging_convolution_passes_the_gates(gfx, dtype):
-    for config in configs(gfx) if dtype is torch.float16 else configs(gfx)[:1]:
+    for config in configs(gfx)[::2] if dtype is torch.float16 else configs(gfx)[:1]:
         launcher = EmulatedLauncher(gfx, execute=False)
         x, weight, bias, *_ = arguments((1, 64, 4, 4), 64, 3, dtype=dtype)
         run(launcher, config, x, weight, bias, parity_weights(weight))

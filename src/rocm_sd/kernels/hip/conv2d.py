@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rocm_sd.arch import MatrixUnit
@@ -19,23 +20,22 @@ if TYPE_CHECKING:
 __all__ = ["TILES", "Conv2dConfig", "launch", "require_reach"]
 
 
+@dataclass(frozen=True)
 class Conv2dConfig(GemmConfig):
-    """block_m pixels by block_n channels; steps of block_k channels of one tap."""
+    """block_m pixels by block_n channels; steps of block_k channels of one tap, in `split_k` parts."""
+
+    split_k: int = 1
 
 
 # Without spills on every architecture of the unit, for both dtypes. A step of 64 values is a cache line of 128 bytes.
 _LARGE = Conv2dConfig(128, 128, 64, 2, 4, 1, 16)
-_TALL = Conv2dConfig(128, 64, 64, 2, 2, 1, 16)
-_SMALL = Conv2dConfig(64, 64, 64, 2, 2, 2, 16)
+_TALL = Conv2dConfig(128, 64, 64, 4, 2, 1, 16)
+_SMALL = Conv2dConfig(64, 64, 64, 2, 2, 1, 16)
 TILES: Mapping[MatrixUnit, tuple[Conv2dConfig, ...]] = {
     MatrixUnit.DOT: (_LARGE, _TALL, _SMALL),
     MatrixUnit.WMMA_GFX11: (_LARGE, _TALL, _SMALL),
     MatrixUnit.WMMA_GFX12: (_LARGE, _TALL, _SMALL),
-    MatrixUnit.MFMA: (
-        Conv2dConfig(128, 128, 64, 2, 2, 1, 32),
-        Conv2dConfig(128, 64, 64, 2, 2, 1, 32),
-        _SMALL,
-    ),
+    MatrixUnit.MFMA: (Conv2dConfig(128, 128, 64, 2, 4, 1, 32), _TALL, _SMALL),
 }
 
 

@@ -109,6 +109,16 @@ struct window_steps {
         }
     }
 
+    /// Stands at step `number`, counted from the first tap on.
+    ROCM_SD_DEVICE void begin_at(int number) {
+        const int of_tap = ceil_div(channels, Tile::columns), done = number % of_tap * Tile::columns;
+        tap = number / of_tap;
+        across = tap % Kernel;
+        tap_bytes = across * rows.pixel_bytes + tap / Kernel * rows.line_bytes;
+        from += done;
+        left -= done;
+    }
+
     ROCM_SD_DEVICE void advance() {
         from += Tile::columns;
         left -= Tile::columns;
@@ -158,6 +168,11 @@ struct filter_steps {
           channels(channels_of_tap),
           left(channels_of_tap) {}
 
+    ROCM_SD_DEVICE void begin_at(int number) {
+        const int of_tap = ceil_div(channels, Tile::columns), done = number % of_tap * Tile::columns;
+        from += number / of_tap * channels + done;
+        left -= done;
+    }
     ROCM_SD_DEVICE void fetch() { next.fetch(from, left); }
     ROCM_SD_DEVICE void advance() {
         from += smaller(Tile::columns, left);
@@ -212,33 +227,53 @@ struct window_values {
     }
 };
 
+/// Which steps of the depth a workgroup does: all of them, or one part of several.
+struct step_range {
+    int first, count;
+};
+
 /// One tile of a convolution: Product is a gemm. Wide: the channels of x are a multiple of eight, and x and the filters
 /// begin at multiples of 16 bytes; Product's own `wide` says the same of what the epilogue reads and writes.
 template <typename Product, typename T, int Kernel, bool Padded, bool Wide>
 struct convolution {
     using tile_a = typename Product::tile_a;
     using tile_b = typename Product::tile_b;
+    static constexpr int threads = Product::threads, block_k = tile_a::columns, taps = Kernel * Kernel;
+
+    ROCM_SD_DEVICE static int steps(int channels) {
+        return Wide ? taps * ceil_div(channels, block_k) : ceil_div(taps * channels, block_k);
+    }
 
     /// filters: rows of [Kernel, Kernel, channels].
     template <typename Epilogue>
     ROCM_SD_DEVICE static void run(
         const T* x, const windows& of, int places, const factor<T>& filters, int first_place, int first_filter,
         void* lds, Epilogue epilogue) {
-        constexpr int threads = Product::threads, block_k = tile_a::columns, taps = Kernel * Kernel;
+        run_part(x, of, places, filters, first_place, first_filter, {0, steps(of.channels)}, lds, epilogue);
+    }
+
+    template <typename Epilogue>
+    ROCM_SD_DEVICE static void run_part(
+        const T* x, const windows& of, int places, const factor<T>& filters, int first_place, int first_filter,
+        step_range range, void* lds, Epilogue epilogue) {
         const int thread = thread_index();
+        const auto multiply = [&](auto left, auto right) {
+            Product::template run_steps<1>(
+                left, right, range.count, places, filters.rows, first_place, first_filter, lds, epilogue);
+        };
         if constexpr (Wide) {
-            using left = window_steps<tile_a, T, threads, Kernel, Padded>;
-            using right = filter_steps<tile_b, T, threads>;
-            Product::template run_steps<1>(
-                left(x, of, places, first_place, thread), right(filters, of.channels, first_filter, thread),
-                taps * ceil_div(of.channels, block_k), places, filters.rows, first_place, first_filter, lds, epilogue);
+            window_steps<tile_a, T, threads, Kernel, Padded> left(x, of, places, first_place, thread);
+            filter_steps<tile_b, T, threads> right(filters, of.channels, first_filter, thread);
+            left.begin_at(range.first);
+            right.begin_at(range.first);
+            multiply(left, right);
         } else {
-            using left = window_values<tile_a, T, threads, Kernel, Padded>;
-            using right = row_steps<tile_b, T, threads, false>;
-            const int depth = taps * of.channels;
-            Product::template run_steps<1>(
-                left(x, of, places, first_place, thread), right(filters, depth, first_filter, thread),
-                ceil_div(depth, block_k), places, filters.rows, first_place, first_filter, lds, epilogue);
+            window_values<tile_a, T, threads, Kernel, Padded> left(x, of, places, first_place, thread);
+            row_steps<tile_b, T, threads, false> right(filters, taps * of.channels, first_filter, thread);
+            left.done += range.first * block_k;
+            right.from += range.first * block_k;
+            right.columns -= range.first * block_k;
+            multiply(left, right);
         }
     }
 };
