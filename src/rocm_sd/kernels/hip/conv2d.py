@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from rocm_sd.arch import MatrixUnit
 from rocm_sd.errors import Unsupported
+from rocm_sd.kernels.hip import conv2d_split
 from rocm_sd.kernels.hip.gemm import WIDEST, GemmConfig
 from rocm_sd.kernels.hip.launch import Kernel, access_width, ceil_div, element_of
 
@@ -60,24 +61,30 @@ def launch(
     require_reach("conv2d", x, config, lines=(ceil_div(config.block_m, Wo) + 1) * step + size)
     wide = access_width(x.element_size(), Cin, tensors=(x, weight)) == WIDEST
     wide_out = access_width(x.element_size(), Cout, tensors=(bias, add, residual, out)) == WIDEST
-    kernel = Kernel(
-        "conv2d",
-        "conv2d",
-        (
-            ("element", element_of(x)),
-            *config.parameters,
-            ("kernel_size", size),
-            ("padded", int(padding > 0)),
-            ("wide", int(wide)),
-            ("wide_out", int(wide_out)),
-            ("has_bias", int(bias is not None)),
-            ("has_add", int(add is not None)),
-            ("has_residual", int(residual is not None)),
-        ),
+    parameters: tuple[tuple[str, int | str], ...] = (
+        ("element", element_of(x)),
+        *config.parameters,
+        ("kernel_size", size),
+        ("padded", int(padding > 0)),
+        ("wide", int(wide)),
+        ("wide_out", int(wide_out)),
+        ("has_bias", int(bias is not None)),
+        ("has_add", int(add is not None)),
+        ("has_residual", int(residual is not None)),
     )
+    # As `steps` in conv.hpp: where channels come 16 bytes at a time, each tap ends with a step of its own.
+    depth = size * size
+    steps = depth * ceil_div(Cin, config.block_k) if wide else ceil_div(depth * Cin, config.block_k)
+    # Every part must have work: of 9 steps in 4 parts of 3 the fourth would have none, and there are 3 parts.
+    of_part = ceil_div(steps, config.split_k)
+    if (splits := ceil_div(steps, of_part)) > 1:
+        conv2d_split.launch(
+            x, weight, out, bias, add, residual, stride, padding, of_part, splits, config, parameters, launcher
+        )
+        return
     pixels = N * Ho * Wo
     arguments = (x, weight, bias, add, residual, out, pixels, Cout, H, W, Cin, Ho, Wo, stride, padding, config.group_m)
-    launcher.launch(kernel, (config.tiles(pixels, Cout), 1, 1), arguments)
+    launcher.launch(Kernel("conv2d", "conv2d", parameters), (config.tiles(pixels, Cout), 1, 1), arguments)
 
 
 def require_reach(name: str, x: torch.Tensor, config: GemmConfig, lines: int) -> None:
