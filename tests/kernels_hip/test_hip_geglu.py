@@ -50,7 +50,7 @@ def arguments(M, F, K, dtype=torch.float16):
     return draw(M, K), draw(2 * F, K, std=2 * K**-0.5), draw(2 * F)
 
 
-@pytest.mark.parametrize("case", ["float16", "bfloat16", "float16, odd"])
+@pytest.mark.parametrize("case", ["float16", "bfloat16", "bfloat16, odd"])
 @pytest.mark.parametrize("gfx", toolchain.TARGETS)
 def test_every_tile_of_a_gated_product_passes_the_gates(gfx, case):
     dtype, _, odd = case.partition(", ")
@@ -74,7 +74,7 @@ def test_small_gated_products_are_as_close_to_float64_as_stock_torch(sample, gfx
 
 @pytest.mark.parametrize("gfx", EMULATED)
 def test_gates_belong_to_their_values_over_several_tiles_and_steps(gfx):
-    stages = linear_geglu.LinearGegluConfig(64, 128, 64, 2, 2, 2, configs(gfx)[0].fragment)
+    stages = linear_geglu.LinearGegluConfig(64, 128, 64, 2, 2, 2, configs(gfx)[-1].fragment)
     for config in (*configs(gfx), stages):
         assert executed(gfx, config, *arguments(144, 104, 136)).lds_bank_conflicts == 0
 
@@ -89,12 +89,12 @@ def test_rows_that_lie_apart_and_gates_far_below_zero(gfx):
 
 @pytest.mark.parametrize("gfx", EMULATED)
 def test_a_gated_product_moves_whole_lines(gfx):
-    x, weight, _ = arguments(128, 64, 128)
-    for config in configs(gfx)[:2]:
+    x, weight, _ = arguments(128, 128, 128)
+    for config in configs(gfx)[:3]:
         counters = executed(gfx, config, x, weight, None)
         assert counters.bytes_loaded == counters.lines_loaded * 128
         assert counters.bytes_stored == counters.lines_stored * 128
-        assert counters.bytes_loaded == config.tiles(128, 128) * (config.block_m + config.block_n) * 128 * 2
+        assert counters.bytes_loaded == config.tiles(128, 256) * (config.block_m + config.block_n) * 128 * 2
         assert counters.lds_bank_conflicts == 0
 
 

@@ -46,15 +46,15 @@ def executed(gfx, config, x, weight, bias):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("gfx", toolchain.TARGETS)
-def test_every_tile_of_an_enlarging_convolution_passes_the_gates(gfx, dtype):
-    for config in configs(gfx)[::2] if dtype is torch.float16 else configs(gfx)[:1]:
-        launcher = EmulatedLauncher(gfx, execute=False)
-        x, weight, bias, *_ = arguments((1, 64, 4, 4), 64, 3, dtype=dtype)
-        run(launcher, config, x, weight, bias, parity_weights(weight))
-        (call,) = launcher.run.calls
-        found = check(report(call.code), OP.verification.promises["_upsample_conv2d"])
-        assert [gate.sentence for gate in found if gate.ok is False] == [], config
-        assert "flat_load" not in call.code.assembly
+def test_an_enlarging_convolution_passes_the_gates(gfx, dtype):
+    # The largest tile takes the most registers; test_hip_conv2d has the others.
+    launcher = EmulatedLauncher(gfx, execute=False)
+    x, weight, bias, *_ = arguments((1, 64, 4, 4), 64, 3, dtype=dtype)
+    run(launcher, configs(gfx)[0], x, weight, bias, parity_weights(weight))
+    (call,) = launcher.run.calls
+    found = check(report(call.code), OP.verification.promises["_upsample_conv2d"])
+    assert [gate.sentence for gate in found if gate.ok is False] == []
+    assert "flat_load" not in call.code.assembly
 
 
 @pytest.mark.parametrize("gfx", EMULATED)

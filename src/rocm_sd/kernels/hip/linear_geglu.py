@@ -25,14 +25,16 @@ class LinearGegluConfig(GemmConfig):
 
 # Without spills on every architecture of the unit, for both dtypes. A step of 64 values is a cache line of 128 bytes,
 # and so are 64 columns of y.
+_WIDE = LinearGegluConfig(128, 256, 64, 4, 4, 1, 16)
 _LARGE = LinearGegluConfig(128, 128, 64, 2, 4, 1, 16)
 _FLAT = LinearGegluConfig(64, 128, 64, 2, 4, 1, 16)
 _SMALL = LinearGegluConfig(64, 64, 64, 2, 2, 1, 16)
 TILES: Mapping[MatrixUnit, tuple[LinearGegluConfig, ...]] = {
-    MatrixUnit.DOT: (_LARGE, _FLAT, _SMALL),
-    MatrixUnit.WMMA_GFX11: (_LARGE, _FLAT, _SMALL),
-    MatrixUnit.WMMA_GFX12: (_LARGE, _FLAT, _SMALL),
+    MatrixUnit.DOT: (LinearGegluConfig(128, 128, 64, 4, 4, 1, 16), _FLAT, _SMALL),
+    MatrixUnit.WMMA_GFX11: (_WIDE, _LARGE, _FLAT, _SMALL),
+    MatrixUnit.WMMA_GFX12: (_WIDE, _LARGE, _FLAT, _SMALL),
     MatrixUnit.MFMA: (
+        LinearGegluConfig(128, 256, 64, 2, 4, 1, 16),
         LinearGegluConfig(128, 128, 64, 2, 4, 1, 32),
         LinearGegluConfig(64, 128, 64, 2, 4, 1, 32),
         LinearGegluConfig(64, 64, 64, 2, 2, 1, 32),

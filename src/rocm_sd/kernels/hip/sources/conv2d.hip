@@ -2,9 +2,9 @@
 // Cout], all dense; float32 accumulation, one rounding.
 //
 // Parameters: element (half or bfloat); block_m, block_n, block_k, waves_m, waves_n, stages and fragment, as
-// gemm_config in gemm.hpp has them; kernel_size: k, 1 or 3; padded: 1 where taps may lie outside the picture; wide: 1 where Cin
-// is a multiple of eight and x and weight begin at multiples of 16 bytes, else 0; wide_out: the same of Cout and all
-// others; has_bias, has_add, has_residual: 1 or 0.
+// gemm_config in gemm.hpp has them; kernel_size: k, 1 or 3; padded: 1 where taps may lie outside the picture; wide: 1
+// where Cin is a multiple of eight and x and weight begin at multiples of 16 bytes, else 0; wide_out: the same of Cout
+// and all others; has_bias, has_add, has_residual: 1 or 0.
 #include "rocm_sd/conv.hpp"
 
 namespace rocm_sd {

@@ -1,5 +1,6 @@
 // Convolution as a product of matrices (gemm.hpp) whose left factor is never in memory: a row of it is one place of the
-// filter, and its columns are the taps of the filter and, within a tap, the channels of x: [N, height, width, channels].
+// filter, and its columns are the taps of the filter and, within a tap, the channels of x: [N, height, width,
+// channels].
 //
 // window_steps: 16 bytes at a time, channels in multiples of eight. Steps go through the taps, and in a tap through its
 //   channels, so that where a step stands is the same for all lanes.
@@ -22,6 +23,11 @@ struct windows {
     int rows, columns;
     int stride, above, before;
 };
+
+/// Bytes within which a tile's pixels lie from the first of them on: the launcher sees to it. Twice as far is outside,
+/// even with a row before the first pixel added to it.
+constexpr int window_reach = 1 << 30;
+constexpr unsigned nowhere = 2u << 30;
 
 /// The rows of the left factor that a thread carries. Padded: some taps may lie outside the picture.
 template <typename Tile, typename T, int Threads, int Kernel, bool Padded>
@@ -79,10 +85,6 @@ struct window_rows {
     ROCM_SD_DEVICE bool inside(int held, int tap) const {
         return !Padded || (bits[held / bits_together] >> (held % bits_together * taps + tap) & 1u) != 0;
     }
-    /// No load has a mask: what lies outside reads `base`, which is a pixel of x, and is cleared.
-    ROCM_SD_DEVICE static const T* at(const T* from, unsigned bytes) {
-        return reinterpret_cast<const T*>(reinterpret_cast<const char*>(from) + bytes);
-    }
 };
 
 /// Sixteen bytes at a time; the number of channels is a multiple of eight.
@@ -92,38 +94,40 @@ struct window_steps {
 
     rows_type rows;
     chunk_of<T> held[rows_type::held_rows];
-    const T* from;           // rows.base and the channels before this step
-    int channels, left;      // of a pixel; from this step on
+    int channels, left;       // of a pixel; from this step on
     int tap = 0, across = 0;  // the tap, and how many of its line stand before it
-    unsigned tap_bytes = 0;  // from the first tap to this one
+    unsigned tap_bytes = 0;   // from the first tap to this one
 
     ROCM_SD_DEVICE window_steps(const T* x, const windows& of, int places, int first, int thread)
-        : rows(x, of, places, first, thread), from(rows.base), channels(of.channels), left(of.channels) {}
-
-    ROCM_SD_DEVICE void fetch() {
-        const unsigned column = smaller(8 * rows.chunk, left - 8) * static_cast<unsigned>(sizeof(T));
-        const unsigned of_tap = column + tap_bytes;
-#pragma unroll
-        for (int i = 0; i < rows_type::held_rows; ++i) {
-            held[i] = load<8>(rows.at(from, rows.inside(i, tap) ? rows.bytes[i] + of_tap : column));
-        }
-    }
+        : rows(x, of, places, first, thread), channels(of.channels), left(of.channels) {}
 
     /// Stands at step `number`, counted from the first tap on.
     ROCM_SD_DEVICE void begin_at(int number) {
-        const int of_tap = ceil_div(channels, Tile::columns), done = number % of_tap * Tile::columns;
+        const int of_tap = ceil_div(channels, Tile::columns);
         tap = number / of_tap;
         across = tap % Kernel;
         tap_bytes = across * rows.pixel_bytes + tap / Kernel * rows.line_bytes;
-        from += done;
-        left -= done;
+        left -= number % of_tap * Tile::columns;
+    }
+
+    /// Through a buffer descriptor: what lies beyond its end reads as zeros, with no mask and nothing to clear. That is
+    /// where the taps outside the picture are sent, and the columns beyond the channels.
+    ROCM_SD_DEVICE void fetch() {
+        const auto memory = __builtin_amdgcn_make_buffer_rsrc(
+            const_cast<T*>(rows.base), 0, window_reach, this_arch::buffer_word);
+        const int before = (channels - left) * static_cast<int>(sizeof(T));
+        const unsigned of_tap =
+            8 * rows.chunk < left ? tap_bytes + 8 * rows.chunk * static_cast<unsigned>(sizeof(T)) : nowhere;
+#pragma unroll
+        for (int i = 0; i < rows_type::held_rows; ++i) {
+            const unsigned bytes = rows.inside(i, tap) ? rows.bytes[i] + of_tap : nowhere;
+            held[i] = __builtin_bit_cast(chunk_of<T>, __builtin_amdgcn_raw_buffer_load_b128(memory, bytes, before, 0));
+        }
     }
 
     ROCM_SD_DEVICE void advance() {
-        from += Tile::columns;
         left -= Tile::columns;
         if (left > 0) return;
-        from = rows.base;
         left = channels;
         ++tap;
         ++across;
@@ -134,20 +138,7 @@ struct window_steps {
         }
     }
 
-    ROCM_SD_DEVICE void clear() {
-        if (left < Tile::columns) {
-#pragma unroll
-            for (int i = 0; i < rows_type::held_rows; ++i) {
-                if (8 * rows.chunk >= left) held[i] = static_cast<T>(0.0f);
-            }
-        }
-        if constexpr (Padded) {
-#pragma unroll
-            for (int i = 0; i < rows_type::held_rows; ++i) {
-                if (!rows.inside(i, tap)) held[i] = static_cast<T>(0.0f);
-            }
-        }
-    }
+    ROCM_SD_DEVICE void clear() {}
 
     ROCM_SD_DEVICE void commit(const Tile& tile) const {
 #pragma unroll
@@ -213,7 +204,10 @@ struct window_values {
         for (int row = 0; row < rows_type::held_rows; ++row) {
             held[row] = gather_chunk<T>([&](int i) {
                 const bool inside = rows.inside(row, tap[i]);
-                const unsigned value = bits_at(rows.at(rows.base, inside ? rows.bytes[row] + offset[i] : 0u));
+                // No load has a mask: what lies outside reads `base`, which is a pixel of x.
+                const unsigned bytes = inside ? rows.bytes[row] + offset[i] : 0u;
+                const char* from = reinterpret_cast<const char*>(rows.base) + bytes;
+                const unsigned value = bits_at(reinterpret_cast<const T*>(from));
                 return inside && done + 8 * rows.chunk + i < depth ? value : 0u;
             });
         }

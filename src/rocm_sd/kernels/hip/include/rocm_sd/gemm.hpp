@@ -36,7 +36,7 @@ struct run_of_sums {
     int row, column, count;
 };
 
-/// The steps of a factor that lies in memory as rows. Another factor may come from elsewhere (conv.hpp) by the same four:
+/// The steps of a factor that lies in memory as rows. Another may come from elsewhere (conv.hpp) by the same four:
 ///     fetch()         starts the loads of the step that it stands at
 ///     advance()       stands at the next step
 ///     clear()         zeros where the fetched step has no values

@@ -177,8 +177,8 @@ struct stage {
 /// A wave writes one value a lane, in 16 columns of 2 rows or 8 columns of 4; which rows depends on the architecture.
 /// Exchanging runs of 8 columns by bits of the row keeps those rows in different banks: rows 2e and 2e + 1 (gfx11), e
 /// and e + 8 (gfx12), e and e + 4 (MFMA 16x16), 4e to 4e + 3 (dot products). Lanes read eight columns each in two loads
-/// of four; every other 32 columns, of every other row the others, exchange fours, so that eight lanes meet all banks in
-/// either load, whether they read 64 columns of a row or 32 of two.
+/// of four; every other 32 columns, of every other row the others, exchange fours, so that eight lanes meet all banks
+/// in either load, whether they read 64 columns of a row or 32 of two.
 template <int Rows, int Columns>
 struct sums_tile {
     static constexpr int bytes = Rows * Columns * 4;
