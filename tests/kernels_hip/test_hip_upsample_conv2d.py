@@ -65,26 +65,26 @@ def test_small_enlarging_convolutions_are_as_close_to_float64_as_stock_torch(sam
 
 @pytest.mark.parametrize("gfx", EMULATED)
 def test_parities_of_tiles_that_cross_lines_and_pictures(gfx):
-    x, weight, bias, *_ = arguments((2, 80, 6, 11), 72, 3)
-    for config in configs(gfx):
+    x, weight, bias, *_ = arguments((2, 80, 6, 7), 72, 3)
+    for config in configs(gfx)[::2]:
         assert executed(gfx, config, x, weight, bias).lds_bank_conflicts == 0
 
 
 @pytest.mark.parametrize("gfx", EMULATED)
 def test_lines_against_the_naive_way_and_against_an_enlarged_picture(gfx, tmp_path):
-    x, weight, *_ = arguments((1, 64, 8, 16), 64, 3, adds=False)
-    counters = executed(gfx, configs(gfx)[1], x, weight, None)
+    x, weight, *_ = arguments((1, 64, 8, 8), 64, 3, adds=False)
+    counters = executed(gfx, configs(gfx)[-1], x, weight, None)
     assert counters.lds_bank_conflicts == 0
     assert counters.coalescing_efficiency >= 0.9
     assert counters.bytes_stored == counters.lines_stored * 128
     # 2x2 taps for each of four parities, where an enlarged picture has 3x3 for each of four times the pixels.
-    assert counters.matrix_flops == 2 * 4 * (8 * 16) * 4 * 64 * 64
+    assert counters.matrix_flops == 2 * 4 * (8 * 8) * 4 * 64 * 64
 
     file = tmp_path / "naive.hip"
     file.write_text(NAIVE)
     launcher, y = EmulatedLauncher(gfx), upsample_conv2d_op._allocate(x, weight)
     enlarged = torch.empty_like(y)
     upsample.launch(x, enlarged, 2, "nearest", launcher)
-    launcher.launch(Kernel(file, "naive"), (128, 1, 1), (enlarged, weight, y, 16, 32, 64, 64))
+    launcher.launch(Kernel(file, "naive"), (64, 1, 1), (enlarged, weight, y, 16, 16, 64, 64))
     assert torch.allclose(y.float(), OP.verification.reference(x, weight).float(), atol=4e-3)
     assert lines(launcher.run.calls) > 100 * (counters.lines_loaded + counters.lines_stored)
