@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rocm_sd.arch import MatrixUnit
-from rocm_sd.kernels.hip.launch import Kernel, access_width, ceil_div, element_of
+from rocm_sd.kernels.hip.gemm import WIDEST, GemmConfig
+from rocm_sd.kernels.hip.launch import Kernel, access_width, element_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -17,28 +17,9 @@ if TYPE_CHECKING:
 
 __all__ = ["TILES", "LinearResidualConfig", "launch"]
 
-_WIDEST = 8  # values of 16 bits in 16 bytes
 
-
-@dataclass(frozen=True)
-class LinearResidualConfig:
-    """A tile of block_m x block_n in steps of block_k, computed by waves_m x waves_n waves in fragments of one size.
-
-    `stages` is how many steps stand in LDS; `group_m` tiles that share columns of y run side by side.
-    """
-
-    block_m: int
-    block_n: int
-    block_k: int
-    waves_m: int
-    waves_n: int
-    stages: int
-    fragment: int
-    group_m: int = 8
-
-    @classmethod
-    def from_mapping(cls, values: Mapping[str, int]) -> LinearResidualConfig:
-        return cls(**values)
+class LinearResidualConfig(GemmConfig):
+    """block_m rows by block_n columns of y."""
 
 
 # Without spills on every architecture of the unit, for both dtypes. A step of 64 values is a cache line of 128 bytes.
@@ -76,17 +57,12 @@ def launch(
         "linear_residual",
         (
             ("element", element_of(x)),
-            ("block_m", config.block_m),
-            ("block_n", config.block_n),
-            ("block_k", config.block_k),
-            ("waves_m", config.waves_m),
-            ("waves_n", config.waves_n),
-            ("stages", config.stages),
-            ("fragment", config.fragment),
-            ("wide", int(width == _WIDEST)),
+            *config.parameters,
+            ("wide", int(width == WIDEST)),
             ("has_bias", int(bias is not None)),
             ("has_residual", int(residual is not None)),
         ),
     )
-    tiles = ceil_div(M, config.block_m) * ceil_div(N, config.block_n)
-    launcher.launch(kernel, (tiles, 1, 1), (x, weight, bias, residual, y, M, N, K, *strides, config.group_m))
+    launcher.launch(
+        kernel, (config.tiles(M, N), 1, 1), (x, weight, bias, residual, y, M, N, K, *strides, config.group_m)
+    )

@@ -4,37 +4,9 @@
 // gemm_config in gemm.hpp has them; wide: 1 where K, N and all strides are multiples of eight and all pointers of 16
 // bytes, else 0;
 // has_bias, has_residual: 1 or 0.
-#include "rocm_sd/gemm.hpp"
+#include "rocm_sd/epilogue.hpp"
 
 namespace rocm_sd {
-
-template <typename T, bool wide, bool has_bias, bool has_residual>
-struct add_bias_and_residual {
-    const T* bias;      // [N]
-    const T* residual;  // [M, N]
-    T* y;
-    int residual_stride, y_stride;
-
-    struct fetched {
-        chunk_of<T> bias, residual;
-    };
-
-    ROCM_SD_DEVICE fetched fetch(run_of_sums at) const {
-        fetched ahead;
-        if constexpr (has_bias) ahead.bias = load_chunk<wide>(bias + at.column, at.count);
-        if constexpr (has_residual) {
-            const T* from = residual + static_cast<int64>(at.row) * residual_stride + at.column;
-            ahead.residual = load_chunk<wide>(from, at.count);
-        }
-        return ahead;
-    }
-
-    ROCM_SD_DEVICE void store(run_of_sums at, vector_of<float, 8> sums, const fetched& ahead) const {
-        if constexpr (has_bias) sums += convert<float>(ahead.bias);
-        if constexpr (has_residual) sums += convert<float>(ahead.residual);
-        store_chunk<wide>(y + static_cast<int64>(at.row) * y_stride + at.column, convert<T>(sums), at.count);
-    }
-};
 
 using element = ROCM_SD_ELEMENT;
 using config = gemm_config<ROCM_SD_BLOCK_M, ROCM_SD_BLOCK_N, ROCM_SD_BLOCK_K, ROCM_SD_WAVES_M, ROCM_SD_WAVES_N,

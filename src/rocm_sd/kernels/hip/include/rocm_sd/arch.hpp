@@ -39,42 +39,50 @@ ROCM_SD_DEVICE void forget_words(Words& words) {
 namespace rocm_sd {
 
 // none: matrix kernels are refused.
+// buffer_word: the last of a buffer descriptor's four, for plain bytes with a check of their end. RDNA says besides
+// that the check is of bytes and not of records.
 enum class matrix_kind { none, dot, wmma_gfx11, wmma_gfx12, mfma };
 
 struct gcn5 {  // gfx906
     static constexpr int wave_size = 64;
     static constexpr int lds_bytes = 64 * 1024;
     static constexpr matrix_kind matrix = matrix_kind::dot;
+    static constexpr int buffer_word = 0x00027000;
 };
 
 struct rdna2 {  // gfx1030
     static constexpr int wave_size = 32;
     static constexpr int lds_bytes = 64 * 1024;
     static constexpr matrix_kind matrix = matrix_kind::dot;
+    static constexpr int buffer_word = 0x31027000;
 };
 
 struct rdna3 {  // gfx11
     static constexpr int wave_size = 32;
     static constexpr int lds_bytes = 64 * 1024;
     static constexpr matrix_kind matrix = matrix_kind::wmma_gfx11;
+    static constexpr int buffer_word = 0x31027000;
 };
 
 struct rdna4 {  // gfx1200, gfx1201
     static constexpr int wave_size = 32;
     static constexpr int lds_bytes = 64 * 1024;
     static constexpr matrix_kind matrix = matrix_kind::wmma_gfx12;
+    static constexpr int buffer_word = 0x31027000;
 };
 
 struct cdna2 {  // gfx90a
     static constexpr int wave_size = 64;
     static constexpr int lds_bytes = 64 * 1024;
     static constexpr matrix_kind matrix = matrix_kind::mfma;
+    static constexpr int buffer_word = 0x00027000;
 };
 
 struct cdna3 {  // gfx942
     static constexpr int wave_size = 64;
     static constexpr int lds_bytes = 64 * 1024;
     static constexpr matrix_kind matrix = matrix_kind::mfma;
+    static constexpr int buffer_word = 0x00027000;
 };
 
 struct nvidia {  // through nvidia.hpp

@@ -36,6 +36,36 @@ struct run_of_sums {
     int row, column, count;
 };
 
+/// The steps of a factor that lies in memory as rows. Another may come from elsewhere (conv.hpp) by the same four:
+///     fetch()         starts the loads of the step that it stands at
+///     advance()       stands at the next step
+///     clear()         zeros where the fetched step has no values
+///     commit(tile)    waits for the loads, and writes them to LDS
+template <typename Tile, typename T, int Threads, bool Wide>
+struct row_steps {
+    stage<Tile, T, Threads, Wide> next;
+    const T* from;
+    int columns;  // from `from` on
+
+    ROCM_SD_DEVICE row_steps(const factor<T>& of, int k, int first_row, int thread)
+        : next(of.stride, of.rows - first_row, thread), from(of.data + first_row * of.stride), columns(k) {}
+
+    /// Rows that stand anywhere: bytes_of(row of the tile) from `origin` on.
+    template <typename BytesOf>
+    ROCM_SD_DEVICE row_steps(const T* origin, int k, int thread, BytesOf bytes_of)
+        : next(thread, bytes_of), from(origin), columns(k) {}
+
+    ROCM_SD_DEVICE void fetch() { next.fetch(from, columns); }
+    ROCM_SD_DEVICE void advance() {
+        from += Tile::columns;
+        columns -= Tile::columns;
+    }
+    ROCM_SD_DEVICE void clear() {
+        if (columns < Tile::columns) next.clear_from(columns);
+    }
+    ROCM_SD_DEVICE void commit(const Tile& tile) const { next.commit(tile); }
+};
+
 /// Which tile a workgroup computes. Workgroups go down bands of `group_m` tiles: those that run at once share rows of a
 /// and of b in the L2 cache.
 ROCM_SD_DEVICE sum_place tile_of(int workgroup, int m_tiles, int n_tiles, int group_m) {
@@ -70,6 +100,9 @@ struct gemm {
     using fragment_b = fragment<Arch, use::b, fragment_m, fragment_m, step_k, T>;
     using accumulator = fragment<Arch, use::accumulator, fragment_m, fragment_m, step_k, T>;
 
+    template <typename Tile>
+    using rows_of = row_steps<Tile, T, threads, Config::wide>;
+
     /// Computes the tile whose first row and column are given. For each run of eight sums of a row it calls
     ///     auto ahead = epilogue.fetch(at);     which reads what the epilogue needs, early, so that the wait is hidden
     ///     epilogue.store(at, sums, ahead);     with at: run_of_sums
@@ -77,6 +110,18 @@ struct gemm {
     template <typename Epilogue>
     ROCM_SD_DEVICE static void run(
         const factor<T>& a, const factor<T>& b, int k, int first_row, int first_column, void* lds, Epilogue epilogue) {
+        const int thread = thread_index();
+        run_steps<1>(rows_of<tile_a>(a, k, first_row, thread), rows_of<tile_b>(b, k, first_column, thread),
+                     ceil_div(k, Config::block_k), a.rows, b.rows, first_row, first_column, lds, epilogue);
+    }
+
+    /// The same of factors that come in `steps` steps of block_k values (see row_steps); c is [m, n].
+    /// parts: 2 where the second half of the tile's columns belongs to the same n columns of c as the first half: then
+    /// `first_column` counts columns of c, of which the tile has block_n / 2, and it is
+    ///     epilogue.store(at, sums of the first half, sums of the second half, ahead)
+    template <int parts, typename A, typename B, typename Epilogue>
+    ROCM_SD_DEVICE static void run_steps(
+        A a, B b, int steps, int m, int n, int first_row, int first_column, void* lds, Epilogue epilogue) {
         const int thread = thread_index();
         // The same for all lanes: said so, it and all that follows from it stay in scalar registers.
         const int wave = __builtin_amdgcn_readfirstlane(thread / Arch::wave_size);
@@ -86,16 +131,16 @@ struct gemm {
         for (auto& row : sums) {
             for (auto& sum : row) sum.clear();
         }
-        accumulate(a, b, k, first_row, first_column, static_cast<char*>(lds), at, thread, sums);
+        accumulate(a, b, steps, static_cast<char*>(lds), at, sums);
 
         // The last products still read what the sums are going to overwrite.
         if (Config::stages == 2) barrier();
         const auto inside = [&](int row, int column) {
             const int r = first_row + row, c = first_column + column;
-            const int count = r < a.rows ? larger(smaller(b.rows - c, 8), 0) : 0;
-            return run_of_sums{smaller(r, a.rows - 1), Config::wide ? smaller(c, b.rows - 8) : c, count};
+            const int count = r < m ? larger(smaller(n - c, 8), 0) : 0;
+            return run_of_sums{smaller(r, m - 1), Config::wide ? smaller(c, n - 8) : c, count};
         };
-        finish(sums, tile_sums{static_cast<float*>(lds)}, at, thread, inside, epilogue);
+        finish<parts>(sums, tile_sums{static_cast<float*>(lds)}, at, thread, inside, epilogue);
     }
 
   private:
@@ -103,31 +148,25 @@ struct gemm {
         int wave_row, wave_column, lane;
     };
 
+    template <typename A, typename B>
     ROCM_SD_DEVICE static void accumulate(
-        const factor<T>& a, const factor<T>& b, int k, int first_row, int first_column, char* lds, position at,
-        int thread, accumulator (&sums)[fragments_m][fragments_n]) {
-        const T* from_a = a.data + first_row * a.stride;
-        const T* from_b = b.data + first_column * b.stride;
-        stage<tile_a, T, threads, Config::wide> next_a(a.stride, a.rows - first_row, thread);
-        stage<tile_b, T, threads, Config::wide> next_b(b.stride, b.rows - first_column, thread);
-        next_a.fetch(from_a, k);
-        next_b.fetch(from_b, k);
+        A& next_a, B& next_b, int steps, char* lds, position at, accumulator (&sums)[fragments_m][fragments_n]) {
+        next_a.fetch();
+        next_b.fetch();
         char* place = lds;
-        for (int columns = k; columns > 0; columns -= Config::block_k) {
+        for (int left_over = steps; left_over > 0; --left_over) {
             const tile_a left{reinterpret_cast<chunk_of<T>*>(place)};
             const tile_b right{reinterpret_cast<chunk_of<T>*>(place + tile_a::bytes)};
-            if (columns < Config::block_k) {
-                next_a.clear_from(columns);
-                next_b.clear_from(columns);
-            }
+            next_a.clear();
+            next_b.clear();
             next_a.commit(left);
             next_b.commit(right);
             barrier();
-            if (columns > Config::block_k) {
-                from_a += Config::block_k;
-                from_b += Config::block_k;
-                next_a.fetch(from_a, columns - Config::block_k);
-                next_b.fetch(from_b, columns - Config::block_k);
+            if (left_over > 1) {
+                next_a.advance();
+                next_b.advance();
+                next_a.fetch();
+                next_b.fetch();
             }
             multiply(left.from(at.wave_row * wave_m), right.from(at.wave_column * wave_n), at.lane, sums);
             // Nobody may write where others still read. With two stages the next step writes the other buffer, and its
@@ -162,11 +201,11 @@ struct gemm {
     }
 
     /// `inside(row, column)` is the run of sums at a row and column of the workgroup's tile.
-    template <typename Inside, typename Epilogue>
+    template <int parts, typename Inside, typename Epilogue>
     ROCM_SD_DEVICE static void finish(
         const accumulator (&sums)[fragments_m][fragments_n], const tile_sums& tile, position at, int thread,
         Inside inside, Epilogue epilogue) {
-        constexpr int runs = Config::block_n / 8, passes = sums_rows * runs / threads;
+        constexpr int runs = Config::block_n / parts / 8, passes = sums_rows * runs / threads;
         static_assert(passes * threads == sums_rows * runs, "every thread takes the same number of runs");
 #pragma unroll
         for (int i = 0; i < fragments_m; ++i) {
@@ -187,8 +226,14 @@ struct gemm {
             barrier();
 #pragma unroll
             for (int pass = 0; pass < passes; ++pass) {
-                const int number = pass * threads + thread;
-                epilogue.store(run(pass), tile.load8(number / runs, number % runs * 8), ahead[pass]);
+                const int number = pass * threads + thread, row = number / runs, column = number % runs * 8;
+                if constexpr (parts == 1) {
+                    epilogue.store(run(pass), tile.load8(row, column), ahead[pass]);
+                } else {
+                    static_assert(parts == 2, "one or two parts");
+                    epilogue.store(
+                        run(pass), tile.load8(row, column), tile.load8(row, Config::block_n / 2 + column), ahead[pass]);
+                }
             }
         }
     }

@@ -127,6 +127,14 @@ struct stage {
         }
     }
 
+    /// The rows of the tile stand anywhere: bytes_of(row) from the origin on.
+    template <typename BytesOf>
+    ROCM_SD_DEVICE stage(int thread, BytesOf bytes_of)
+        : first_row(thread / Tile::chunks), chunk(thread % Tile::chunks) {
+#pragma unroll
+        for (int step = 0; step < steps; ++step) row_bytes[step] = bytes_of(row(step));
+    }
+
     /// The matrix has `columns` columns from `origin` on, one at least (with Wide, eight).
     ROCM_SD_DEVICE void fetch(const T* origin, int columns) {
 #pragma unroll
@@ -171,7 +179,8 @@ struct stage {
 /// A wave writes one value a lane, in 16 columns of 2 rows or 8 columns of 4; which rows depends on the architecture.
 /// Exchanging runs of 8 columns by bits of the row keeps those rows in different banks: rows 2e and 2e + 1 (gfx11), e
 /// and e + 8 (gfx12), e and e + 4 (MFMA 16x16), 4e to 4e + 3 (dot products). Lanes read eight columns each in two loads
-/// of four; every other 32 columns exchange fours, so that eight lanes meet all banks in either load.
+/// of four; every other 32 columns, of every other row the others, exchange fours, so that eight lanes meet all banks
+/// in either load, whether they read 64 columns of a row or 32 of two.
 template <int Rows, int Columns>
 struct sums_tile {
     static constexpr int bytes = Rows * Columns * 4;
@@ -180,7 +189,8 @@ struct sums_tile {
     float* data;
 
     ROCM_SD_DEVICE static int place(int row, int column) {
-        const int sixteen = (row ^ (row >> 2) ^ (row >> 3)) & 1, eight = (row >> 1) & 1, four = (column >> 5) & 1;
+        const int sixteen = (row ^ (row >> 2) ^ (row >> 3)) & 1, eight = (row >> 1) & 1;
+        const int four = ((column >> 5) ^ row) & 1;
         return row * Columns + (column ^ (16 * sixteen + 8 * eight + 4 * four));
     }
     ROCM_SD_DEVICE void store(int row, int column, float value) const { data[place(row, column)] = value; }

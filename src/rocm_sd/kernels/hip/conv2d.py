@@ -1,0 +1,97 @@
+"""y = conv2d(x, weight) + bias + add + residual, channels-last, 1x1 and 3x3; float32 accumulation, one rounding."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from rocm_sd.arch import MatrixUnit
+from rocm_sd.errors import Unsupported
+from rocm_sd.kernels.hip import conv2d_split
+from rocm_sd.kernels.hip.gemm import WIDEST, GemmConfig
+from rocm_sd.kernels.hip.launch import Kernel, access_width, ceil_div, element_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    import torch
+
+    from rocm_sd.kernels.hip.launch import Launcher
+
+__all__ = ["TILES", "Conv2dConfig", "launch", "require_reach"]
+
+
+@dataclass(frozen=True)
+class Conv2dConfig(GemmConfig):
+    """block_m pixels by block_n channels; steps of block_k channels of one tap, in `split_k` parts."""
+
+    split_k: int = 1
+
+
+# Without spills on every architecture of the unit, for both dtypes. A step of 64 values is a cache line of 128 bytes.
+_LARGE = Conv2dConfig(128, 128, 64, 2, 4, 1, 16)
+_TALL = Conv2dConfig(128, 64, 64, 4, 2, 1, 16)
+_SMALL = Conv2dConfig(64, 64, 64, 2, 2, 1, 16)
+TILES: Mapping[MatrixUnit, tuple[Conv2dConfig, ...]] = {
+    # In 8 waves 128x128 of bfloat16 takes all 256 registers, and value by value spills.
+    MatrixUnit.DOT: (Conv2dConfig(128, 128, 64, 4, 4, 1, 16), _TALL, _SMALL),
+    MatrixUnit.WMMA_GFX11: (_LARGE, _TALL, _SMALL),
+    MatrixUnit.WMMA_GFX12: (_LARGE, _TALL, _SMALL),
+    MatrixUnit.MFMA: (Conv2dConfig(128, 128, 64, 2, 4, 1, 32), _TALL, _SMALL),
+}
+
+
+def launch(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    out: torch.Tensor,
+    bias: torch.Tensor | None,
+    add: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    stride: int,
+    padding: int,
+    config: Conv2dConfig,
+    launcher: Launcher,
+) -> None:
+    """Fill `out`; x, weight, residual and out are dense channels-last, `add` is dense [N, Cout]; all of one dtype."""
+    N, Cin, H, W = x.shape
+    _, Cout, Ho, Wo = out.shape
+    size = weight.shape[2]
+    # From the last line of one picture to the first of the next it may be further than a stride.
+    step = max(stride, H - (Ho - 1) * stride)
+    require_reach("conv2d", x, config, lines=(ceil_div(config.block_m, Wo) + 1) * step + size)
+    wide = access_width(x.element_size(), Cin, tensors=(x, weight)) == WIDEST
+    wide_out = access_width(x.element_size(), Cout, tensors=(bias, add, residual, out)) == WIDEST
+    parameters: tuple[tuple[str, int | str], ...] = (
+        ("element", element_of(x)),
+        *config.parameters,
+        ("kernel_size", size),
+        ("padded", int(padding > 0)),
+        ("wide", int(wide)),
+        ("wide_out", int(wide_out)),
+        ("has_bias", int(bias is not None)),
+        ("has_add", int(add is not None)),
+        ("has_residual", int(residual is not None)),
+    )
+    # As `steps` in conv.hpp: where channels come 16 bytes at a time, each tap ends with a step of its own.
+    depth = size * size
+    steps = depth * ceil_div(Cin, config.block_k) if wide else ceil_div(depth * Cin, config.block_k)
+    # Every part must have work: of 9 steps in 4 parts of 3 the fourth would have none, and there are 3 parts.
+    of_part = ceil_div(steps, config.split_k)
+    if (splits := ceil_div(steps, of_part)) > 1:
+        conv2d_split.launch(
+            x, weight, out, bias, add, residual, stride, padding, of_part, splits, config, parameters, launcher
+        )
+        return
+    pixels = N * Ho * Wo
+    arguments = (x, weight, bias, add, residual, out, pixels, Cout, H, W, Cin, Ho, Wo, stride, padding, config.group_m)
+    launcher.launch(Kernel("conv2d", "conv2d", parameters), (config.tiles(pixels, Cout), 1, 1), arguments)
+
+
+def require_reach(name: str, x: torch.Tensor, config: GemmConfig, lines: int) -> None:
+    """A tile's pixels lie within `lines` lines of x, which are not further apart than window_reach in conv.hpp."""
+    _, Cin, _, W = x.shape
+    if lines * W * Cin * x.element_size() >= 2**30:
+        raise Unsupported(
+            f"{name} by HIP", f"lines of {W} pixels of {Cin} channels in tiles of {config.block_m} pixels"
+        )

@@ -1,0 +1,37 @@
+// What products of matrices do with their sums on the way to memory.
+#pragma once
+
+#include "gemm.hpp"
+
+namespace rocm_sd {
+
+/// y = sums + bias + residual, rounded once.
+template <typename T, bool wide, bool has_bias, bool has_residual>
+struct add_bias_and_residual {
+    const T* bias;      // [N]
+    const T* residual;  // [M, N]
+    T* y;
+    int residual_stride, y_stride;
+
+    struct fetched {
+        chunk_of<T> bias, residual;
+    };
+
+    ROCM_SD_DEVICE fetched fetch(run_of_sums at) const {
+        fetched ahead;
+        if constexpr (has_bias) ahead.bias = load_chunk<wide>(bias + at.column, at.count);
+        if constexpr (has_residual) {
+            const T* from = residual + static_cast<int64>(at.row) * residual_stride + at.column;
+            ahead.residual = load_chunk<wide>(from, at.count);
+        }
+        return ahead;
+    }
+
+    ROCM_SD_DEVICE void store(run_of_sums at, vector_of<float, 8> sums, const fetched& ahead) const {
+        if constexpr (has_bias) sums += convert<float>(ahead.bias);
+        if constexpr (has_residual) sums += convert<float>(ahead.residual);
+        store_chunk<wide>(y + static_cast<int64>(at.row) * y_stride + at.column, convert<T>(sums), at.count);
+    }
+};
+
+}  // namespace rocm_sd

@@ -1,0 +1,116 @@
+"""Batched products and bilinear upsampling: what no test of one op covers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from test_hip_kernels import EMULATED, EmulatedLauncher, executed, lines
+
+from rocm_sd import arch as archs
+from rocm_sd.kernels.hip import batched_linear, toolchain
+from rocm_sd.kernels.hip.launch import Kernel
+from rocm_sd.ops import OPS
+from rocm_sd.ops.numerics import in_float64, require
+from rocm_sd.verify.gates import check
+from rocm_sd.verify.isa import report
+
+PROMISE = OPS["linear_residual"].verification.promises["_product"]
+
+
+def configs(gfx):
+    return batched_linear.TILES[archs.get(gfx).matrix_unit]
+
+
+def arguments(B, M, N, K, dtype=torch.float16):
+    random = torch.Generator().manual_seed(B * M * N + K)
+
+    def draw(*shape):
+        return torch.randn(shape, generator=random).to(dtype)
+
+    return draw(B, M, K), draw(B, N, K) * K**-0.5, draw(B, N), draw(B, M, N)
+
+
+def reference(x, weight, bias, residual):
+    y = x @ weight.mT
+    y = y if bias is None else y + bias[:, None]
+    return y if residual is None else y + residual
+
+
+def run(gfx, config, given, *, execute=True):
+    launcher = EmulatedLauncher(gfx, execute=execute)
+    x, weight, *_ = given
+    with launcher.run._allocations:
+        y = x.new_empty(x.shape[0], x.shape[1], weight.shape[1])
+        batched_linear.launch(*given, y, config, launcher)
+    (call,) = launcher.run.calls
+    if execute:
+        launcher.run.require_written(y)
+        require(f"batched_linear on {gfx}", y, reference(*in_float64(given)), reference(*given))
+        assert call.counters.bytes_stored == y.numel() * y.element_size()
+    return call
+
+
+@pytest.mark.parametrize("gfx", toolchain.TARGETS)
+def test_a_batched_product_passes_the_gates(gfx):
+    # The largest takes the most registers; test_hip_gemm has the others.
+    call = run(gfx, configs(gfx)[0], arguments(2, 8, 8, 64), execute=False)
+    assert [gate.sentence for gate in check(report(call.code), PROMISE) if gate.ok is False] == []
+    assert "flat_load" not in call.code.assembly
+
+
+@pytest.mark.parametrize("gfx", EMULATED)
+def test_each_matrix_of_a_batch_meets_its_own(gfx):
+    counters = run(gfx, configs(gfx)[-1], arguments(3, 70, 72, 136)).counters
+    assert counters.lds_bank_conflicts == 0
+    run(gfx, configs(gfx)[-1], arguments(2, 5, 77, 45, torch.bfloat16))
+    x, weight, bias, _ = arguments(2, 40, 64, 64)
+    # One bias and one weight for all; rows of x that lie apart, as those of one head of many do.
+    heads = torch.zeros(40, 2, 64, dtype=x.dtype).transpose(0, 1).copy_(x)
+    run(gfx, configs(gfx)[-1], (heads, weight[:1].expand(2, -1, -1), bias[:1].expand(2, -1), None))
+
+
+@pytest.mark.parametrize("gfx", EMULATED)
+def test_a_batched_product_moves_whole_lines(gfx):
+    x, weight, _, residual = arguments(2, 128, 128, 128)
+    config = configs(gfx)[0]
+    counters = run(gfx, config, (x, weight, None, residual)).counters
+    assert counters.bytes_loaded == counters.lines_loaded * 128
+    tiles = 2 * config.tiles(128, 128)
+    assert counters.bytes_loaded == tiles * (config.block_m + config.block_n) * 128 * 2 + 2 * 128 * 128 * 2
+
+
+# One thread for one value of y, which reads its four neighbours.
+NAIVE = """
+#include <rocm_sd/types.hpp>
+using namespace rocm_sd;
+ROCM_SD_KERNEL(256) naive(const half* x, half* y, int C, int H, int W) {
+    const int i = block_x() * 256 + thread_index(), c = i % C, column = i / C % (2 * W), line = i / C / (2 * W);
+    const int upper = (line + 1) / 2 - 1, left = (column + 1) / 2 - 1;
+    const float down = line % 2 ? 0.25f : 0.75f, across = column % 2 ? 0.25f : 0.75f;
+    const auto at = [&](int h, int w) {
+        return static_cast<float>(x[(larger(smaller(h, H - 1), 0) * W + larger(smaller(w, W - 1), 0)) * C + c]);
+    };
+    const float above = at(upper, left) * (1.0f - across) + at(upper, left + 1) * across;
+    const float below = at(upper + 1, left) * (1.0f - across) + at(upper + 1, left + 1) * across;
+    y[i] = above * (1.0f - down) + below * down;
+}
+"""
+
+
+@pytest.mark.parametrize("gfx", EMULATED)
+def test_bilinear_upsampling_asks_for_fewer_bytes_and_lines_than_the_naive_way(gfx, tmp_path):
+    image = torch.randn(1, 8, 8, 128, generator=torch.Generator().manual_seed(8)).half().permute(0, 3, 1, 2)
+    (out,), calls = executed("upsample", gfx, image, 2, "bilinear")
+    counters = calls[0].counters
+    # A pixel's nine neighbours for its four children, where each child alone would read four.
+    assert counters.bytes_loaded == 9 * image.numel() * 2
+    assert counters.coalescing_efficiency >= 0.9
+
+    file = tmp_path / "naive.hip"
+    file.write_text(NAIVE)
+    launcher, y = EmulatedLauncher(gfx), torch.empty_like(out)
+    launcher.launch(Kernel(file, "naive"), (128, 1, 1), (image, y, 128, 8, 8))
+    assert torch.allclose(y.float(), out.float(), atol=2e-3)
+    assert launcher.run.calls[0].counters.bytes_loaded == 16 * image.numel() * 2
+    # Lanes of two bytes: half a line for a wave of 32.
+    assert lines(launcher.run.calls) >= (3.0 if gfx != "gfx942" else 1.5) * lines(calls)

@@ -1,0 +1,222 @@
+"""conv2d: compiled for six architectures through the ladder's gates, executed on three, against float64."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from test_hip_kernels import EMULATED, EmulatedLauncher, lines
+
+from rocm_sd import arch as archs
+from rocm_sd.errors import Unsupported
+from rocm_sd.kernels.hip import conv2d, toolchain
+from rocm_sd.kernels.hip.launch import Kernel
+from rocm_sd.ops import OPS
+from rocm_sd.ops.conv2d import op as conv2d_op
+from rocm_sd.ops.numerics import in_float64, require
+from rocm_sd.tuning import lookup
+from rocm_sd.verify.gates import check
+from rocm_sd.verify.isa import report
+from rocm_sd.verify.runner import emulated
+
+OP = OPS["conv2d"]
+
+
+def configs(gfx):
+    return conv2d.TILES[archs.get(gfx).matrix_unit]
+
+
+def run(launcher, config, x, weight, bias, add, residual, stride, padding):
+    out = conv2d_op._allocate(x, weight, stride, padding)
+    conv2d.launch(x, weight, out, bias, add, residual, stride, padding, config, launcher)
+    return out
+
+
+def executed(gfx, config, *arguments):
+    """The counters of one call that the emulator found right: as close to float64 as stock torch."""
+    launcher = EmulatedLauncher(gfx)
+    with launcher.run._allocations:
+        out = run(launcher, config, *arguments)
+    launcher.run.require_written(out)
+    exact = OP.verification.reference(*in_float64(arguments))
+    require(f"conv2d on {gfx}", out, exact, OP.implementations[0].run(*arguments, config={}))
+    (call,) = launcher.run.calls
+    assert call.counters.bytes_stored == out.numel() * out.element_size()
+    return call.counters
+
+
+def arguments(shape, cout, size, *, stride=1, padding=None, dtype=torch.float16, adds=True):
+    random = torch.Generator().manual_seed(sum(shape) + cout)
+    N, Cin, H, W = shape
+    padding = size // 2 if padding is None else padding
+
+    def draw(*shape, std=1.0):
+        return (torch.randn(shape, generator=random) * std).to(dtype)
+
+    def image(N, C, H, W, std=1.0):
+        return draw(N, H, W, C, std=std).permute(0, 3, 1, 2)
+
+    x, weight = image(*shape), image(cout, Cin, size, size, std=(Cin * size * size) ** -0.5)
+    Ho, Wo = ((extent + 2 * padding - size) // stride + 1 for extent in (H, W))
+    given = (draw(cout), draw(N, cout), image(N, cout, Ho, Wo)) if adds else (None, None, None)
+    return x, weight, *given, stride, padding
+
+
+# Channels, kernel, dtype; the last two are value by value on either side.
+CASES = {
+    "3x3": (64, 64, 3, torch.float16),
+    "3x3, bfloat16": (64, 64, 3, torch.bfloat16),
+    "1x1": (64, 64, 1, torch.float16),
+    "first of a UNet": (4, 64, 3, torch.bfloat16),
+    "last of a UNet": (64, 4, 3, torch.float16),
+}
+
+
+def gates_of(gfx, config, case):
+    cin, cout, size, dtype = CASES[case]
+    launcher = EmulatedLauncher(gfx, execute=False)
+    run(launcher, config, *arguments((1, cin, 8, 8), cout, size, dtype=dtype))
+    (call,) = launcher.run.calls
+    assert "flat_load" not in call.code.assembly
+    assert "flat_store" not in call.code.assembly
+    return check(report(call.code), OP.verification.promises["_conv2d"])
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("gfx", toolchain.TARGETS)
+def test_every_tile_of_a_convolution_passes_the_gates(gfx, case):
+    # The others differ little: of them the largest tile, which takes the most registers.
+    for config in configs(gfx) if case == "3x3" else configs(gfx)[:1]:
+        failed = [gate for gate in gates_of(gfx, config, case) if gate.ok is False]
+        # Value by value is what four channels cost; the launcher takes it for them alone. Without a matrix unit the
+        # report takes the epilogue, with the most loads, for the main loop.
+        narrow = case == "first of a UNet" or (case == "last of a UNet" and gfx == "gfx1030")
+        assert [gate.sentence for gate in failed if not (narrow and gate.name == "wide_loads")] == []
+
+
+@pytest.mark.parametrize("gfx", EMULATED)
+@pytest.mark.parametrize("sample", OP.verification.small, ids=lambda sample: sample.name)
+def test_small_convolutions_are_as_close_to_float64_as_stock_torch(sample, gfx):
+    executed(gfx, configs(gfx)[-1], *sample.make())
+
+
+@pytest.mark.parametrize("gfx", EMULATED)
+def test_tiles_that_cross_lines_pictures_and_edges(gfx):
+    # 2 x 7 x 11 pixels end within the second or third tile, and 72 channels within the second; 80 are a step and a bit.
+    for config in (*configs(gfx), conv2d.Conv2dConfig(64, 64, 64, 2, 2, 2, 16)):
+        counters = executed(gfx, config, *arguments((2, 80, 7, 11), 72, 3))
+        assert counters.lds_bank_conflicts == 0
+
+
+# What stands where is worked out by the same code for all: each case on one of them.
+@pytest.mark.parametrize(
+    ("gfx", "shape", "size", "stride", "padding"),
+    [
+        ("gfx1100", (2, 24, 9, 7), 3, 2, 1),
+        ("gfx1201", (2, 24, 9, 7), 3, 2, 0),
+        ("gfx942", (3, 16, 5, 6), 1, 2, 0),
+        # Whole lines of taps outside, and places that see nothing of the picture at all.
+        ("gfx1100", (1, 8, 2, 3), 3, 1, 3),
+        ("gfx1201", (2, 8, 3, 2), 1, 1, 2),
+        ("gfx942", (5, 8, 1, 1), 3, 1, 1),
+        ("gfx1201", (1, 3, 6, 5), 3, 2, 1),
+        ("gfx942", (2, 5, 4, 4), 1, 3, 1),
+    ],
+)
+def test_strides_and_paddings(gfx, shape, size, stride, padding):
+    executed(gfx, configs(gfx)[-1], *arguments(shape, 24, size, stride=stride, padding=padding))
+
+
+@pytest.mark.parametrize("gfx", EMULATED)
+def test_global_memory_moves_in_whole_lines_without_bank_conflicts(gfx):
+    # No padding, whole tiles: every byte is asked for by one lane, and counts once. 8 x 16 places.
+    x, weight, _, _, residual, stride, padding = arguments((1, 64, 10, 18), 128, 3, padding=0)
+    config = configs(gfx)[1]
+    counters = executed(gfx, config, x, weight, None, None, residual, stride, padding)
+    assert counters.lds_bank_conflicts == 0
+    assert counters.bytes_loaded == counters.lines_loaded * 128
+    assert counters.bytes_stored == counters.lines_stored * 128
+    tiles = config.tiles(128, 128)
+    assert counters.bytes_loaded == tiles * (config.block_m + config.block_n) * 9 * 64 * 2 + 128 * 128 * 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_the_convolution_of_gfx1030(dtype, tmp_path):
+    """The emulator does not know it; its products are made of instructions that gfx1100 has too."""
+    text = (toolchain.SOURCES / "conv2d.hip").read_text()
+    assert "gemm<this_arch," in text
+    file = tmp_path / "conv2d.hip"
+    file.write_text(text.replace("gemm<this_arch,", "gemm<rdna2,"))
+
+    class Launcher(EmulatedLauncher):
+        def launch(self, kernel, grid, arguments):
+            super().launch(replace(kernel, source=file), grid, arguments)
+
+    given = arguments((1, 72, 5, 6), 40, 3, dtype=dtype)
+    launcher = Launcher("gfx1100")
+    out = run(launcher, configs("gfx1030")[-1], *given)
+    stock = OP.implementations[0].run(*given, config={})
+    require("conv2d of gfx1030", out, OP.verification.reference(*in_float64(given)), stock)
+    assert launcher.run.calls[0].counters.matrix_flops == 0
+    assert launcher.run.calls[0].counters.lds_bank_conflicts == 0
+
+
+# One thread for one value of y, as the sum is written down.
+NAIVE = """
+#include <rocm_sd/types.hpp>
+using namespace rocm_sd;
+ROCM_SD_KERNEL(256) naive(const half* x, const half* w, half* y, int H, int W, int Cin, int Cout) {
+    const int i = block_x() * 256 + thread_index(), n = i % Cout, column = i / Cout % W, line = i / Cout / W;
+    float sum = 0.0f;
+    for (int ky = 0; ky < 3; ++ky) {
+        for (int kx = 0; kx < 3; ++kx) {
+            const int iy = line + ky - 1, ix = column + kx - 1;
+            if (iy < 0 || iy >= H || ix < 0 || ix >= W) continue;
+            for (int c = 0; c < Cin; ++c) {
+                const float left = x[(iy * W + ix) * Cin + c], right = w[((n * 3 + ky) * 3 + kx) * Cin + c];
+                sum += left * right;
+            }
+        }
+    }
+    y[i] = sum;
+}
+"""
+
+
+@pytest.mark.parametrize("gfx", EMULATED)
+def test_the_naive_convolution_moves_many_times_the_lines(gfx, tmp_path):
+    x, weight, *_ = given = arguments((1, 64, 8, 16), 128, 3, adds=False)
+    counters = executed(gfx, configs(gfx)[0], *given)
+    assert counters.coalescing_efficiency >= 0.9
+
+    file = tmp_path / "naive.hip"
+    file.write_text(NAIVE)
+    launcher, y = EmulatedLauncher(gfx), conv2d_op._allocate(x, weight, 1, 1)
+    launcher.launch(Kernel(file, "naive"), (64, 1, 1), (x, weight, y, 8, 16, 64, 128))
+    assert torch.allclose(y.float(), OP.verification.reference(*given).float(), atol=2e-3)
+    naive = launcher.run.calls[0].counters
+    # Each lane reads a row of the weights of its own, two bytes a line.
+    assert naive.coalescing_efficiency < 0.05
+    # The founding claim is a factor of 4 for coalesced accesses; here tiles save reads besides.
+    assert lines(launcher.run.calls) > 100 * (counters.lines_loaded + counters.lines_stored)
+
+
+def test_beside_triton_no_wave_is_lost_on_gfx1100():
+    given = OP.verification.real[0].make(filled=False)
+    waves = []
+    for config in configs("gfx1100"):
+        launcher = EmulatedLauncher("gfx1100", execute=False)
+        run(launcher, config, *given)
+        waves.append(report(launcher.run.calls[0].code).waves_per_simd)
+    config = lookup("conv2d", "gfx1100", OP.verification.problem(*given)).config
+    with emulated(OP.verification.kernels, "gfx1100", execute=False) as recorded:
+        OP.implementation("triton").run(*given, config=config)
+    assert max(waves) >= report(recorded.calls[0].code).waves_per_simd
+
+
+def test_a_tile_that_reaches_too_far_is_refused():
+    x = torch.empty(1, 8, 2, 2**26, dtype=torch.float16, device="meta")
+    weight = torch.empty(8, 8, 1, 1, dtype=torch.float16, device="meta")
+    with pytest.raises(Unsupported, match="lines of 67108864 pixels"):
+        run(EmulatedLauncher("gfx1100"), configs("gfx1100")[0], x, weight, None, None, None, 2, 0)
