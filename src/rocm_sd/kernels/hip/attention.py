@@ -30,7 +30,8 @@ class AttentionConfig:
     """A block of block_m queries over block_n keys at a time, by waves_m rows of waves_d waves, in fragments of one size.
 
     Waves of one row share queries: each has its own part of the keys, then of the columns. `chunk` cuts the head into
-    pieces of so many columns, 0 leaves it whole; `queries_in_lds` keeps the queries there and not in registers.
+    pieces of so many columns, 0 leaves it whole; `queries_in_lds` keeps the queries there and not in registers;
+    `values_ahead` has values on their way into registers while keys are multiplied.
     """
 
     block_m: int
@@ -40,57 +41,67 @@ class AttentionConfig:
     fragment: int
     chunk: int = 0
     queries_in_lds: int = 0
+    values_ahead: int = 1
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, int]) -> AttentionConfig:
         return cls(**values)
 
 
-# By the size of a head, the best by compiled occupancy first; in the comments, registers of gfx1100 or of the unit's
-# other architectures, and waves a SIMD, in float16. None spills on any architecture of the unit, in either dtype.
+# By the size of a head, the best by compiled occupancy first; in the comments its registers and waves a SIMD, in
+# float16, on gfx1100, gfx1201, gfx942 and gfx1030. None spills on any architecture of the unit, in either dtype.
 #
-# Only pieces of 64 columns are whole cache lines: other heads are cut where nothing else helps.
+# Only pieces of 64 columns are whole cache lines: other heads are cut where nothing else helps. Large heads wait for
+# their values where the registers for those would keep another wave out.
 _WIDE_WMMA = AttentionConfig(32, 64, 2, 4, 16, chunk=64, queries_in_lds=1)
 TILES: Mapping[MatrixUnit, Mapping[int, tuple[AttentionConfig, ...]]] = {
     MatrixUnit.WMMA_GFX11: {
-        40: (AttentionConfig(128, 32, 8, 1, 16), AttentionConfig(128, 64, 8, 1, 16, queries_in_lds=1)),  # 142, 10
-        64: (AttentionConfig(64, 32, 4, 1, 16), AttentionConfig(128, 32, 8, 1, 16)),  # 165, 9
-        80: (AttentionConfig(128, 32, 8, 1, 16), AttentionConfig(64, 32, 4, 1, 16)),  # 181, 8
-        128: (AttentionConfig(128, 32, 8, 1, 16, chunk=64), AttentionConfig(128, 32, 8, 1, 16)),  # 227, 6
-        # 213, 3: with the queries in registers it spills. Five pieces need 186 and let 5 waves in, but read the lines of
-        # a row five times where three are enough.
-        160: (
-            AttentionConfig(64, 32, 4, 1, 16, queries_in_lds=1),
-            AttentionConfig(64, 32, 4, 1, 16, chunk=32, queries_in_lds=1),
+        40: (AttentionConfig(128, 32, 8, 1, 16), AttentionConfig(128, 64, 8, 1, 16)),  # 118, 12
+        64: (AttentionConfig(128, 32, 8, 1, 16), AttentionConfig(128, 64, 8, 1, 16)),  # 136, 10
+        80: (AttentionConfig(64, 32, 4, 1, 16), AttentionConfig(128, 32, 8, 1, 16)),  # 164, 9
+        # 192, 8
+        128: (
+            AttentionConfig(128, 32, 8, 1, 16, chunk=64, values_ahead=0),
+            AttentionConfig(64, 32, 4, 1, 16, chunk=64),
         ),
-        512: (_WIDE_WMMA,),  # 215, 4: LDS holds the queries of two workgroups
+        # 242, 4. Five pieces, with the queries in LDS, let 5 waves in, but read the lines of a row five times where three
+        # are enough.
+        160: (
+            AttentionConfig(128, 32, 8, 1, 16, values_ahead=0),
+            AttentionConfig(64, 32, 4, 1, 16, queries_in_lds=1),
+        ),
+        512: (_WIDE_WMMA,),  # 191, 4: LDS holds the queries of two workgroups
     },
     # A lane holds half of what it holds on gfx11 of either factor.
     MatrixUnit.WMMA_GFX12: {
-        40: (AttentionConfig(128, 32, 8, 1, 16), AttentionConfig(128, 64, 8, 1, 16)),  # 112, 12
-        64: (AttentionConfig(128, 32, 8, 1, 16), AttentionConfig(64, 32, 4, 1, 16)),  # 127, 10
-        80: (AttentionConfig(64, 32, 4, 1, 16), AttentionConfig(128, 64, 8, 1, 16)),  # 150, 9
-        128: (AttentionConfig(64, 32, 4, 1, 16, chunk=64), AttentionConfig(128, 32, 8, 1, 16, chunk=64)),  # 179, 8
-        160: (AttentionConfig(128, 32, 8, 1, 16), AttentionConfig(64, 32, 4, 1, 16)),  # 217, 6
-        512: (_WIDE_WMMA,),  # 167, 4
+        40: (AttentionConfig(128, 32, 8, 1, 16), AttentionConfig(128, 64, 8, 1, 16)),  # 88, 16
+        64: (AttentionConfig(128, 32, 8, 1, 16), AttentionConfig(128, 64, 8, 1, 16)),  # 102, 12
+        80: (AttentionConfig(128, 32, 8, 1, 16), AttentionConfig(64, 32, 4, 1, 16)),  # 120, 12
+        # 142, 10
+        128: (
+            AttentionConfig(128, 32, 8, 1, 16, chunk=64, values_ahead=0),
+            AttentionConfig(128, 64, 8, 1, 16, chunk=64),
+        ),
+        160: (AttentionConfig(128, 32, 8, 1, 16), AttentionConfig(64, 32, 4, 1, 16, values_ahead=0)),  # 202, 6
+        512: (_WIDE_WMMA,),  # 143, 4
     },
     # Fragments of 32 read half as much from LDS, and leave room for half of the waves: only a timed card can tell.
     MatrixUnit.MFMA: {
-        40: (AttentionConfig(128, 64, 8, 1, 16), AttentionConfig(128, 32, 4, 1, 32)),  # 102, 4
-        64: (AttentionConfig(128, 64, 8, 1, 16), AttentionConfig(128, 32, 4, 1, 32)),  # 102, 4
-        80: (AttentionConfig(128, 64, 8, 1, 16), AttentionConfig(128, 32, 4, 1, 32)),  # 120, 4
-        128: (AttentionConfig(128, 64, 8, 1, 16, chunk=64), AttentionConfig(128, 32, 4, 1, 32)),  # 126, 4
-        160: (AttentionConfig(128, 64, 8, 1, 16), AttentionConfig(64, 32, 4, 1, 16)),  # 152, 2
-        512: (AttentionConfig(64, 64, 4, 2, 16, chunk=64),),  # 206, 2
+        40: (AttentionConfig(128, 64, 8, 1, 16), AttentionConfig(128, 32, 4, 1, 32)),  # 78, 6
+        64: (AttentionConfig(128, 64, 8, 1, 16), AttentionConfig(128, 32, 4, 1, 32)),  # 78, 6
+        80: (AttentionConfig(128, 64, 8, 1, 16), AttentionConfig(128, 32, 4, 1, 32)),  # 96, 4
+        128: (AttentionConfig(128, 64, 8, 1, 16, chunk=64), AttentionConfig(128, 32, 4, 1, 32)),  # 102, 4
+        160: (AttentionConfig(64, 32, 4, 1, 16), AttentionConfig(128, 64, 8, 1, 16)),  # 168, 3
+        512: (AttentionConfig(64, 64, 4, 2, 16, chunk=64),),  # 182, 2
     },
     # Queries in registers would take 8 for each 8 columns. Products take so long that lines read twice do not matter.
     MatrixUnit.DOT: {
-        40: (AttentionConfig(128, 32, 8, 1, 16, queries_in_lds=1),),  # 146, 6
-        64: (AttentionConfig(128, 32, 8, 1, 16, queries_in_lds=1),),  # 152, 6
-        80: (AttentionConfig(128, 32, 8, 1, 16, queries_in_lds=1),),  # 175, 4
-        128: (AttentionConfig(64, 32, 4, 1, 16, chunk=64, queries_in_lds=1),),  # 150, 4
-        160: (AttentionConfig(64, 32, 4, 1, 16, chunk=32, queries_in_lds=1),),  # 159, 4
-        512: (AttentionConfig(32, 64, 2, 2, 16, chunk=64, queries_in_lds=1),),  # 227, 2
+        40: (AttentionConfig(128, 32, 8, 1, 16, queries_in_lds=1, values_ahead=0),),  # 113, 6
+        64: (AttentionConfig(128, 32, 8, 1, 16, queries_in_lds=1, values_ahead=0),),  # 119, 6
+        80: (AttentionConfig(128, 32, 8, 1, 16, queries_in_lds=1, values_ahead=0),),  # 141, 4
+        128: (AttentionConfig(64, 32, 4, 1, 16, chunk=64, queries_in_lds=1, values_ahead=0),),  # 149, 4
+        160: (AttentionConfig(64, 32, 4, 1, 16, chunk=32, queries_in_lds=1, values_ahead=0),),  # 156, 4
+        512: (AttentionConfig(32, 64, 2, 2, 16, chunk=64, queries_in_lds=1, values_ahead=0),),  # 231, 2
     },
 }
 
@@ -145,6 +156,7 @@ def launch(
             ("fragment", config.fragment),
             ("chunk", config.chunk),
             ("queries_in_lds", config.queries_in_lds),
+            ("values_ahead", config.values_ahead),
         ),
     )
     grid = (ceil_div(S, config.block_m), H, B)

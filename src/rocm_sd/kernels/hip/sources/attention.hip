@@ -1,14 +1,14 @@
 // out = softmax(scale * q k^T) v, q: [B, S, H, D], k, v: [B, T, H, D], out: dense [B, S, H, D]; float32 scores and sums.
 //
-// Parameters: element (half or bfloat); head, block_m, block_n, waves_m, waves_d, fragment, chunk and queries_in_lds, as
-// attention_config in attention.hpp has them.
+// Parameters: element (half or bfloat); head, block_m, block_n, waves_m, waves_d, fragment, chunk, queries_in_lds and
+// values_ahead, as attention_config in attention.hpp has them.
 #include "rocm_sd/attention.hpp"
 
 namespace rocm_sd {
 
 using element = ROCM_SD_ELEMENT;
 using config = attention_config<ROCM_SD_HEAD, ROCM_SD_BLOCK_M, ROCM_SD_BLOCK_N, ROCM_SD_WAVES_M, ROCM_SD_WAVES_D,
-                                ROCM_SD_FRAGMENT, ROCM_SD_CHUNK, ROCM_SD_QUERIES_IN_LDS>;
+                                ROCM_SD_FRAGMENT, ROCM_SD_CHUNK, ROCM_SD_QUERIES_IN_LDS, ROCM_SD_VALUES_AHEAD>;
 using block = attention<this_arch, element, config>;
 
 /// Rows of head h of item b.

@@ -17,12 +17,14 @@
 namespace rocm_sd {
 
 /// A workgroup computes block_m queries of heads of `Head` columns, block_n keys at a time. chunk: columns of a piece, or
-/// 0 for the whole head. queries_in_lds: 1 keeps the queries there and not in registers.
-template <int Head, int BlockM, int BlockN, int WavesM, int WavesD, int Fragment, int Chunk, bool QueriesInLds>
+/// 0 for the whole head. queries_in_lds: 1 keeps the queries there and not in registers. values_ahead: 1 has values on
+/// their way while keys are multiplied, in registers; 0 waits for them, and other waves hide that.
+template <int Head, int BlockM, int BlockN, int WavesM, int WavesD, int Fragment, int Chunk, bool QueriesInLds,
+          bool ValuesAhead>
 struct attention_config {
     static constexpr int head = Head, block_m = BlockM, block_n = BlockN, waves_m = WavesM, waves_d = WavesD;
     static constexpr int fragment = Fragment, chunk = Chunk;
-    static constexpr bool queries_in_lds = QueriesInLds;
+    static constexpr bool queries_in_lds = QueriesInLds, values_ahead = ValuesAhead;
     static_assert(Head % 8 == 0, "a row is made of chunks");
     static_assert(Chunk == 0 || Head % Chunk == 0, "a head is made of pieces");
 };
@@ -55,13 +57,11 @@ struct attention {
     static constexpr int fragments_m = wave_m / M, fragments_n = wave_n / M, fragments_v = wave_v / M;
     static constexpr int groups_n = wave_n / held::span;
     static_assert(fragments_m * M * Config::waves_m == block_m, "block_m is made of fragments");
+    static_assert(waves_d == 1 || (wave_v & (wave_v - 1)) == 0, "bits of a row tell whose it is");
     static_assert(groups_n * held::span * waves_d == block_n, "block_n is made of fragments");
 
     // The lanes that multiply are the lanes that hold the weights, unless waves share them or there is no matrix unit.
     static constexpr bool weights_in_lds = waves_d > 1 || Arch::matrix == matrix_kind::dot;
-
-    // Values on their way take 32 registers. Without a matrix unit the products are slow, and other waves hide the way.
-    static constexpr bool values_ahead = pieces == 1 || Arch::matrix != matrix_kind::dot;
 
     // Dot products are many instructions. With all steps unrolled the loops over pieces would be too long for it, and
     // sums that are named after pieces would stand in memory.
@@ -94,11 +94,15 @@ struct attention {
         const int wave = __builtin_amdgcn_readfirstlane(thread / Arch::wave_size);
         const int lane = thread % Arch::wave_size, wave_row = wave / waves_d, wave_column = wave % waves_d;
         const auto left = [&](int i) { return held::places::a(lane, i); };
+        const auto left_v = [&](int i) {
+            const factor_place at = left(i);
+            return factor_place{at.base, at.row + wave_column * wave_v, at.chunk};
+        };
         const auto right = [&](int i) { return held::places::b(lane, i); };
         attention self{
             lds, thread, lane, wave_row, wave_column,
             {wave_column * wave_n * piece_k * value_bytes, left},
-            {wave_column * wave_v * block_n * value_bytes, left},
+            {0, left_v},
             {q_at + wave_row * wave_m * piece_k * value_bytes, right},
             {p_at + wave_row * wave_m * block_n * value_bytes, right},
         };
@@ -106,7 +110,7 @@ struct attention {
         self.fetch_queries(q, first_row);
         self.softmax.clear();
         self.each_sum([](accumulator& sum, int) { sum.clear(); });
-        self.over_keys(k, v, wave, scale);
+        self.over_keys(k, v, scale);
         self.finish(out, out_stride, q.rows - first_row, first_row);
     }
 
@@ -170,13 +174,13 @@ struct attention {
         }
     }
 
-    ROCM_SD_DEVICE void over_keys(const head_rows<T>& k, const head_rows<T>& v, int wave, float scale) {
+    ROCM_SD_DEVICE void over_keys(const head_rows<T>& k, const head_rows<T>& v, float scale) {
         row_stage<Arch, T, tile_k, piece, threads> next_k(k.stride, thread);
-        turning_stage<Arch, T, tile_v, piece, threads> next_v(v.stride, thread, wave);
+        turning_stage<Arch, T, tile_v, piece, threads> next_v(v.stride, thread);
         buffer<Arch, T> from_k = buffer_of(k, 0), from_v = buffer_of(v, 0);
         next_k.fetch(from_k, k.stride, 0);
         for (int keys = k.rows; keys > 0; keys -= block_n) {
-            typename decltype(next_v)::eight_keys coming[pieces];
+            typename decltype(next_v)::pairs coming[pieces];
             accumulator scores[fragments_n][fragments_m];
             for (auto& row : scores) {
                 for (auto& score : row) {
@@ -191,7 +195,7 @@ struct attention {
                 barrier();
                 if (p + 1 < pieces) {
                     next_k.fetch(from_k, k.stride, (p + 1) * piece * value_bytes);
-                } else if (values_ahead) {
+                } else if (Config::values_ahead) {
                     next_v.fetch(from_v, v.stride, 0, coming[0]);
                 }
                 __builtin_amdgcn_sched_barrier(0);
@@ -204,11 +208,11 @@ struct attention {
 #pragma unroll
             for (int p = 0; p < pieces; ++p) {
                 const int slot = (pieces + p) % 2 * slot_bytes;
-                if (!values_ahead) next_v.fetch(from_v, v.stride, p * piece * value_bytes, coming[p]);
-                next_v.commit(at<tile_v>(slot), coming[p]);
+                if (!Config::values_ahead) next_v.fetch(from_v, v.stride, p * piece * value_bytes, coming[p]);
+                next_v.commit(lds, slot, coming[p]);
                 barrier();
                 if (p + 1 < pieces) {
-                    if (values_ahead) next_v.fetch(from_v, v.stride, (p + 1) * piece * value_bytes, coming[p + 1]);
+                    if (Config::values_ahead) next_v.fetch(from_v, v.stride, (p + 1) * piece * value_bytes, coming[p + 1]);
                 } else if (keys > block_n) {
                     next_k.fetch(from_k, k.stride, 0);
                 }

@@ -20,12 +20,11 @@ ROCM_SD_DEVICE unsigned unknown(unsigned value) {
 
 /// Where a lane finds its chunks of a factor in LDS: `first`, in bytes, for the first rows and the first K values.
 ///
-/// The chunks of a row are exchanged by bits of the row alone, so those of another step of K stand at the first address
-/// with some bits turned over, and whole lines further on: one exclusive-or, or none, for each load.
+/// The chunks of a row are exchanged by bits of the row alone, so those of other rows and another step of K stand at the
+/// first address with some bits turned over, and whole lines further on: one exclusive-or, or none, for each load.
 template <typename Fragment, typename Tile>
 struct factor_reader {
     static constexpr int count = sizeof(Fragment) / 16;
-    static constexpr int exchanged = smaller(Tile::chunks & -Tile::chunks, 8);
     unsigned first[count];
 
     /// The tile begins `byte` bytes into LDS, a multiple of 128.
@@ -34,7 +33,7 @@ struct factor_reader {
 #pragma unroll
         for (int i = 0; i < count; ++i) {
             const factor_place at = place(i);
-            first[i] = static_cast<unsigned>(byte + 16 * (Tile::place(at.row, at.chunk) + at.base * Tile::chunks));
+            first[i] = static_cast<unsigned>(byte + 16 * Tile::place(at.base + at.row, at.chunk));
         }
     }
 
@@ -50,10 +49,11 @@ struct factor_reader {
     /// the same for all lanes.
     ROCM_SD_DEVICE Fragment load(const char* lds, int skipped, int row, int k) const {
         Fragment found;
+        const int further = Tile::place(row, k / 8), turned_over = further % Tile::exchanged;
 #pragma unroll
         for (int i = 0; i < count; ++i) {
-            const unsigned turned = first[i] ^ static_cast<unsigned>(k / 8 % exchanged * 16);
-            const char* at = lds + turned + (skipped + 16 * (row * Tile::chunks + k / 8 / exchanged * exchanged));
+            const unsigned turned = first[i] ^ static_cast<unsigned>(turned_over * 16);
+            const char* at = lds + turned + (skipped + 16 * (further - turned_over));
             __builtin_memcpy(&found.chunks[i], __builtin_assume_aligned(at, 16), 16);
         }
         return found;
@@ -113,108 +113,109 @@ struct row_stage {
 /// Rows stand in the order in which the lanes' sums become chunks of neighbouring columns (sums_as_chunks::row), and the
 /// keys of a chunk are those whose weights a lane holds.
 ///
-/// Eight lanes read a chunk of eight rows, as in lds_tile. They write chunks of four (of keys) by two (of rows, whose
-/// numbers differ in one bit): that bit must part the two halves of a line, and does so by itself or by exchange.
+/// Eight lanes read a chunk of eight rows that follow one another. Thirty-two lanes write the four pairs of keys of one
+/// chunk of eight rows whose columns are eight apart, which differ in three bits of the row. Each bit of either kind
+/// turns over one of the three bits of a place within a line, no two of a kind the same: all banks are met, both ways.
 template <typename Arch, int M, typename T, int Rows, int Keys>
 struct turned_tile {
     using held = sums_as_chunks<Arch, M, T>;
-    static constexpr int rows = Rows, chunks = Keys / 8;
-    static constexpr int rows_per_line = chunks < 8 ? 8 / chunks : 1;
+    static constexpr int rows = Rows, chunks = Keys / 8, exchanged = 8;
     static constexpr int bytes = Rows * Keys * static_cast<int>(sizeof(T));
-    static_assert(chunks == 4 || chunks % 8 == 0, "four chunks of keys are written at once");
+    static_assert(chunks == 4 || chunks == 8, "a line is one row or two");
     static_assert(Rows % held::span == 0, "rows become whole chunks");
 
     chunk_of<T>* data;
 
+    /// The row of the first of eight columns.
+    ROCM_SD_DEVICE static int row_of(int eight) {
+        constexpr int group = held::span / 8;
+        return eight / group * held::span + held::row(eight % group, 0);
+    }
+
     ROCM_SD_DEVICE static int place(int row, int chunk) {
-        const int apart = held::row(1, 0), parts = chunks < 8 ? 1 : 4;  // bits, as powers of two
-        const int half = apart == parts ? 0 : 4 * (row / apart % 2);
-        return (row * chunks + chunk) ^ (row / rows_per_line % (8 / rows_per_line)) ^ half;
+        const int lowest[3] = {chunks == 8 ? 1 : 4, chunks == 8 ? 2 : 1, chunks == 8 ? 4 : 2};  // of bits 0, 1, 2
+        int found = row * chunks + chunk, left = 7;
+        found ^= row / 2 % 2 * lowest[1] ^ row / 4 % 2 * lowest[2];
+        if (chunks == 8) found ^= row % 2;  // two rows in a line are parted by this bit as it is
+#pragma unroll
+        for (int i = 0; i < 3; ++i) {
+#pragma unroll
+            for (int low = 0; low < 3; ++low) left ^= row_of(1 << i) == 1 << low ? lowest[low] : 0;
+        }
+#pragma unroll
+        for (int i = 0; i < 3; ++i) {
+            const int bit = row_of(1 << i), taken = bit >= 8 ? left & -left : 0;
+            found ^= row / bit % 2 * taken;
+            left ^= taken;
+        }
+        return found;
     }
-    ROCM_SD_DEVICE void store(int row, int chunk, chunk_of<T> value) const { data[place(row, chunk)] = value; }
-    /// As in lds_tile; with the exchange of halves by rows of eight, `base` is a multiple of sixteen.
-    ROCM_SD_DEVICE chunk_of<T> load(int base, int row, int chunk) const {
-        return (data + place(row, chunk))[base * chunks];
-    }
-    ROCM_SD_DEVICE turned_tile from(int base) const { return {data + base * chunks}; }
 };
 
-/// A thread loads eight keys of eight columns, and turns them in registers.
+/// A thread loads two keys of eight columns, and turns them in registers.
 template <typename Arch, typename T, typename Tile, int Columns, int Threads>
 struct turning_stage {
     using held_rows = typename Tile::held;
-    static constexpr int columns = Tile::rows / 8, all = columns * Tile::chunks;
-    static_assert(all <= Threads, "a thread turns one block");
+    static constexpr int lines = ceil_div(Tile::rows, 64);  // eight lanes load 128 bytes of a row
+    static constexpr int all = 32 * lines * Tile::chunks, steps = ceil_div(all, Threads);
 
-    /// Eight keys on their way. They are no part of the stage: what a loop carries from one block to the next keeps its
+    /// Keys on their way. They are no part of the stage: what a loop carries from one block to the next keeps its
     /// registers all the way.
-    struct eight_keys {
-        chunk_of<T> key[8];
+    struct pairs {
+        chunk_of<T> key[steps][2];
     };
 
-    unsigned offset;
-    int place;
-    bool works, wave_works;
+    unsigned offset[steps], place[steps];
 
-    ROCM_SD_DEVICE turning_stage(int row_bytes, int thread, int wave) {
-        const int column = thread / 4 % columns;
-        constexpr int group = held_rows::span / 8;
-        const int chunk = thread % 4 + thread / (4 * columns) * 4;
-        works = thread < all;
-        wave_works = wave * Arch::wave_size < all;
-        const int row = column / group * held_rows::span + held_rows::row(column % group, 0);
-        place = Tile::place(row, chunk);
-        const int key = chunk / group * held_rows::span + held_rows::row(chunk % group, 0);
-        offset = works && 8 * column < Columns ? static_cast<unsigned>(key * row_bytes + column * 16) : beyond;
-    }
-
-    ROCM_SD_DEVICE void fetch(const buffer<Arch, T>& from, int row_bytes, int first_byte, eight_keys& into) const {
-        const unsigned first = detail::unknown(offset) + static_cast<unsigned>(first_byte);
+    ROCM_SD_DEVICE turning_stage(int row_bytes, int thread) {
 #pragma unroll
-        for (int i = 0; i < 8; ++i) into.key[i] = anything();
-        if (!wave_works) return;
-#pragma unroll
-        for (int i = 0; i < 8; ++i) {
-            into.key[i] = from.load(first + static_cast<unsigned>(held_rows::row(0, i) * row_bytes));
+        for (int step = 0; step < steps; ++step) {
+            constexpr int group = held_rows::span / 8;
+            const int number = step * Threads + thread;
+            const int column = number % 8 + number / 32 % lines * 8, pair = number / 8 % 4, chunk = number / (32 * lines);
+            const int key = chunk / group * held_rows::span + held_rows::row(chunk % group, 2 * pair);
+            const bool inside = number < all && 8 * column < Tile::rows;
+            offset[step] = inside && 8 * column < Columns ? static_cast<unsigned>(key * row_bytes + column * 16) : beyond;
+            place[step] = inside ? static_cast<unsigned>(16 * Tile::place(Tile::row_of(column), chunk) + 4 * pair) : beyond;
         }
     }
 
-    ROCM_SD_DEVICE void commit(const Tile& tile, const eight_keys& keys) const {
-        if (!wave_works) return;
-        const unsigned first = detail::unknown(static_cast<unsigned>(place));
+    ROCM_SD_DEVICE void fetch(const buffer<Arch, T>& from, int row_bytes, int first_byte, pairs& into) const {
 #pragma unroll
-        for (int pair = 0; pair < 4; ++pair) {
-            // Two columns of the head at a time, and no sooner: the registers of those before are free again.
-            unsigned both[8];
+        for (int step = 0; step < steps; ++step) {
+            const unsigned first = detail::unknown(offset[step]) + static_cast<unsigned>(first_byte);
+            into.key[step][0] = from.load(first);
+            into.key[step][1] = from.load(first + static_cast<unsigned>(held_rows::row(0, 1) * row_bytes));
+        }
+    }
+
+    /// The tile begins `byte` bytes into LDS.
+    ROCM_SD_DEVICE void commit(char* lds, int byte, const pairs& keys) const {
 #pragma unroll
-            for (int i = 0; i < 8; ++i) {
-                both[i] = detail::unknown(__builtin_bit_cast(vector_of<unsigned, 4>, keys.key[i])[pair]);
-            }
-            vector_of<unsigned, 4> even, odd;
+        for (int step = 0; step < steps; ++step) {
+            const auto first = __builtin_bit_cast(words, settled<T>(keys.key[step][0]));
+            const auto second = __builtin_bit_cast(words, settled<T>(keys.key[step][1]));
+            const unsigned from = detail::unknown(place[step]);
+            constexpr bool everybody = all % Threads == 0 && Tile::rows % 64 == 0;
+            if (everybody || from != beyond) {
 #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                even[i] = (both[2 * i] & 0xffffu) | (both[2 * i + 1] << 16);
-                odd[i] = (both[2 * i] >> 16) | (both[2 * i + 1] & 0xffff0000u);
-            }
-            if (all % Arch::wave_size == 0 || works) {
-                tile.data[at(first, 2 * pair)] = __builtin_bit_cast(chunk_of<T>, even);
-                tile.data[at(first, 2 * pair + 1)] = __builtin_bit_cast(chunk_of<T>, odd);
+                for (int i = 0; i < 4; ++i) {
+                    store_pair(lds, byte, from, 2 * i, (first[i] & 0xffffu) | (second[i] << 16));
+                    store_pair(lds, byte, from, 2 * i + 1, (first[i] >> 16) | (second[i] & 0xffff0000u));
+                }
             }
         }
     }
 
   private:
-    /// The place of column i of the block. The bits of its row that i makes are none of those that the thread makes, so
-    /// that each part of the row exchanges chunks by itself.
-    ROCM_SD_DEVICE static unsigned at(unsigned first, int i) {
-        return first ^ static_cast<unsigned>(Tile::place(held_rows::row(0, i), 0));
-    }
+    using words = vector_of<unsigned, 4>;
 
-    /// What happens to stand in registers: a value that costs no instruction, and is not that of the block before.
-    ROCM_SD_DEVICE static chunk_of<T> anything() {
-        vector_of<unsigned, 4> bits;
-        asm volatile("" : "=v"(bits));
-        return __builtin_bit_cast(chunk_of<T>, bits);
+    /// Column i of the eight. The bits of its row that i makes are none of those that the thread makes, so that each part
+    /// of the row exchanges chunks by itself.
+    ROCM_SD_DEVICE static void store_pair(char* lds, int byte, unsigned from, int i, unsigned pair) {
+        const int further = Tile::place(held_rows::row(0, i), 0), turned_over = further % Tile::exchanged;
+        char* to = lds + (from ^ static_cast<unsigned>(turned_over * 16)) + (byte + 16 * (further - turned_over));
+        *reinterpret_cast<unsigned*>(to) = pair;
     }
 };
 
