@@ -164,6 +164,11 @@ def test_dot_products_of_gfx1030(D, dtype, tmp_path):
     assert counters.lds_bank_conflicts == 0
 
 
+def test_waves_of_gfx1030_that_share_queries_share_their_sums(tmp_path):
+    config = attention.AttentionConfig(16, 64, 1, 2, 16, queries_in_lds=1, values_ahead=0)
+    executed("gfx1100", draw(1, 16, 70, 1, 64), config=config, edit=rdna2_on_gfx1100(tmp_path))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("D", HEADS)
 @pytest.mark.parametrize("gfx", [*EMULATED, "gfx1030"])
@@ -286,7 +291,9 @@ def test_before_and_after(gfx, record_property):
         return counters.bytes_loaded + counters.bytes_stored, counters.lines_loaded + counters.lines_stored
 
     for name, counters in (("naive", before), ("attention.hip", after)):
-        record_property(f"{gfx} {name}: bytes, lines, share of them used", (*moved(counters), counters.coalescing_efficiency))
+        record_property(
+            f"{gfx} {name}: bytes, lines, share of them used", (*moved(counters), counters.coalescing_efficiency)
+        )
     # q, k, v and out, once each.
     assert moved(after) == (4 * 64 * 64 * 2, 4 * 64 * 64 * 2 // LINE)
     assert moved(before)[0] > 50 * moved(after)[0]
@@ -321,7 +328,16 @@ def beside_triton(gfx, D):
 
 
 # Where Triton's kernel leaves room for more waves, and why.
-FEWER_WAVES = {}
+_WIDE = "the queries stay in LDS, 32 KiB of them, where Triton reads them again for each block of keys"
+FEWER_WAVES = {
+    "gfx1100": {
+        64: "10 for 12: the next keys and values are on their way in registers beside the queries",
+        160: "4 for 5: a workgroup has 128 queries and Triton's 32, which reads keys and values four times as often",
+        512: _WIDE,
+    },
+    "gfx1200": {512: _WIDE},
+    "gfx1201": {512: _WIDE},
+}
 
 
 def test_beside_triton_at_the_largest_self_attention():

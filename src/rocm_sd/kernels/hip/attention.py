@@ -27,7 +27,7 @@ _MOST_BYTES = 2**31 - 1  # of one head, from its first row to its last
 
 @dataclass(frozen=True)
 class AttentionConfig:
-    """A block of block_m queries over block_n keys at a time, by waves_m rows of waves_d waves, in fragments of one size.
+    """A block of block_m queries, block_n keys at a time, by waves_m rows of waves_d waves, in fragments of one size.
 
     Waves of one row share queries: each has its own part of the keys, then of the columns. `chunk` cuts the head into
     pieces of so many columns, 0 leaves it whole; `queries_in_lds` keeps the queries there and not in registers;
@@ -56,34 +56,34 @@ class AttentionConfig:
 _WIDE_WMMA = AttentionConfig(32, 64, 2, 4, 16, chunk=64, queries_in_lds=1)
 TILES: Mapping[MatrixUnit, Mapping[int, tuple[AttentionConfig, ...]]] = {
     MatrixUnit.WMMA_GFX11: {
-        40: (AttentionConfig(128, 32, 8, 1, 16), AttentionConfig(128, 64, 8, 1, 16)),  # 118, 12
-        64: (AttentionConfig(128, 32, 8, 1, 16), AttentionConfig(128, 64, 8, 1, 16)),  # 136, 10
-        80: (AttentionConfig(64, 32, 4, 1, 16), AttentionConfig(128, 32, 8, 1, 16)),  # 164, 9
-        # 192, 8
+        40: (AttentionConfig(128, 32, 8, 1, 16), AttentionConfig(128, 64, 8, 1, 16)),  # 119, 12
+        64: (AttentionConfig(128, 32, 8, 1, 16), AttentionConfig(128, 64, 8, 1, 16)),  # 137, 10
+        80: (AttentionConfig(64, 32, 4, 1, 16), AttentionConfig(128, 32, 8, 1, 16)),  # 165, 9
+        # 205, 7
         128: (
+            AttentionConfig(64, 32, 4, 1, 16, chunk=64, values_ahead=0),
             AttentionConfig(128, 32, 8, 1, 16, chunk=64, values_ahead=0),
-            AttentionConfig(64, 32, 4, 1, 16, chunk=64),
         ),
-        # 242, 4. Five pieces, with the queries in LDS, let 5 waves in, but read the lines of a row five times where three
-        # are enough.
+        # 243, 4. Five pieces, with the queries in LDS, let 5 waves in, but read five lines of a row where three are
+        # enough.
         160: (
             AttentionConfig(128, 32, 8, 1, 16, values_ahead=0),
             AttentionConfig(64, 32, 4, 1, 16, queries_in_lds=1),
         ),
-        512: (_WIDE_WMMA,),  # 191, 4: LDS holds the queries of two workgroups
+        512: (_WIDE_WMMA,),  # 193, 4: LDS holds the queries of two workgroups
     },
     # A lane holds half of what it holds on gfx11 of either factor.
     MatrixUnit.WMMA_GFX12: {
-        40: (AttentionConfig(128, 32, 8, 1, 16), AttentionConfig(128, 64, 8, 1, 16)),  # 88, 16
-        64: (AttentionConfig(128, 32, 8, 1, 16), AttentionConfig(128, 64, 8, 1, 16)),  # 102, 12
-        80: (AttentionConfig(128, 32, 8, 1, 16), AttentionConfig(64, 32, 4, 1, 16)),  # 120, 12
-        # 142, 10
+        40: (AttentionConfig(128, 32, 8, 1, 16), AttentionConfig(128, 64, 8, 1, 16)),  # 85, 16
+        64: (AttentionConfig(128, 32, 8, 1, 16, values_ahead=0), AttentionConfig(128, 32, 8, 1, 16)),  # 91, 16
+        80: (AttentionConfig(128, 32, 8, 1, 16), AttentionConfig(64, 32, 4, 1, 16)),  # 115, 12
+        # 141, 10
         128: (
             AttentionConfig(128, 32, 8, 1, 16, chunk=64, values_ahead=0),
             AttentionConfig(128, 64, 8, 1, 16, chunk=64),
         ),
-        160: (AttentionConfig(128, 32, 8, 1, 16), AttentionConfig(64, 32, 4, 1, 16, values_ahead=0)),  # 202, 6
-        512: (_WIDE_WMMA,),  # 143, 4
+        160: (AttentionConfig(128, 32, 8, 1, 16, values_ahead=0), AttentionConfig(128, 32, 8, 1, 16)),  # 182, 8
+        512: (_WIDE_WMMA,),  # 144, 4
     },
     # Fragments of 32 read half as much from LDS, and leave room for half of the waves: only a timed card can tell.
     MatrixUnit.MFMA: {
@@ -91,8 +91,8 @@ TILES: Mapping[MatrixUnit, Mapping[int, tuple[AttentionConfig, ...]]] = {
         64: (AttentionConfig(128, 64, 8, 1, 16), AttentionConfig(128, 32, 4, 1, 32)),  # 78, 6
         80: (AttentionConfig(128, 64, 8, 1, 16), AttentionConfig(128, 32, 4, 1, 32)),  # 96, 4
         128: (AttentionConfig(128, 64, 8, 1, 16, chunk=64), AttentionConfig(128, 32, 4, 1, 32)),  # 102, 4
-        160: (AttentionConfig(64, 32, 4, 1, 16), AttentionConfig(128, 64, 8, 1, 16)),  # 168, 3
-        512: (AttentionConfig(64, 64, 4, 2, 16, chunk=64),),  # 182, 2
+        160: (AttentionConfig(128, 32, 8, 1, 16), AttentionConfig(128, 64, 8, 1, 16)),  # 120, 4
+        512: (AttentionConfig(64, 64, 4, 2, 16, chunk=64),),  # 184, 2
     },
     # Queries in registers would take 8 for each 8 columns. Products take so long that lines read twice do not matter.
     MatrixUnit.DOT: {

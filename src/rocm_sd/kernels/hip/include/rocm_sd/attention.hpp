@@ -69,11 +69,15 @@ struct attention {
     static constexpr int steps_k_at_once = one_step && Config::queries_in_lds ? 1 : steps_k;
     static constexpr int steps_n_at_once = one_step ? 1 : steps_n;
 
-    using tile_q = lds_tile<T, block_m, piece_k>;
+    // Queries and results pass through the place of two tiles, so many rows at once.
+    static constexpr int rows_at_once = block_m % (2 * block_n) == 0 && 2 * block_n % wave_m == 0 ? 2 * block_n : block_m;
+    static constexpr int passes = block_m / rows_at_once;
+
+    using tile_q = lds_tile<T, Config::queries_in_lds ? block_m : rows_at_once, piece_k>;
     using tile_k = lds_tile<T, block_n, piece_k>;
     using tile_v = turned_tile<Arch, M, T, piece_v, block_n>;
     using tile_p = lds_tile<T, block_m, block_n>;
-    using tile_o = lds_tile<T, block_m, piece_v>;
+    using tile_o = lds_tile<T, rows_at_once, piece_v>;
 
     static constexpr int slot_bytes = larger(tile_k::bytes, tile_v::bytes);
     static constexpr int passing_bytes = larger(2 * slot_bytes, tile_o::bytes);
@@ -114,6 +118,8 @@ struct attention {
         self.finish(out, out_stride, q.rows - first_row, first_row);
     }
 
+    using softmax_of_wave = online_softmax<Arch, M, T, fragments_m>;
+
     char* lds;
     int thread, lane, wave_row, wave_column;
     factor_reader<fragment_a, tile_k> keys;
@@ -121,7 +127,7 @@ struct attention {
     factor_reader<fragment_b, tile_q> queries_there;
     factor_reader<fragment_b, tile_p> weights_there;
     fragment_b queries[Config::queries_in_lds ? 1 : pieces * steps_k][fragments_m];
-    online_softmax<Arch, M, T, fragments_m> softmax;
+    softmax_of_wave softmax;
     accumulator sums[pieces][fragments_v][fragments_m];
 
   private:
@@ -154,23 +160,30 @@ struct attention {
 
     ROCM_SD_DEVICE void fetch_queries(const head_rows<T>& q, int first_row) {
         row_stage<Arch, T, tile_q, piece, threads> stage(q.stride, thread);
-        const buffer<Arch, T> from = buffer_of(q, first_row);
+        buffer<Arch, T> from = buffer_of(q, first_row);
 #pragma unroll
-        for (int p = 0; p < pieces; ++p) {
-            const tile_q tile = at<tile_q>(Config::queries_in_lds ? q_at + p * tile_q::bytes : 0);
-            stage.fetch(from, q.stride, p * piece * value_bytes);
-            stage.commit(tile);
-            if constexpr (!Config::queries_in_lds) {
-                barrier();
+        for (int pass = 0; pass < block_m / tile_q::rows; ++pass) {
 #pragma unroll
-                for (int step = 0; step < steps_k; ++step) {
-#pragma unroll
-                    for (int j = 0; j < fragments_m; ++j) {
-                        queries[p * steps_k + step][j].load(tile.from(wave_row * wave_m), j * M, step * K, lane);
-                    }
+            for (int p = 0; p < pieces; ++p) {
+                const tile_q tile = at<tile_q>(Config::queries_in_lds ? q_at + p * tile_q::bytes : 0);
+                stage.fetch(from, q.stride, p * piece * value_bytes);
+                stage.commit(tile);
+                if constexpr (!Config::queries_in_lds) {
+                    barrier();
+                    if (passes == 1 || wave_row * wave_m / rows_at_once == pass) read_queries(tile, p);
+                    barrier();
                 }
-                barrier();
             }
+            from.skip(tile_q::rows * q.stride);
+        }
+    }
+
+    ROCM_SD_DEVICE void read_queries(const tile_q& tile, int p) {
+        const tile_q own = tile.from(wave_row * wave_m % tile_q::rows);
+#pragma unroll
+        for (int step = 0; step < steps_k; ++step) {
+#pragma unroll
+            for (int j = 0; j < fragments_m; ++j) queries[p * steps_k + step][j].load(own, j * M, step * K, lane);
         }
     }
 
@@ -393,28 +406,62 @@ struct attention {
 #pragma unroll
             for (int e = 0; e < held::places::elements; ++e) sum.sums[e] *= softmax.total[j][e % held::columns];
         });
-        const tile_o tile = at<tile_o>(0);
 #pragma unroll
         for (int p = 0; p < pieces; ++p) {
-            if (p > 0) barrier();
+            rounded results;
+            round(sums[p], results);
 #pragma unroll
-            for (int i = 0; i < fragments_v; i += held::fragments) {
-#pragma unroll
-                for (int n = 0; n < held::chunks; ++n) {
-                    const int chunk = (wave_column * wave_v + i * M) / 8 + held::number(lane, n);
-                    softmax.each([&](int j, int which) {
-                        const int row = wave_row * wave_m + j * M + held::column(lane, which);
-                        tile.store(row, chunk, held::chunk(n, which, [&](int f) { return sums[p][i + f][j].sums; }));
-                    });
-                }
+            for (int pass = 0; pass < passes; ++pass) {
+                if (p + pass > 0) barrier();
+                if (passes == 1 || wave_row * wave_m / rows_at_once == pass) write_tile(results);
+                barrier();
+                write_rows(out, out_stride, rows, first_row, p, pass);
             }
-            barrier();
-            for (int number = thread; number < block_m * tile_o::chunks; number += threads) {
-                const int row = number / tile_o::chunks, chunk = number % tile_o::chunks;
-                if (row < rows && 8 * chunk < piece) {
-                    T* to = out + (first_row + row) * out_stride + p * piece + 8 * chunk;
-                    store<8>(to, tile.load(0, row, chunk));
-                }
+        }
+    }
+
+    /// Chunks of neighbouring columns of the lane's queries.
+    struct rounded {
+        chunk_of<T> chunk[fragments_v / held::fragments][held::chunks][fragments_m][held::columns];
+    };
+
+    ROCM_SD_DEVICE static void round(const accumulator (&from)[fragments_v][fragments_m], rounded& into) {
+        each_chunk([&](int i, int n, int j, int which) {
+            into.chunk[i][n][j][which] = settled<T>(
+                held::chunk(n, which, [&](int f) { return from[i * held::fragments + f][j].sums; }));
+            // Rounding to bfloat16 is many instructions: those of one chunk at a time.
+            __builtin_amdgcn_sched_barrier(0);
+        });
+    }
+
+    ROCM_SD_DEVICE void write_tile(const rounded& results) const {
+        const tile_o tile = at<tile_o>(0).from(wave_row * wave_m % rows_at_once);
+        each_chunk([&](int i, int n, int j, int which) {
+            const int chunk = (wave_column * wave_v + i * held::span) / 8 + held::number(lane, n);
+            tile.store(j * M + held::column(lane, which), chunk, results.chunk[i][n][j][which]);
+        });
+    }
+
+    /// visit(group of fragments, which chunk, fragment of queries, which of the lane's columns)
+    template <typename Visit>
+    ROCM_SD_DEVICE static void each_chunk(Visit visit) {
+#pragma unroll
+        for (int i = 0; i < fragments_v / held::fragments; ++i) {
+#pragma unroll
+            for (int n = 0; n < held::chunks; ++n) {
+                softmax_of_wave::each([&](int j, int which) { visit(i, n, j, which); });
+            }
+        }
+    }
+
+    ROCM_SD_DEVICE void write_rows(T* out, int64 out_stride, int rows, int first_row, int p, int pass) const {
+        const tile_o tile = at<tile_o>(0);
+        for (int number = thread; number < rows_at_once * tile_o::chunks; number += threads) {
+            const int within = number / tile_o::chunks, chunk = number % tile_o::chunks;
+            const int row = pass * rows_at_once + within;
+            if (row < rows && 8 * chunk < piece) {
+                T* to = out + (first_row + row) * out_stride + p * piece + 8 * chunk;
+                store<8>(to, tile.load(0, within, chunk));
             }
         }
     }

@@ -44,6 +44,12 @@ struct buffer {
         data = reinterpret_cast<const T*>(reinterpret_cast<const char*>(data) + by);
         bytes -= by;
     }
+
+    /// The same, where that may be the end or beyond it.
+    ROCM_SD_DEVICE void skip(int by) {
+        advance(by);
+        bytes = larger(bytes, 0);
+    }
 };
 
 }  // namespace rocm_sd

@@ -53,7 +53,11 @@ namespace detail {
 template <typename Arch>
 ROCM_SD_DEVICE unsigned from_other_row(unsigned value) {
     if constexpr (Arch::wave_size == 32) {
-        return __builtin_amdgcn_permlanex16(value, value, 0x76543210u, 0xfedcba98u, true, false);
+        unsigned other = __builtin_amdgcn_permlanex16(value, value, 0x76543210u, 0xfedcba98u, true, false);
+        // Here, where all lanes are at work: clang 19 moves the instruction, and what makes its operand, into a branch
+        // that only some lanes take, if the result is wanted there alone.
+        asm volatile("" : "+v"(other));
+        return other;
     } else {
         return static_cast<unsigned>(__builtin_amdgcn_ds_swizzle(static_cast<int>(value), 0x401F));
     }
