@@ -1,4 +1,4 @@
-// out = softmax(scale * q k^T) v, one query a thread, scores through global memory: what attention.hip is compared with.
+// out = softmax(scale * q k^T) v, one query a thread, scores through global memory: attention.hip is compared with it.
 // q, k, v, out: dense [rows, D] of one head; scores: [S, T].
 #include "rocm_sd/types.hpp"
 

@@ -96,12 +96,12 @@ TILES: Mapping[MatrixUnit, Mapping[int, tuple[AttentionConfig, ...]]] = {
     },
     # Queries in registers would take 8 for each 8 columns. Products take so long that lines read twice do not matter.
     MatrixUnit.DOT: {
-        40: (AttentionConfig(128, 32, 8, 1, 16, queries_in_lds=1, values_ahead=0),),  # 113, 6
-        64: (AttentionConfig(128, 32, 8, 1, 16, queries_in_lds=1, values_ahead=0),),  # 119, 6
-        80: (AttentionConfig(128, 32, 8, 1, 16, queries_in_lds=1, values_ahead=0),),  # 141, 4
-        128: (AttentionConfig(64, 32, 4, 1, 16, chunk=64, queries_in_lds=1, values_ahead=0),),  # 149, 4
-        160: (AttentionConfig(64, 32, 4, 1, 16, chunk=32, queries_in_lds=1, values_ahead=0),),  # 156, 4
-        512: (AttentionConfig(32, 64, 2, 2, 16, chunk=64, queries_in_lds=1, values_ahead=0),),  # 231, 2
+        40: (AttentionConfig(128, 32, 8, 1, 16, queries_in_lds=1, values_ahead=0),),  # 113, 8
+        64: (AttentionConfig(128, 32, 8, 1, 16, queries_in_lds=1, values_ahead=0),),  # 120, 8
+        80: (AttentionConfig(128, 32, 8, 1, 16, queries_in_lds=1, values_ahead=0),),  # 144, 6
+        128: (AttentionConfig(64, 32, 4, 1, 16, chunk=64, queries_in_lds=1, values_ahead=0),),  # 150, 4
+        160: (AttentionConfig(64, 32, 4, 1, 16, chunk=32, queries_in_lds=1, values_ahead=0),),  # 157, 4
+        512: (AttentionConfig(32, 64, 2, 2, 16, chunk=64, queries_in_lds=1, values_ahead=0),),  # 232, 2
     },
 }
 

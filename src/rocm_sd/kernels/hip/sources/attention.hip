@@ -1,4 +1,5 @@
-// out = softmax(scale * q k^T) v, q: [B, S, H, D], k, v: [B, T, H, D], out: dense [B, S, H, D]; float32 scores and sums.
+// out = softmax(scale * q k^T) v, q: [B, S, H, D], k, v: [B, T, H, D], out: dense [B, S, H, D]; scores and sums are
+// float32.
 //
 // Parameters: element (half or bfloat); head, block_m, block_n, waves_m, waves_d, fragment, chunk, queries_in_lds and
 // values_ahead, as attention_config in attention.hpp has them.
@@ -14,12 +15,12 @@ using block = attention<this_arch, element, config>;
 /// Rows of head h of item b.
 ROCM_SD_DEVICE head_rows<element> rows_of(
     const element* data, int batch_stride, int row_stride, int head_stride, int rows) {
-    const element* first = data + static_cast<int64>(block_z()) * batch_stride + static_cast<int64>(block_y()) * head_stride;
-    return {first, row_stride * static_cast<int>(sizeof(element)), rows};
+    const int64 b = block_z(), h = block_y();
+    return {data + b * batch_stride + h * head_stride, row_stride * static_cast<int>(sizeof(element)), rows};
 }
 
-/// Grid: (ceil(S / block_m), H, B): workgroups of one head follow one another, so that its keys and values are read from
-/// memory once. Strides count values, and are multiples of eight; scale is in powers of two and above zero.
+/// Grid: (ceil(S / block_m), H, B): workgroups of one head follow one another, so that its keys and values are read
+/// from memory once. Strides count values, and are multiples of eight; scale is in powers of two and above zero.
 ROCM_SD_KERNEL(block::threads)
 attend(const element* q, const element* k, const element* v, element* out, int S, int T, int H, int q_b, int q_s,
        int q_h, int k_b, int k_s, int k_h, int v_b, int v_s, int v_h, float scale) {

@@ -5,18 +5,18 @@
 // 3. v^T p^T: values from LDS, turned on the way there, weights straight from the registers of step 2 where the layout
 //    allows; older sums shrink by a factor that each lane has for its own queries.
 //
-// Keys and values come in tiles that alternate between two places in LDS: while one is multiplied the next is on its way
-// into registers, and one barrier a tile is enough. A large head is cut into pieces, each a tile of its own.
+// Keys and values come in tiles that alternate between two places in LDS: while one is multiplied the next is on its
+// way into registers, and one barrier a tile is enough. A large head is cut into pieces, each a tile of its own.
 //
-// Waves stand in waves_m rows of queries by waves_d. Those that share queries part the keys in step 1 and the columns of
-// the head in step 3, and hand each other their weights through LDS: no product is computed twice.
+// Waves stand in waves_m rows of queries by waves_d. Those that share queries part the keys in step 1 and the columns
+// of the head in step 3, and hand each other their weights through LDS: no product is computed twice.
 #pragma once
 
 #include "attention_stage.hpp"
 
 namespace rocm_sd {
 
-/// A workgroup computes block_m queries of heads of `Head` columns, block_n keys at a time. chunk: columns of a piece, or
+/// A workgroup computes block_m queries of heads of `Head` columns, block_n keys at a time. chunk: columns of a piece,
 /// 0 for the whole head. queries_in_lds: 1 keeps the queries there and not in registers. values_ahead: 1 has values on
 /// their way while keys are multiplied, in registers; 0 waits for them, and other waves hide that.
 template <int Head, int BlockM, int BlockN, int WavesM, int WavesD, int Fragment, int Chunk, bool QueriesInLds,
@@ -70,7 +70,8 @@ struct attention {
     static constexpr int steps_n_at_once = one_step ? 1 : steps_n;
 
     // Queries and results pass through the place of two tiles, so many rows at once.
-    static constexpr int rows_at_once = block_m % (2 * block_n) == 0 && 2 * block_n % wave_m == 0 ? 2 * block_n : block_m;
+    static constexpr bool in_passes = block_m % (2 * block_n) == 0 && 2 * block_n % wave_m == 0;
+    static constexpr int rows_at_once = in_passes ? 2 * block_n : block_m;
     static constexpr int passes = block_m / rows_at_once;
 
     using tile_q = lds_tile<T, Config::queries_in_lds ? block_m : rows_at_once, piece_k>;
@@ -225,7 +226,8 @@ struct attention {
                 next_v.commit(lds, slot, coming[p]);
                 barrier();
                 if (p + 1 < pieces) {
-                    if (Config::values_ahead) next_v.fetch(from_v, v.stride, (p + 1) * piece * value_bytes, coming[p + 1]);
+                    const int first = (p + 1) * piece * value_bytes;
+                    if (Config::values_ahead) next_v.fetch(from_v, v.stride, first, coming[p + 1]);
                 } else if (keys > block_n) {
                     next_k.fetch(from_k, k.stride, 0);
                 }

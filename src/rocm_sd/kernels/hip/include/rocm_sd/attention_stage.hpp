@@ -20,8 +20,8 @@ ROCM_SD_DEVICE unsigned unknown(unsigned value) {
 
 /// Where a lane finds its chunks of a factor in LDS: `first`, in bytes, for the first rows and the first K values.
 ///
-/// The chunks of a row are exchanged by bits of the row alone, so those of other rows and another step of K stand at the
-/// first address with some bits turned over, and whole lines further on: one exclusive-or, or none, for each load.
+/// The chunks of a row are exchanged by bits of the row alone, so those of other rows and another step of K stand at
+/// the first address with some bits turned over, and whole lines further on: one exclusive-or, or none, for each load.
 template <typename Fragment, typename Tile>
 struct factor_reader {
     static constexpr int count = sizeof(Fragment) / 16;
@@ -45,8 +45,8 @@ struct factor_reader {
         return other;
     }
 
-    /// From `row` rows and `k` values further on, and `skipped` bytes: multiples of 16, of the layout's K and of 128, and
-    /// the same for all lanes.
+    /// From `row` rows and `k` values further on, and `skipped` bytes: multiples of 16, of the layout's K and of 128,
+    /// and the same for all lanes.
     ROCM_SD_DEVICE Fragment load(const char* lds, int skipped, int row, int k) const {
         Fragment found;
         const int further = Tile::place(row, k / 8), turned_over = further % Tile::exchanged;
@@ -110,8 +110,8 @@ struct row_stage {
 
 /// Values turned: [Rows columns of the head, Keys] in LDS, for the left factor of v^T p^T.
 ///
-/// Rows stand in the order in which the lanes' sums become chunks of neighbouring columns (sums_as_chunks::row), and the
-/// keys of a chunk are those whose weights a lane holds.
+/// Rows stand in the order in which the lanes' sums become chunks of neighbouring columns (sums_as_chunks::row), and
+/// the keys of a chunk are those whose weights a lane holds.
 ///
 /// Eight lanes read a chunk of eight rows that follow one another. Thirty-two lanes write the four pairs of keys of one
 /// chunk of eight rows whose columns are eight apart, which differ in three bits of the row. Each bit of either kind
@@ -172,11 +172,14 @@ struct turning_stage {
         for (int step = 0; step < steps; ++step) {
             constexpr int group = held_rows::span / 8;
             const int number = step * Threads + thread;
-            const int column = number % 8 + number / 32 % lines * 8, pair = number / 8 % 4, chunk = number / (32 * lines);
+            const int column = number % 8 + number / 32 % lines * 8;
+            const int pair = number / 8 % 4, chunk = number / (32 * lines);
             const int key = chunk / group * held_rows::span + held_rows::row(chunk % group, 2 * pair);
             const bool inside = number < all && 8 * column < Tile::rows;
-            offset[step] = inside && 8 * column < Columns ? static_cast<unsigned>(key * row_bytes + column * 16) : beyond;
-            place[step] = inside ? static_cast<unsigned>(16 * Tile::place(Tile::row_of(column), chunk) + 4 * pair) : beyond;
+            const int to = 16 * Tile::place(Tile::row_of(column), chunk) + 4 * pair;
+            const bool there = inside && 8 * column < Columns;
+            offset[step] = there ? static_cast<unsigned>(key * row_bytes + column * 16) : beyond;
+            place[step] = inside ? static_cast<unsigned>(to) : beyond;
         }
     }
 
@@ -210,8 +213,8 @@ struct turning_stage {
   private:
     using words = vector_of<unsigned, 4>;
 
-    /// Column i of the eight. The bits of its row that i makes are none of those that the thread makes, so that each part
-    /// of the row exchanges chunks by itself.
+    /// Column i of the eight. The bits of its row that i makes are none of those that the thread makes, so that each
+    /// part of the row exchanges chunks by itself.
     ROCM_SD_DEVICE static void store_pair(char* lds, int byte, unsigned from, int i, unsigned pair) {
         const int further = Tile::place(held_rows::row(0, i), 0), turned_over = further % Tile::exchanged;
         char* to = lds + (from ^ static_cast<unsigned>(turned_over * 16)) + (byte + 16 * (further - turned_over));

@@ -1,7 +1,7 @@
 // Softmax over keys that come in blocks, on scores that stand in accumulators with a key a row and a query a column.
 //
-// That way round (k q^T and not q k^T) a lane holds scores of one query, or two, so that sums and maxima are first taken
-// within the lane, and the weights of a lane are whole chunks of keys: the right factor of the next product.
+// That way round (k q^T and not q k^T) a lane holds scores of one query, or two, so that sums and maxima are first
+// taken within the lane, and the weights of a lane are whole chunks of keys: the right factor of the next product.
 #pragma once
 
 #include "fragment.hpp"
@@ -9,9 +9,9 @@
 
 namespace rocm_sd {
 
-/// Which rows of accumulators a lane holds, as chunks of eight: `fragments` of them side by side give each lane `chunks`
-/// chunks of every column it has. The rows of a chunk are not neighbours. What is multiplied decides what they mean: the
-/// rows of a factor in LDS, or the order of its K, are laid out so that the chunk is what is wanted.
+/// Which rows of accumulators a lane holds, as chunks of eight: `fragments` of them side by side give each lane
+/// `chunks` chunks of every column it has. The rows of a chunk are not neighbours. What is multiplied decides what they
+/// mean: the rows of a factor in LDS, or the order of its K, are laid out so that the chunk is what is wanted.
 template <typename Arch, int M, typename T>
 struct sums_as_chunks {
     using places = layout<Arch, M, M, fragment_k<Arch, M>(), T>;
