@@ -75,19 +75,21 @@ ROCM_SD_DEVICE void store_chunk(T* to, chunk_of<T> chunk, int count) {
 ///
 /// LDS has 32 banks of 4 bytes, so eight lanes of 16 bytes are served at once if they meet all eight places of a line
 /// of 128 bytes. Fragments read one chunk of eight rows that follow one another; staging writes whole rows. In plain
-/// rows the eight reads meet one place (or two, or four); exchanged like this, both meet all eight.
+/// rows the eight reads meet one place (or two, or four); exchanged like this, both meet all eight. Where the number of
+/// chunks is no power of two, it is within the largest power of two that divides it that they are exchanged.
 template <typename T, int Rows, int Columns>
 struct lds_tile {
     static constexpr int rows = Rows, columns = Columns;
     static constexpr int chunks = Columns / 8;
-    static constexpr int rows_per_line = chunks < 8 ? 8 / chunks : 1;
+    static constexpr int exchanged = smaller(chunks & -chunks, 8);
+    static constexpr int rows_per_line = 8 / exchanged;
     static constexpr int bytes = Rows * Columns * static_cast<int>(sizeof(T));
-    static_assert(Columns % 8 == 0 && (chunks & (chunks - 1)) == 0, "chunks are exchanged in powers of two");
+    static_assert(Columns % 8 == 0, "a tile is made of chunks");
 
     chunk_of<T>* data;
 
     ROCM_SD_DEVICE static int place(int row, int chunk) {
-        return row * chunks + (chunk ^ (row / rows_per_line % smaller(chunks, 8)));
+        return row * chunks + (chunk ^ (row / rows_per_line % exchanged));
     }
     ROCM_SD_DEVICE void store(int row, int chunk, chunk_of<T> value) const { data[place(row, chunk)] = value; }
 
