@@ -39,8 +39,8 @@ ROCM_SD_DEVICE void forget_words(Words& words) {
 namespace rocm_sd {
 
 // none: matrix kernels are refused.
-// buffer_word: the last of a buffer descriptor's four, for plain bytes with a check of their end. RDNA says besides
-// that the check is of bytes and not of records.
+// buffer_word: the last of a buffer descriptor's four, as LLVM's MLIR (AMDGPUToROCDL) and Triton write it: a format that
+// untyped loads ignore and that must not be 0; on RDNA besides bit 24, and that offsets are held to the size in bytes.
 enum class matrix_kind { none, dot, wmma_gfx11, wmma_gfx12, mfma };
 
 struct gcn5 {  // gfx906

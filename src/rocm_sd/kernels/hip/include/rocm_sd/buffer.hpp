@@ -11,21 +11,6 @@ namespace rocm_sd {
 /// Any offset from here on lies beyond every buffer: launchers refuse what is larger.
 inline constexpr unsigned beyond = 0x80000000u;
 
-namespace detail {
-
-/// The last word of a descriptor of bytes with no stride, as Composable Kernel has it for each family: format, and
-/// (where there is a choice) that offsets are compared with the size in bytes.
-template <typename Arch>
-constexpr int descriptor_word() {
-    switch (Arch::matrix) {
-        case matrix_kind::dot: return Arch::wave_size == 64 ? 0x00020000 : 0x31014000;
-        case matrix_kind::mfma: return 0x00020000;
-        default: return 0x31004000;
-    }
-}
-
-}  // namespace detail
-
 /// `bytes` bytes from `data` on; the same in all lanes.
 template <typename Arch, typename T>
 struct buffer {
@@ -35,7 +20,7 @@ struct buffer {
     /// Eight values at `offset` bytes, or zeros.
     ROCM_SD_DEVICE chunk_of<T> load(unsigned offset) const {
         const auto descriptor = __builtin_amdgcn_make_buffer_rsrc(
-            const_cast<T*>(data), 0, bytes, detail::descriptor_word<Arch>());
+            const_cast<T*>(data), 0, bytes, Arch::buffer_word);
         return __builtin_bit_cast(
             chunk_of<T>, __builtin_amdgcn_raw_buffer_load_b128(descriptor, static_cast<int>(offset), 0, 0));
     }
