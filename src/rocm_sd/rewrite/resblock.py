@@ -62,7 +62,9 @@ def _forward(self: Any, input_tensor: torch.Tensor, temb: torch.Tensor | None, *
         input_tensor, hidden = self.upsample(input_tensor), self.upsample(hidden)
     elif self.downsample is not None:
         input_tensor, hidden = self.downsample(input_tensor), self.downsample(hidden)
-    hidden = _conditioned(self, [hidden], temb)
+    held = [hidden]
+    del hidden
+    hidden = _conditioned(self, held, temb)
     shortcut = input_tensor if self.conv_shortcut is None else convolution(self.conv_shortcut, input_tensor)
     return _finished(self, hidden, shortcut)
 

@@ -22,6 +22,7 @@ import torch
 import triton
 import triton.language as tl
 
+from rocm_sd.kernels.sizes import ceil_div, power_of_2
 from rocm_sd.kernels.triton.attention_blocks import (
     dot,
     over_keys,
@@ -291,7 +292,7 @@ def softmax_rows(scores: torch.Tensor, weights: torch.Tensor, totals: torch.Tens
     """Fill `weights`, not yet divided by their sums, and `totals`; scores: dense float32 [rows, T]; scale >= 0."""
     rows, T = scores.shape
     whole = T <= LONGEST_ROW
-    block = triton.next_power_of_2(T) if whole else 4096
+    block = power_of_2(T) if whole else 4096
     # A lane for every value: where waves hold copies, their sums can differ in the last bit, and either is kept.
     warps = max(1, min(16, block // 256))
     _softmax_rows[(rows,)](scores, weights, totals, T, scale * LOG2_E, BLOCK=block, WHOLE=whole, num_warps=warps)
@@ -303,7 +304,7 @@ def pieces(d: int, most: int) -> tuple[int, int, int]:
     left = -(-d // 16) * 16
     while left > 0:
         last = len(cut) == most - 1
-        size = triton.next_power_of_2(left) if last else 1 << (left.bit_length() - 1)
+        size = power_of_2(left) if last else 1 << (left.bit_length() - 1)
         cut.append(size)
         left -= size
     d0, d1, d2 = (*cut, 0, 0)[:3]
@@ -332,12 +333,12 @@ def launch(
     """Fill `out`, dense [B, S, H, D]; q, k and v have columns side by side and any other strides; scale > 0."""
     B, S, H, D = q.shape
     T = k.shape[1]
-    m_blocks = triton.cdiv(S, config.block_m)
-    slices = triton.cdiv(D, config.columns) if config.chunk else 1
-    blocks = triton.cdiv(T, config.block_n)
+    m_blocks = ceil_div(S, config.block_m)
+    slices = ceil_div(D, config.columns) if config.chunk else 1
+    blocks = ceil_div(T, config.block_n)
     wanted = compute_units * config.programs_per_cu // (B * H * m_blocks * slices)
-    blocks_per_split = triton.cdiv(blocks, max(1, min(wanted, blocks // LEAST_BLOCKS)))
-    splits = triton.cdiv(blocks, blocks_per_split)
+    blocks_per_split = ceil_div(blocks, max(1, min(wanted, blocks // LEAST_BLOCKS)))
+    splits = ceil_div(blocks, blocks_per_split)
 
     parts, tops, totals = out, out, out
     if splits > 1:
@@ -371,9 +372,9 @@ def launch(
             *common, D0=d0, D1=d1, D2=d2, MASKED=masked, TAIL=partial and not masked, AHEAD=bool(config.ahead), **named
         )
     if splits > 1:
-        width = triton.next_power_of_2(D)
+        width = power_of_2(D)
         rows = max(1, 2048 // width)
-        _merge[(triton.cdiv(S, rows), B * H)](
+        _merge[(ceil_div(S, rows), B * H)](
             parts, tops, totals, out, S, H, B * H, splits, scale * LOG2_E,
             D=D, ROWS=rows, WIDTH=width, ALIGN=align, num_warps=4,
         )  # fmt: skip

@@ -20,6 +20,8 @@ import triton
 import triton.language as tl
 from triton.runtime.interpreter import InterpretedFunction
 
+from rocm_sd.kernels.sizes import ceil_div
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -259,7 +261,7 @@ def finish(
     N, C, H, W = out.shape
     # 2048 values in 4 warps: one 16-byte load of half precision a thread of a wave of 64, two of a wave of 32.
     rows, block_c = (16, 128) if C % 128 == 0 else (32, 64)
-    _finish[(triton.cdiv(H * W, rows), triton.cdiv(C, block_c), N)](
+    _finish[(ceil_div(H * W, rows), ceil_div(C, block_c), N)](
         source, out, bias, add, residual, H * W, C,
         HAS_BIAS=bias is not None, HAS_ADD=add is not None, HAS_RESIDUAL=residual is not None, SPLITS=splits,
         ROWS=rows, BLOCK_C=block_c, num_warps=4,
@@ -292,11 +294,11 @@ def launch(
     _, Cout, Ho, Wo = out.shape
     kernel = weight.shape[2]
     pixels = N * Ho * Wo
-    tiles_m, tiles_n = triton.cdiv(pixels, config.block_m), triton.cdiv(Cout, config.block_n + config.block_n2)
-    blocks = triton.cdiv(Cin, config.block_k)
+    tiles_m, tiles_n = ceil_div(pixels, config.block_m), ceil_div(Cout, config.block_n + config.block_n2)
+    blocks = ceil_div(Cin, config.block_k)
     # Every part must have work: of 9 blocks in 4 parts of 3, the fourth would have none.
-    blocks_per_split = triton.cdiv(blocks * kernel * kernel, config.split_k)
-    splits = triton.cdiv(blocks * kernel * kernel, blocks_per_split)
+    blocks_per_split = ceil_div(blocks * kernel * kernel, config.split_k)
+    splits = ceil_div(blocks * kernel * kernel, blocks_per_split)
     target = x.new_empty((splits, pixels, Cout), dtype=torch.float32) if splits > 1 else out
     fused = splits == 1
     _conv2d[(tiles_m * tiles_n, splits)](

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 import triton
 import triton.language as tl
 
+from rocm_sd.kernels.sizes import ceil_div, power_of_2
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -86,9 +88,9 @@ def _geglu(
 def launch(x: torch.Tensor, y: torch.Tensor, bias: torch.Tensor | None, config: GegluConfig) -> None:
     """Fill `y`, dense [M, F]; rows of `x`, [M, 2F], may be any distance apart."""
     M, F = y.shape
-    block_f = min(config.block_f, triton.next_power_of_2(F))
-    f_blocks = triton.cdiv(F, block_f)
-    _geglu[(triton.cdiv(M, config.rows) * f_blocks,)](
+    block_f = min(config.block_f, power_of_2(F))
+    f_blocks = ceil_div(F, block_f)
+    _geglu[(ceil_div(M, config.rows) * f_blocks,)](
         x, bias, y, M, F, x.stride(0), f_blocks,
         HAS_BIAS=bias is not None, ROWS=config.rows, BLOCK_F=block_f, num_warps=config.warps,
     )  # fmt: skip

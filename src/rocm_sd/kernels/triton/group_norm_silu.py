@@ -21,6 +21,8 @@ import torch
 import triton
 import triton.language as tl
 
+from rocm_sd.kernels.sizes import ceil_div, power_of_2
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -197,7 +199,7 @@ def _apply(
 
 def one_pass(config: GroupNormSiluConfig, HW: int, width: int) -> bool:
     """Whether a group of `width` channels fits one workgroup's registers."""
-    elements: int = triton.next_power_of_2(HW) * triton.next_power_of_2(width)
+    elements: int = power_of_2(HW) * power_of_2(width)
     return elements <= config.whole_elements
 
 
@@ -220,9 +222,9 @@ def launch(
     N, C, H, W = out.shape
     HW, width = H * W, C // groups
     given = {"HAS_BIAS": bias is not None, "HAS_ADD": add is not None, "SILU": silu}
-    block_g = triton.next_power_of_2(width)
+    block_g = power_of_2(width)
     if one_pass(config, HW, width):
-        rows = triton.next_power_of_2(HW)
+        rows = power_of_2(HW)
         (x,) = parts
         # A lane for every element: where waves hold copies, their sums can differ in the last bit, and either is kept.
         warps = max(1, min(config.whole_warps, rows * block_g // 64))
@@ -233,16 +235,16 @@ def launch(
         )  # fmt: skip
         return
 
-    wanted = max(1, compute_units * config.slices_per_cu // (N * triton.cdiv(C, config.moments_channels)))
-    rows_per_slice = max(config.moments_rows, triton.cdiv(HW, wanted))
-    slices = triton.cdiv(HW, rows_per_slice)
+    wanted = max(1, compute_units * config.slices_per_cu // (N * ceil_div(C, config.moments_channels)))
+    rows_per_slice = max(config.moments_rows, ceil_div(HW, wanted))
+    slices = ceil_div(HW, rows_per_slice)
     # 64 x 128 partial sums in 4 warps spill 20 registers on gfx1100; 2048 need 16 a thread.
-    block_s = min(triton.next_power_of_2(slices), max(1, 2048 // block_g))
+    block_s = min(power_of_2(slices), max(1, 2048 // block_g))
 
     means, m2s = out.new_empty((2, N, slices, C), dtype=torch.float32)
     group_means, scales = out.new_empty((2, N, C), dtype=torch.float32)
     for x, first in _channels(parts):
-        _moments[(slices, triton.cdiv(x.shape[1], config.moments_channels), N)](
+        _moments[(slices, ceil_div(x.shape[1], config.moments_channels), N)](
             x, _only(means, 2, first), _only(m2s, 2, first), x.shape[1], C, HW, rows_per_slice,
             ROWS=config.moments_rows, BLOCK_C=config.moments_channels, num_warps=config.moments_warps,
         )  # fmt: skip
@@ -254,7 +256,7 @@ def launch(
     )  # fmt: skip
     # Backwards, as the kernel goes: what was read last is still in the cache.
     for x, first in reversed(_channels(parts)):
-        _apply[(triton.cdiv(HW, config.apply_rows), triton.cdiv(x.shape[1], config.apply_channels), N)](
+        _apply[(ceil_div(HW, config.apply_rows), ceil_div(x.shape[1], config.apply_channels), N)](
             x, _only(out, 1, first), _only(group_means, 1, first), _only(scales, 1, first),
             _only(bias, 0, first), _only(add, 1, first), x.shape[1], C, HW,
             **given, PART=len(parts) > 1,

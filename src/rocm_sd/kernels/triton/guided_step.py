@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 import triton
 import triton.language as tl
 
+from rocm_sd.kernels.sizes import ceil_div
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -99,7 +101,7 @@ def launch(
     inner = prod(states.shape[2:])
     scales = None if guidance is None or isinstance(guidance, (int, float)) else guidance
     scale = 1.0 if guidance is None or scales is not None else guidance
-    _guided_step[(triton.cdiv(inner, config.block), batch)](
+    _guided_step[(ceil_div(inner, config.block), batch)](
         prediction, states, noise, table, step, scales, scale, new_states, model_input, inner, table.shape[0],
         STATES=count, GUIDED=guidance is not None, SCALE_STRIDE=0 if scales is None or scales.numel() == 1 else 1,
         HAS_NOISE=noise is not None, BLOCK=config.block, num_warps=config.warps,

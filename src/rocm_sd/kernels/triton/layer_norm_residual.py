@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 import triton
 import triton.language as tl
 
+from rocm_sd.kernels.sizes import ceil_div, power_of_2
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -126,11 +128,11 @@ def launch(
     Without a residual there is no total.
     """
     M, C = x.shape
-    whole = triton.next_power_of_2(C)
+    whole = power_of_2(C)
     # Chunks are unrolled: more than 8 would be a long kernel for a width that nothing was tuned for.
     chunk = min(max(config.chunk, whole // 8), whole)
-    chunks = triton.cdiv(C, chunk)
-    _layer_norm_residual[(triton.cdiv(M, config.rows),)](
+    chunks = ceil_div(C, chunk)
+    _layer_norm_residual[(ceil_div(M, config.rows),)](
         x, residual, weight, bias, y, total, M, C, x.stride(0), 0 if residual is None else residual.stride(0), eps,
         HAS_RESIDUAL=residual is not None, HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None,
         ROWS=config.rows, CHUNK=chunk, CHUNKS=chunks, EVEN_C=chunk * chunks == C, num_warps=config.warps,

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 import triton
 import triton.language as tl
 
+from rocm_sd.kernels.sizes import ceil_div, power_of_2
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -53,9 +55,9 @@ def _transpose(x, y, P, Q, BLOCK_P: tl.constexpr, BLOCK_Q: tl.constexpr):
 def launch(x: torch.Tensor, out: torch.Tensor, channels_last: bool, config: LayoutCopyConfig) -> None:
     """Fill `out`: channels-last from a contiguous x, or contiguous from a channels-last x."""
     N, C, H, W = x.shape
-    block_c = min(config.block_c, triton.next_power_of_2(C))
-    block_hw = min(config.block_hw * (config.block_c // block_c), triton.next_power_of_2(H * W))
+    block_c = min(config.block_c, power_of_2(C))
+    block_hw = min(config.block_hw * (config.block_c // block_c), power_of_2(H * W))
     (P, block_p), (Q, block_q) = ((C, block_c), (H * W, block_hw))[:: 1 if channels_last else -1]
-    _transpose[(triton.cdiv(P, block_p) * triton.cdiv(Q, block_q), N)](
+    _transpose[(ceil_div(P, block_p) * ceil_div(Q, block_q), N)](
         x, out, P, Q, BLOCK_P=block_p, BLOCK_Q=block_q, num_warps=config.warps
     )

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from triton.runtime.interpreter import InterpretedFunction
 
+from rocm_sd.kernels.sizes import ceil_div
 from rocm_sd.kernels.triton.geglu import _gelu
 
 if TYPE_CHECKING:
@@ -105,7 +106,7 @@ def launch(
         x, weight = x.float(), weight.float()
     K = x.shape[1]
     M, F = y.shape
-    tiles = triton.cdiv(M, config.block_m) * triton.cdiv(F, config.block_n)
+    tiles = ceil_div(M, config.block_m) * ceil_div(F, config.block_n)
     _linear_geglu[(tiles,)](
         x, weight, bias, y, M, F, K, x.stride(0), weight.stride(0),
         HAS_BIAS=bias is not None, EVEN_K=K % config.block_k == 0,

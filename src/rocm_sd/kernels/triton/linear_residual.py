@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from triton.runtime.interpreter import InterpretedFunction
 
+from rocm_sd.kernels.sizes import ceil_div, power_of_2
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -138,10 +140,10 @@ def launch(
         x, weight = x.float(), weight.float()
     M, K = x.shape
     N = weight.shape[0]
-    steps = triton.cdiv(K, config.block_k)
-    steps_per_split = triton.cdiv(steps, config.split_k)
-    splits = triton.cdiv(steps, steps_per_split)
-    tiles = triton.cdiv(M, config.block_m) * triton.cdiv(N, config.block_n)
+    steps = ceil_div(K, config.block_k)
+    steps_per_split = ceil_div(steps, config.split_k)
+    splits = ceil_div(steps, steps_per_split)
+    tiles = ceil_div(M, config.block_m) * ceil_div(N, config.block_n)
     residual_stride = 0 if residual is None else residual.stride(0)
     out = y if splits == 1 else y.new_empty((splits, M, N), dtype=torch.float32)
     _product[(tiles, splits)](
@@ -152,8 +154,8 @@ def launch(
         num_warps=config.warps, num_stages=config.stages,
     )  # fmt: skip
     if splits > 1:
-        block = min(_FOLD_BLOCK, triton.next_power_of_2(N))
-        n_blocks = triton.cdiv(N, block)
+        block = min(_FOLD_BLOCK, power_of_2(N))
+        n_blocks = ceil_div(N, block)
         _fold[(M * n_blocks,)](
             out, bias, residual, y, N, M * N, residual_stride, splits, n_blocks,
             HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, BLOCK=block, num_warps=1,

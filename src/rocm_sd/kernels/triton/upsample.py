@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 import triton
 import triton.language as tl
 
+from rocm_sd.kernels.sizes import ceil_div, power_of_2
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -96,8 +98,8 @@ def _bilinear(x, y, C, H, W, SCALE: tl.constexpr, ROWS: tl.constexpr, BLOCK_C: t
 def launch(x: torch.Tensor, out: torch.Tensor, scale: int, mode: str, config: UpsampleConfig) -> None:
     """Fill `out`: [N, C, scale * H, scale * W]; both are dense channels-last."""
     N, C, H, W = x.shape
-    block_c = min(config.block_c, triton.next_power_of_2(C))
+    block_c = min(config.block_c, power_of_2(C))
     kernel = _nearest if mode == "nearest" else _bilinear
-    kernel[(triton.cdiv(H * W, config.rows), triton.cdiv(C, block_c), N)](
+    kernel[(ceil_div(H * W, config.rows), ceil_div(C, block_c), N)](
         x, out, C, H, W, SCALE=scale, ROWS=config.rows, BLOCK_C=block_c, num_warps=config.warps
     )

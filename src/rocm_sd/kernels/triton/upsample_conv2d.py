@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import triton
 import triton.language as tl
 
+from rocm_sd.kernels.sizes import ceil_div
 from rocm_sd.kernels.triton.conv2d import interpreted, multiply_taps, place_tile
 
 if TYPE_CHECKING:
@@ -124,9 +125,9 @@ def interleave(parts: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None
     N, C, H, W = out.shape
     # 2048 values in 4 warps: two 16-byte loads a thread.
     columns, block_c = (16, 128) if C % 128 == 0 else (32, 64)
-    column_blocks = triton.cdiv(W, columns)
+    column_blocks = ceil_div(W, columns)
     # Lines on the first axis: the others hold 65535 at most.
-    _interleave[(N * (H // 2) * column_blocks, triton.cdiv(C, block_c))](
+    _interleave[(N * (H // 2) * column_blocks, ceil_div(C, block_c))](
         parts, out, bias, H // 2, W // 2, C, a, column_blocks,
         HAS_BIAS=bias is not None, COLUMNS=columns, BLOCK_C=block_c, num_warps=4,
     )  # fmt: skip
@@ -143,10 +144,10 @@ def launch(
     N, Cin, H, W = x.shape
     Cout = out.shape[1]
     pixels = N * H * W
-    tiles_m, tiles_n = triton.cdiv(pixels, config.block_m), triton.cdiv(Cout, config.block_n + config.block_n2)
+    tiles_m, tiles_n = ceil_div(pixels, config.block_m), ceil_div(Cout, config.block_n + config.block_n2)
     _upsample_conv2d[(tiles_m * tiles_n * 4,)](
         x, parity_weight, out, bias,
-        H, W, Cin, Cout, pixels, tiles_m, tiles_n, triton.cdiv(Cin, config.block_k),
+        H, W, Cin, Cout, pixels, tiles_m, tiles_n, ceil_div(Cin, config.block_k),
         HAS_BIAS=bias is not None, EVEN_K=Cin % config.block_k == 0, WIDEN=interpreted(_upsample_conv2d),
         GROUP_M=config.group_m, BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_N2=config.block_n2,
         BLOCK_K=config.block_k,
