@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rocm_sd.arch import MatrixUnit
-from rocm_sd.errors import Unsupported
 from rocm_sd.kernels.hip import conv2d_split
 from rocm_sd.kernels.hip.gemm import WIDEST, GemmConfig
-from rocm_sd.kernels.hip.launch import Kernel, access_width, ceil_div, element_of
+from rocm_sd.kernels.hip.launch import HipRefused, Kernel, access_width, ceil_div, element_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -92,6 +91,4 @@ def require_reach(name: str, x: torch.Tensor, config: GemmConfig, lines: int) ->
     """A tile's pixels lie within `lines` lines of x, which are not further apart than window_reach in conv.hpp."""
     _, Cin, _, W = x.shape
     if lines * W * Cin * x.element_size() >= 2**30:
-        raise Unsupported(
-            f"{name} by HIP", f"lines of {W} pixels of {Cin} channels in tiles of {config.block_m} pixels"
-        )
+        raise HipRefused(f"{name} by HIP", f"lines of {W} pixels of {Cin} channels in tiles of {config.block_m} pixels")

@@ -13,8 +13,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from rocm_sd import arch
 from rocm_sd.arch.attention_backends import why_not_fused
 from rocm_sd.errors import Unsupported
+from rocm_sd.kernels import hip as hip_kernels
 from rocm_sd.kernels import triton as triton_kernels
-from rocm_sd.ops.attention.workload import TUNING, VERIFICATION, problem
+from rocm_sd.ops.attention.workload import HIP, HIP_HEADS, TUNING, VERIFICATION, problem
 from rocm_sd.ops.registry import Implementation, Op, needs_no_dispatcher, register
 from rocm_sd.tuning.choice import STOCK
 
@@ -258,6 +259,36 @@ def _triton_why_not(problem: Problem, device: torch.device) -> str | None:
     return triton_kernels.why_not(device)
 
 
+def _hip(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None, *, config: Mapping[str, int]
+) -> torch.Tensor:
+    from rocm_sd.kernels.hip.attention import AttentionConfig, launch  # noqa: PLC0415 -- only where used
+
+    out = _allocate(q)
+    if q.numel():
+        q, scale = _positive(q, scale)
+        q, k, v = (t if _in_whole_vectors(t) else t.clone(memory_format=torch.contiguous_format) for t in (q, k, v))
+        launch(q, k, v, out, scale, AttentionConfig.from_mapping(config), hip_kernels.launcher_for(q.device))
+    return out
+
+
+def _in_whole_vectors(t: torch.Tensor) -> bool:
+    """Columns side by side, and every row at a multiple of 16 bytes, as the kernel reads them."""
+    return (
+        t.stride(-1) == 1
+        and not any(stride * t.element_size() % 16 for stride in t.stride()[:3])
+        and (t.data_ptr() % 16 == 0)
+    )
+
+
+def _hip_why_not(problem: Problem, device: torch.device) -> str | None:
+    if problem["dtype"] not in {"float16", "bfloat16"}:
+        return f"dtype {problem['dtype']}"
+    if problem["d"] not in HIP_HEADS:
+        return f"heads of {problem['d']}: there are kernels for {', '.join(map(str, HIP_HEADS))}"
+    return hip_kernels.why_not(device)
+
+
 OP = register(
     Op(
         name="attention",
@@ -265,6 +296,7 @@ OP = register(
         implementations=(
             Implementation(STOCK, _stock, lambda _problem, _device: None),
             Implementation("triton", _triton, _triton_why_not),
+            Implementation("hip", _hip, _hip_why_not, HIP),
             Implementation("gemm_softmax", _gemm_softmax, _gemm_softmax_why_not),
             _backend("sdpa_flash", SDPBackend.FLASH_ATTENTION),
             _backend("sdpa_efficient", SDPBackend.EFFICIENT_ATTENTION),
