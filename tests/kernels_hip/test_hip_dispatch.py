@@ -331,10 +331,12 @@ def test_hip_has_a_hash_of_its_launcher_its_source_and_every_header(monkeypatch)
     from rocm_sd.tuning import environment
 
     read = environment._bytes
-    for changed in ("layer_norm_residual.hip", "wave.hpp", "launch.py", "layer_norm_residual.py"):
+    own = ("layer_norm_residual.hip", "wave.hpp", "launch.py", "layer_norm_residual.py")
+    several = ("conv2d.hip", "conv2d_split.hip", "conv2d_finish.hip", "conv2d_finish.py")
+    for op, changed in (*((OP, name) for name in own), *((OPS["conv2d"], name) for name in several)):
         monkeypatch.setattr(environment, "_bytes", lambda path, end=changed: read(path) + b"/" * (path.name == end))
         kernel_hash.cache_clear()
-        assert OP.kernel_hash("hip") not in hashes, changed
+        assert op.kernel_hash("hip") not in hashes, changed
     kernel_hash.cache_clear()
 
 
