@@ -4,85 +4,110 @@ python benchmarks/hip_numerics.py --prepare FOLDER --arch sm_90        where cla
 python benchmarks/hip_numerics.py --prepared FOLDER --out FILE.json    where the card is: needs no clang
 python benchmarks/hip_numerics.py --out FILE.json                      where both are
 
-The same sources as for AMD, through nvidia.hpp. Every small sample of every op runs twice, on memory that is NaN where
-a kernel leaves it unwritten; the results must be as close to float64 as stock torch's are, and the same bits both
-times. FILE.json has the machine, the versions, and a row for each sample. The exit code is 1 where anything fails.
+The same sources as for AMD, through nvidia.hpp, by the same loader, CUDA's driver in place of HIP's. Every small sample
+of every op runs twice, on memory that is NaN where a kernel leaves it unwritten; the results must be as close to
+float64 as stock torch's are, and the same bits both times. FILE.json has the machine, the versions, and a row for each
+sample. The exit code is 1 where anything fails.
 """
 
 from __future__ import annotations
 
 import argparse
-import ctypes
 import hashlib
 import json
-import re
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rocm_sd import arch as archs
 from rocm_sd.bench.machine import machine
-from rocm_sd.kernels.hip import group_norm_silu, layer_norm_residual, layout_copy, toolchain, upsample
+from rocm_sd.kernels import hip as hip_kernels
+from rocm_sd.kernels.hip import conv2d_finish, toolchain
+from rocm_sd.kernels.hip.driver import CUDA, driver_for
+from rocm_sd.kernels.hip.runtime import DeviceLauncher, TorchCard
 from rocm_sd.ops import OPS
 from rocm_sd.ops.numerics import compare, in_float64, outputs
+from rocm_sd.ops.samples import Sample, dtype_name
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 MANIFEST = "manifest.json"
-_ENTRY = re.compile(r"\.entry (?P<name>\w+)\([^)]*\)\s*\.maxntid (?P<threads>\d+), 1, 1")
+# What multiplies no matrices; a case for each small sample and each config that takes another kernel.
+OPS_WITHOUT_MATRICES = ("layout_copy", "layer_norm_residual", "group_norm_silu", "upsample")
+NAMES = (*OPS_WITHOUT_MATRICES, "conv2d_finish")
 
 
 class WrongFolder(Exception):
     """A prepared folder that does not have what this run needs."""
 
 
-def _layout_copy(launcher, x, channels_last):
-    out = torch.empty_like(x, memory_format=torch.channels_last if channels_last else torch.contiguous_format)
-    layout_copy.launch(x, out, channels_last, launcher)
+@dataclass(frozen=True)
+class Case:
+    """One call of a HIP kernel, its definition, and how stock torch does it. `run` asks dispatch for its launcher."""
+
+    op: str
+    sample: Sample
+    run: Callable[..., Any]
+    reference: Callable[..., Any]
+    stock: Callable[..., Any]
+    told: str = ""
+
+    @property
+    def name(self):
+        return self.sample.name + self.told
+
+
+def _of_op(name):
+    op = OPS[name]
+    hip = op.implementation("hip")
+    for config in (hip.kernels.default_config, *hip.kernels.small_configs):
+        told = "" if config == hip.kernels.default_config else f" with {dict(config)}"
+        for sample in op.verification.small:
+            run, stock = partial(hip.run, config=config), partial(op.implementations[0].run, config={})
+            yield Case(name, sample, run, op.verification.reference, stock, told)
+
+
+def _finish(parts, like, bias, add, residual):
+    out = torch.empty_like(like, memory_format=torch.channels_last)
+    conv2d_finish.launch(parts, out, bias, add, residual, hip_kernels.launcher_for(like.device))
     return out
 
 
-def _rows(x):
-    rows = x.reshape(-1, x.shape[-1])
-    return rows if rows.stride(1) == 1 else rows.contiguous()
+def _sum(parts, like, bias, add, residual):
+    N, C, H, W = like.shape
+    total = parts.sum(dim=0).view(N, H, W, C).permute(0, 3, 1, 2)
+    for part in (None if bias is None else bias[:, None, None], None if add is None else add[:, :, None, None]):
+        total = total if part is None else total + part
+    return (total if residual is None else total + residual).to(like.dtype)
 
 
-def _layer_norm_residual(launcher, x, residual, weight, bias, eps):
-    y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    added, total = (None, None) if residual is None else (_rows(residual), torch.empty_like(y))
-    C = x.shape[-1]
-    layer_norm_residual.launch(
-        _rows(x), added, y.view(-1, C), None if total is None else total.view(-1, C), weight, bias, eps,
-        layer_norm_residual.LayerNormResidualConfig(), launcher,
-    )  # fmt: skip
-    return y, x if total is None else total
+def _of_finish():
+    """The second kernel of conv2d in parts: its first multiplies matrices."""
+    for splits, shape, added, dtype in (
+        (3, (2, 72, 5, 9), True, torch.float16),
+        (2, (1, 17, 3, 4), True, torch.bfloat16),
+        (16, (1, 64, 8, 8), False, torch.float16),
+    ):
+
+        def build(draw, splits=splits, shape=shape, added=added):
+            N, C, H, W = shape
+            rest = (draw(C), draw(N, C), draw.image(*shape)) if added else (None, None, None)
+            return draw(splits, N * H * W, C, dtype=torch.float32), draw.image(*shape), *rest
+
+        told = "bias add residual" if added else "bare"
+        name = f"{splits} parts of {'x'.join(map(str, shape))}, {told}, {dtype_name(dtype)}"
+        yield Case("conv2d_finish", Sample(name, dtype, build), _finish, _sum, _sum)
 
 
-def _group_norm_silu(launcher, x, groups, weight, bias, add, eps, silu):
-    out = torch.empty_like(x, memory_format=torch.channels_last)
-    config, units = group_norm_silu.GroupNormSiluConfig(), launcher.arch.compute_units
-    group_norm_silu.launch(x, out, groups, weight, bias, add, eps, silu, config, units, launcher)
-    return out
-
-
-def _upsample(launcher, x, scale, mode):
-    N, C, H, W = x.shape
-    out = x.new_empty((N, scale * H, scale * W, C)).permute(0, 3, 1, 2)
-    upsample.launch(x, out, scale, mode, launcher)
-    return out
-
-
-RUN = {
-    "layout_copy": _layout_copy,
-    "layer_norm_residual": _layer_norm_residual,
-    "group_norm_silu": _group_norm_silu,
-    "upsample": _upsample,
-}
-
-
-def samples():
-    return [(name, sample) for name in RUN for sample in OPS[name].verification.small]
+def cases(names=NAMES):
+    several = {name: partial(_of_op, name) for name in OPS_WITHOUT_MATRICES} | {"conv2d_finish": _of_finish}
+    return [case for name in names for case in several[name]()]
 
 
 def text_digest():
@@ -113,10 +138,11 @@ class Collecting:
 
 
 def compiled(arch, chosen):
-    """PTX by file name for every kernel that the samples launch."""
+    """PTX by file name for every kernel that the cases launch."""
     launcher = Collecting(arch)
-    for name, sample in chosen:
-        RUN[name](launcher, *sample.make(filled=False))
+    with hip_kernels.launched_by(launcher):
+        for case in chosen:
+            case.run(*case.sample.make(filled=False))
     return launcher.ptx
 
 
@@ -146,62 +172,28 @@ def read_prepared(folder):
     return {name: (folder / name).read_text() for name in manifest["files"]}, manifest
 
 
-def threads_of(ptx, name):
-    """The size of the workgroup, which is part of the kernel."""
-    found = {match["name"]: int(match["threads"]) for match in _ENTRY.finditer(ptx)}
-    return found[name]
+class Recording:
+    """The loader, and the names of the kernels that it launched."""
 
-
-def packed(arguments):
-    """As the driver wants them: a place for each value. A tensor or None is a pointer."""
-    values = []
-    for argument in arguments:
-        if argument is None or isinstance(argument, torch.Tensor):
-            values.append(ctypes.c_void_p(None if argument is None else argument.data_ptr()))
-        else:
-            values.append(ctypes.c_int(argument) if isinstance(argument, int) else ctypes.c_float(argument))
-    return values
-
-
-class CudaLauncher:
-    """A `Launcher` on torch's current device and stream, through NVIDIA's driver."""
-
-    def __init__(self, ptx, arch):
-        self.arch, self.launched = arch, []
-        self._ptx, self._functions = ptx, {}
-        self._driver = ctypes.CDLL("libcuda.so.1")
-        # torch makes the device's context and keeps it current on this thread.
-        torch.zeros(1, device="cuda")
-
-    def _check(self, code, doing):
-        if code:
-            text = ctypes.c_char_p()
-            self._driver.cuGetErrorString(code, ctypes.byref(text))
-            raise RuntimeError(f"{doing}: {(text.value or b'unknown error').decode()} ({code})")
-
-    def _function(self, kernel):
-        key = (file_name(kernel), kernel.name)
-        if key not in self._functions:
-            if key[0] not in self._ptx:
-                raise WrongFolder(f"{key[0]} was not prepared: the samples here are others. Prepare them anew.")
-            module, function = ctypes.c_void_p(), ctypes.c_void_p()
-            text = self._ptx[key[0]]
-            image = text.encode() + b"\0"
-            self._check(self._driver.cuModuleLoadData(ctypes.byref(module), image), f"loading {key[0]}")
-            self._check(
-                self._driver.cuModuleGetFunction(ctypes.byref(function), module, kernel.name.encode()), kernel.name
-            )
-            self._functions[key] = function, threads_of(text, kernel.name)
-        return self._functions[key]
+    def __init__(self, launcher):
+        self.arch, self.launched = launcher.arch, []
+        self._launcher = launcher
 
     def launch(self, kernel, grid, arguments):
-        function, threads = self._function(kernel)
-        values = packed(arguments)
-        places = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
-        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-        code = self._driver.cuLaunchKernel(function, *grid, threads, 1, 1, 0, stream, places, None)
-        self._check(code, f"launching {kernel.name}")
+        self._launcher.launch(kernel, grid, arguments)
         self.launched.append(kernel.name)
+
+
+def loader(ptx, arch, card, driver):
+    """The project's own loader, with prepared PTX in place of its compilers."""
+
+    def prepared(kernel, _arch):
+        name = file_name(kernel)
+        if name not in ptx:
+            raise WrongFolder(f"{name} was not prepared: the samples here are others. Prepare them anew.")
+        return ptx[name].encode()
+
+    return Recording(DeviceLauncher(arch, card, driver, prepared))
 
 
 class Poisoned(TorchDispatchMode):
@@ -221,20 +213,20 @@ def same_bits(a, b):
     return torch.equal(a.view(bits), b.view(bits))
 
 
-def try_sample(name, sample, launcher, device="cuda"):
+def try_case(case, launcher, device="cuda"):
     """One row: errors against float64 beside stock torch's, for each output."""
-    op, arguments = OPS[name], sample.make(device)
-    exact = [each.cpu() for each in outputs(op.verification.reference(*in_float64(arguments)))]
-    stock = [each.cpu() for each in outputs(op.implementations[0].run(*arguments, config={}))]
+    arguments = case.sample.make(device)
+    exact = [each.cpu() for each in outputs(case.reference(*in_float64(arguments)))]
+    stock = [each.cpu() for each in outputs(case.stock(*arguments))]
     launcher.launched = []
-    with Poisoned():
-        first, second = (outputs(RUN[name](launcher, *arguments)) for _ in range(2))
+    with hip_kernels.launched_by(launcher), Poisoned():
+        first, second = (outputs(case.run(*arguments)) for _ in range(2))
     again = all(same_bits(a, b) for a, b in zip(first, second, strict=True))
     errors = [compare(a.cpu(), e, s) for a, e, s in zip(first, exact, stock, strict=True)]
     kernels = sorted(set(launcher.launched))
     told = [{**asdict(error), "allowed": error.allowed_largest, "allowed_rms": error.allowed_rms} for error in errors]
     good = again and all(error.ok for error in errors)
-    return {"op": name, "sample": sample.name, "kernels": kernels, "errors": told, "same_bits": again, "ok": good}
+    return {"op": case.op, "sample": case.name, "kernels": kernels, "errors": told, "same_bits": again, "ok": good}
 
 
 def main(arguments=None):
@@ -243,9 +235,9 @@ def main(arguments=None):
     parser.add_argument("--prepared", type=Path, metavar="FOLDER", help="run what was compiled into this folder")
     parser.add_argument("--arch", default="sm_90", choices=toolchain.NVIDIA_TARGETS, help="what --prepare compiles for")
     parser.add_argument("--out", type=Path, metavar="FILE", help="where the results go")
-    parser.add_argument("--op", action="append", choices=sorted(RUN), help="this one only; may be given again")
+    parser.add_argument("--op", action="append", choices=NAMES, help="this one only; may be given again")
     options = parser.parse_args(arguments)
-    chosen = [(name, sample) for name, sample in samples() if not options.op or name in options.op]
+    chosen = cases(options.op or NAMES)
     if options.prepare:
         manifest = prepare(options.prepare, options.arch, chosen)
         print(
@@ -262,8 +254,8 @@ def main(arguments=None):
         else:
             ptx = compiled(here.name, chosen)
             manifest = {"arch": here.name, "compiler": toolchain.find_compiler().version.splitlines()[0]}
-        launcher = CudaLauncher(ptx, here)
-        rows = [try_sample(name, sample, launcher) for name, sample in chosen]
+        launcher = loader(ptx, here, TorchCard(torch.cuda.current_device()), driver_for(CUDA))
+        rows = [try_case(case, launcher) for case in chosen]
     except WrongFolder as error:
         print(error, file=sys.stderr)
         return 2

@@ -14,6 +14,7 @@ from rocm_sd.kernels.hip import conv2d, toolchain
 from rocm_sd.kernels.hip.launch import Kernel
 from rocm_sd.ops import OPS
 from rocm_sd.ops.conv2d import op as conv2d_op
+from rocm_sd.ops.joining import joined
 from rocm_sd.ops.numerics import in_float64, require
 from rocm_sd.tuning import lookup
 from rocm_sd.verify.gates import check
@@ -27,7 +28,8 @@ def configs(gfx):
     return conv2d.TILES[archs.get(gfx).matrix_unit]
 
 
-def run(launcher, config, x, weight, bias, add, residual, stride, padding):
+def run(launcher, config, x, weight, bias, add, residual, stride, padding, beside=None):
+    x = joined(x, beside).contiguous(memory_format=torch.channels_last)
     out = conv2d_op._allocate(x, weight, stride, padding)
     conv2d.launch(x, weight, out, bias, add, residual, stride, padding, config, launcher)
     return out

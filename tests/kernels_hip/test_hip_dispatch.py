@@ -75,7 +75,10 @@ def said(caplog):
 
 
 def test_what_has_hip_declares_what_dispatch_and_the_ladder_need():
-    assert {"group_norm_silu", "layer_norm_residual", "layout_copy", "linear_residual", "upsample"} <= set(NAMES)
+    assert set(NAMES) == {
+        "attention", "conv2d", "group_norm_silu", "layer_norm_residual", "layout_copy", "linear_geglu",
+        "linear_residual", "upsample", "upsample_conv2d",
+    }  # fmt: skip
     for name in NAMES:
         op, kernels = OPS[name], OPS[name].implementation("hip").kernels
         assert kernels.promises
@@ -96,6 +99,19 @@ def test_hip_is_chosen_nowhere_but_where_data_or_a_measurement_name_it():
         assert all(OPS[name].config_of("hip", found[name]) is found[name].config for name in named)
         # Whole passes over memory are saved there, and Triton has nothing.
         assert named == ({"group_norm_silu", "layer_norm_residual"} if gfx == "gfx1030" else set())
+
+
+def test_attention_is_chosen_where_stock_torch_has_no_fused_one_and_nowhere_else():
+    op = OPS["attention"]
+    for gfx in archs.ARCHS:
+        for sample in (*op.verification.small, *op.verification.real):
+            problem = op.verification.problem(*sample.make(filled=False))
+            found = lookup("attention", gfx, problem)
+            expected = gfx == "gfx1030" and problem["d"] != 512 and problem["dtype"] == "float16"
+            assert (found.implementation == "hip") is expected, (gfx, sample.name)
+            if expected:
+                configs = list(op.implementation("hip").kernels.space(problem, archs.get(gfx)))
+                assert op.config_of("hip", found) == configs[0], "the data name the best by compiled occupancy"
 
 
 def test_a_machine_without_amd_hears_nothing_of_it(caplog):
@@ -203,6 +219,32 @@ def test_a_kernel_that_is_not_loaded_while_a_graph_is_captured_is_used_after_it(
     assert [launch.values[1:5] for launch in fake.calls("launch")] == [(1, 1, 1, 128)]
 
 
+def test_tensors_that_a_launcher_refuses_go_to_stock_torch_with_a_sentence_and_others_do_not(monkeypatch, file, caplog):
+    """What a problem does not tell: lines so long that a tile reaches further than the kernel's offsets."""
+    conv = OPS["conv2d"]
+    table = {"static": {"implementation": "hip", "config": dict(conv.implementation("hip").kernels.default_config)}}
+    table["static"]["why"] = "timed"
+    monkeypatch.setattr(choice, "_table", lambda op, _arch: table if op == "conv2d" else None)
+    image = PTX.replace(b"layer_norm_residual", b"conv2d")
+    fake = DriverLibrary(file)
+    launcher = DeviceLauncher(GFX, HostCard(), Driver(HIP, fake.library), lambda _kernel, _arch: image)
+    # The same problem twice: one line of so many pixels, and as many lines of one.
+    pixels, weight = 2**20, torch.ones(1, 256, 1, 1).half()
+    line = torch.zeros(1, 1, 1, 1).half().expand(1, 256, 1, pixels)
+    monkeypatch.setattr(OPS["conv2d"].implementation("torch").run.__globals__["F"], "conv2d", lambda *_: line[:, :1])
+    monkeypatch.setitem(conv.implementation("hip").run.__globals__, "_channels_last", lambda tensor: tensor)
+    with hip_kernels.launched_by(launcher):
+        for _ in range(2):
+            ops.conv2d(line, weight)
+        assert not fake.calls("launch")
+        ops.conv2d(line.transpose(2, 3), weight)
+        assert len(fake.calls("launch")) == 1
+        with pytest.raises(Unsupported, match="conv2d by HIP does not support lines of 1048576 pixels"):
+            ops.conv2d(line, weight, implementation="hip")
+    (sentence,) = said(caplog)
+    assert sentence.startswith("conv2d: stock torch on cpu, because conv2d by HIP does not support lines of 1048576")
+
+
 def test_wrong_results_are_quarantined_as_of_any_other_candidate(hip_by_data, file, caplog):
     """A driver that computes nothing leaves what memory held before."""
     launcher = DeviceLauncher(GFX, HostCard(), Driver(HIP, DriverLibrary(file).library), lambda _kernel, _arch: PTX)
@@ -289,22 +331,29 @@ def test_hip_has_a_hash_of_its_launcher_its_source_and_every_header(monkeypatch)
     from rocm_sd.tuning import environment
 
     read = environment._bytes
-    for changed in ("layer_norm_residual.hip", "wave.hpp", "launch.py", "layer_norm_residual.py"):
+    own = ("layer_norm_residual.hip", "wave.hpp", "launch.py", "layer_norm_residual.py")
+    several = ("conv2d.hip", "conv2d_split.hip", "conv2d_finish.hip", "conv2d_finish.py")
+    for op, changed in (*((OP, name) for name in own), *((OPS["conv2d"], name) for name in several)):
         monkeypatch.setattr(environment, "_bytes", lambda path, end=changed: read(path) + b"/" * (path.name == end))
         kernel_hash.cache_clear()
-        assert OP.kernel_hash("hip") not in hashes, changed
+        assert op.kernel_hash("hip") not in hashes, changed
     kernel_hash.cache_clear()
 
 
 def test_what_each_op_cannot_take_is_told(file):
     half = {"dtype": "float16"}
     refused = {
+        "attention": {"b": 1, "s": 4, "t": 4, "h": 1, "d": 72, **half},
+        "conv2d": {"pixels": 1, "cin": 1, "cout": 1, "kernel": 1, "stride": 1, "padding": 0, "dtype": "float32"},
+        "linear_geglu": {"m": 1, "f": 1, "k": 1, "bias": 0, "dtype": "float32"},
+        "upsample_conv2d": {"pixels": 1, "cin": 1, "cout": 1, "dtype": "float32"},
         "group_norm_silu": {"n": 1, "c": 2**10, "hw": 2**21, "groups": 32, **half},
         "layer_norm_residual": {"m": 1, "c": 8193, "residual": 0, **half},
         "layout_copy": {"n": 1, "c": 128, "hw": 2**24, "channels_last": 1, **half},
         "linear_residual": {"m": 1, "n": 1, "k": 1, "bias": 0, "residual": 0, "dtype": "float32"},
         "upsample": {"n": 1, "c": 1, "hw": 1, "scale": 9, "mode": "nearest", **half},
     }
+    assert refused.keys() == set(NAMES)
     with hip_kernels.launched_by(DeviceLauncher(GFX, HostCard(), Driver(HIP, DriverLibrary(file).library))):
         for name, problem in refused.items():
             why_not = OPS[name].implementation("hip").why_not

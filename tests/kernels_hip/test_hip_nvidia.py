@@ -11,10 +11,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from driver_library import DriverLibrary, HostCard, build
 from test_hip_kernels import EmulatedLauncher
 
 from rocm_sd import arch as archs
+from rocm_sd.kernels import hip as hip_kernels
 from rocm_sd.kernels.hip import toolchain
+from rocm_sd.kernels.hip.driver import CUDA, Driver
+from rocm_sd.ops import OPS
 
 ROOT = Path(__file__).resolve().parents[2]
 MATRIX_KERNEL = {
@@ -22,7 +26,7 @@ MATRIX_KERNEL = {
     "fragment": 16, "wide": 1, "has_bias": 1, "has_residual": 1,
 }  # fmt: skip
 UPSAMPLE = {"element": "bfloat", "width": 8, "scale": 2, "bilinear": 1}
-SMALL = ("upsample", "layout_copy", "layer_norm_residual", "group_norm_silu")
+SMALL = ("upsample", "layout_copy", "layer_norm_residual", "group_norm_silu", "conv2d_finish")
 
 
 @pytest.fixture(scope="module")
@@ -58,8 +62,7 @@ def assembled(ptx, arch, folder):
 
 @pytest.mark.parametrize("name", SMALL)
 def test_every_kernel_of_the_small_samples_is_assembled_without_spills(name, script, tmp_path):
-    chosen = [(op, sample) for op, sample in script.samples() if op == name]
-    texts = script.compiled("sm_90", chosen)
+    texts = script.compiled("sm_90", script.cases([name]))
     assert texts
     for ptx in texts.values():
         told = assembled(ptx, "sm_90", tmp_path)
@@ -136,9 +139,9 @@ def test_nvrtc_compiles_the_same_text(name, script, tmp_path):
         def launch(self, kernel, _grid, _arguments):
             kernels[script.file_name(kernel)] = kernel
 
-    for op, sample in script.samples():
-        if op == name:
-            script.RUN[op](Collecting(), *sample.make(filled=False))
+    with hip_kernels.launched_by(Collecting()):
+        for case in script.cases([name]):
+            case.run(*case.sample.make(filled=False))
     for kernel in kernels.values():
         definitions = [f"-DROCM_SD_{key.upper()}={value}" for key, value in kernel.parameters]
         # Lambdas have no place for a word that says where they run.
@@ -171,12 +174,12 @@ class Emulated(EmulatedLauncher):
 
 
 def test_a_row_has_the_errors_beside_what_is_allowed(script):
-    name, sample = next(each for each in script.samples() if each[0] == "layer_norm_residual")
-    row = script.try_sample(name, sample, Emulated("gfx1100"), "cpu")
-    assert row["ok"]
-    assert row["same_bits"]
-    assert row["kernels"] == ["layer_norm_residual"]
-    assert all(0 <= error["largest"] <= error["allowed"] for error in row["errors"])
+    for name in ("layer_norm_residual", "conv2d_finish"):
+        row = script.try_case(script.cases([name])[0], Emulated("gfx1100"), "cpu")
+        assert row["ok"]
+        assert row["same_bits"]
+        assert row["kernels"] == [name]
+        assert all(0 <= error["largest"] <= error["allowed"] for error in row["errors"])
 
 
 @pytest.mark.parametrize("name", SMALL)
@@ -187,25 +190,51 @@ def test_a_kernel_that_writes_nothing_fails(name, script):
         def launch(self, kernel, _grid, _arguments):
             self.launched.append(kernel.name)
 
-    sample = next(sample for op, sample in script.samples() if op == name)
-    assert not script.try_sample(name, sample, Idle(), "cpu")["ok"]
+    assert not script.try_case(script.cases([name])[0], Idle(), "cpu")["ok"]
 
 
-def test_arguments_and_workgroups_are_told_as_the_driver_wants_them(script):
-    x = torch.zeros(4)
-    values = script.packed((x, None, 7, 0.5))
-    assert [type(value) for value in values] == [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int, ctypes.c_float]
-    assert [value.value for value in values] == [x.data_ptr(), None, 7, 0.5]
-    ptx = toolchain.compile_source("layout_copy", "sm_90", {"element": "bits16", "channels": 3, "last": 1}).assembly
-    threads = [script.threads_of(ptx, f"layout_copy_{name}") for name in ("wide", "few", "plain")]
-    assert threads == [64, 128, 256]
+def test_every_kernel_that_multiplies_no_matrices_is_among_the_cases(script):
+    """By the promises of every op, so that a new one cannot be forgotten."""
+    launched = set()
+
+    class Noting:
+        arch = archs.get("sm_90")
+
+        def launch(self, kernel, _grid, _arguments):
+            launched.add(kernel.name)
+
+    with hip_kernels.launched_by(Noting()):
+        for case in script.cases():
+            case.run(*case.sample.make(filled=False))
+    all_own = (i.kernels.promises for op in OPS.values() for i in op.implementations if i.kernels is not None)
+    assert launched == {name for own in all_own for name, promise in own.items() if not promise.uses_dot}
+
+
+def test_prepared_ptx_goes_through_the_projects_own_loader(script, tmp_path, monkeypatch):
+    """By a driver that notes what it is given: no clang is asked, and a kernel that was not prepared is told."""
+    fake = DriverLibrary(build(tmp_path, "libcuda.so.1", "-DROCM_SD_CUDA"))
+    case = next(case for case in script.cases(["layout_copy"]) if case.sample.dtype is torch.float16)
+    ptx = script.compiled("sm_90", [case])
+    monkeypatch.setattr(toolchain, "CLANGS", ("no-such-clang",))
+    monkeypatch.setenv("ROCM_PATH", str(tmp_path))
+    launcher = script.loader(ptx, archs.get("sm_90"), HostCard(), Driver(CUDA, fake.library))
+    row = script.try_case(case, launcher, "cpu")
+    assert not row["ok"], "this driver computes nothing"
+    (load,), launches = fake.calls("load"), fake.calls("launch")
+    (text,) = ptx.values()
+    assert load.values[0] == len(text.encode())
+    assert len(launches) == 2
+    (kernel,) = row["kernels"]
+    assert launches[0].values[4] == {"layout_copy_wide": 64, "layout_copy_few": 128, "layout_copy_plain": 256}[kernel]
+    with pytest.raises(script.WrongFolder, match="was not prepared"):
+        script.try_case(script.cases(["upsample"])[0], launcher, "cpu")
 
 
 def test_a_prepared_folder_holds_what_a_run_needs_and_is_refused_when_sources_change(script, tmp_path, capsys):
     assert script.main(["--prepare", str(tmp_path), "--op", "upsample"]) == 0
     assert "for sm_90" in capsys.readouterr().out
     ptx, manifest = script.read_prepared(tmp_path)
-    assert ptx == script.compiled("sm_90", [each for each in script.samples() if each[0] == "upsample"])
+    assert ptx == script.compiled("sm_90", script.cases(["upsample"]))
     assert manifest["arch"] == "sm_90"
     (tmp_path / script.MANIFEST).write_text(json.dumps({**manifest, "sources": "others"}))
     with pytest.raises(script.WrongFolder, match="other sources"):

@@ -308,7 +308,7 @@ def test_an_implementation_asked_for_by_name_never_falls_back(monkeypatch):
     for dtype in (torch.float32, torch.float64):
         with pytest.raises(Unsupported, match=dtype_id(dtype)):
             attention(q.to(dtype), q.to(dtype), q.to(dtype), implementation="triton")
-    with pytest.raises(InvalidOption, match="torch, triton, gemm_softmax, sdpa_flash"):
+    with pytest.raises(InvalidOption, match="torch, triton, hip, gemm_softmax, sdpa_flash"):
         attention(q, q, q, implementation="xformers")
     for name in GPU_ONLY:
         with pytest.raises(Unsupported, match="a tensor on cpu"):

@@ -58,7 +58,7 @@ class Kernels:
 
     `module` is the launcher's. `space(problem, arch)` gives the configs worth a trial; without one there is nothing to
     configure. `real` are calls beside the op's own that take a kernel of their own; with `small_configs` beside the
-    default, the op's small calls take every kernel.
+    default, the op's small calls take every kernel, and the first real one is compiled with them, too.
     """
 
     module: str
@@ -267,9 +267,10 @@ class Op:
 
     def _run_stock(self, error: HipUnavailable, problem: Problem, device: torch.device, *arguments: Any) -> Any:
         """In place of a kernel that was trusted, but is of another size than the one tested, and cannot be had."""
-        if error.lasting:
-            architecture, reason = arch.detect(device).name, error.message.rstrip(".")
+        architecture, reason = arch.detect(device).name, error.message.rstrip(".")
+        if error.told:
             _say_once(f"{self.name}: stock torch on {architecture}, because {reason}")
+        if error.lasting:
             key = (*problem.values(), device, None)
             self._chosen[key] = Choice(STOCK, why=reason)
         return self.implementation(STOCK).run(*arguments, config={})

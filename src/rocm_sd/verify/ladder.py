@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     import torch
 
     from rocm_sd.ops.registry import Kernels, Op, Verification
+    from rocm_sd.ops.samples import Sample
     from rocm_sd.verify.emulator import Counters
     from rocm_sd.verify.runner import Run
 
@@ -275,9 +276,13 @@ def _badness(result: Result) -> tuple[bool, float]:
 def _compiled(op: Op, verification: Verification, arch: str) -> Result:
     kernels: dict[str, Any] = {}
     failures = []
-    for implementation, sample in verification.calls(real=True):
+    own = _kernels(op, verification)
+    calls: list[tuple[str, Sample, Mapping[str, int] | None]] = [(*c, None) for c in verification.calls(real=True)]
+    if own is not None:
+        calls += [(verification.implementation, verification.real[0], config) for config in own.small_configs]
+    for implementation, sample, given in calls:
         arguments = sample.make(filled=False)
-        config = op.config_of(implementation, lookup(op.name, arch, verification.problem(*arguments)))
+        config = given or op.config_of(implementation, lookup(op.name, arch, verification.problem(*arguments)))
         with _recorded(op, verification, arch, execute=False) as recorded:
             op.implementation(implementation).run(*arguments, config=config)
         for call in recorded.calls:

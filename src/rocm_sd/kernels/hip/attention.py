@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rocm_sd.arch import MatrixUnit
-from rocm_sd.errors import Unsupported
-from rocm_sd.kernels.hip.launch import Kernel, access_width, ceil_div, element_of
+from rocm_sd.kernels.hip.launch import HipRefused, Kernel, access_width, ceil_div, element_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
     from rocm_sd.arch import Arch
     from rocm_sd.kernels.hip.launch import Launcher
 
-__all__ = ["TILES", "AttentionConfig", "configs", "launch"]
+__all__ = ["BY_HEAD", "TILES", "AttentionConfig", "configs", "launch"]
 
 LOG2_E = 1.4426950408889634
 _BYTES = 2  # of a value
@@ -47,6 +46,9 @@ class AttentionConfig:
     def from_mapping(cls, values: Mapping[str, int]) -> AttentionConfig:
         return cls(**values)
 
+
+# No tile of its own: `launch` takes the first of `configs`. One tile for all heads would spill at some, or waste most.
+BY_HEAD = AttentionConfig(0, 0, 0, 0, 0, values_ahead=0)
 
 # By the size of a head, the best by compiled occupancy first; in the comments its registers and waves a SIMD, in
 # float16, on gfx1100, gfx1201, gfx942 and gfx1030. None spills on any architecture of the unit, in either dtype.
@@ -110,9 +112,9 @@ def configs(head: int, arch: Arch) -> tuple[AttentionConfig, ...]:
     """What is worth a trial, the best by compiled occupancy first."""
     by_head = TILES.get(arch.matrix_unit) if arch.matrix_unit else None
     if by_head is None:
-        raise Unsupported("attention (hip)", f"the architecture {arch.name}: nothing is known of its products")
+        raise HipRefused("attention (hip)", f"the architecture {arch.name}: nothing is known of its products")
     if head not in by_head:
-        raise Unsupported("attention (hip)", f"heads of {head}", hint=f"There are {', '.join(map(str, by_head))}.")
+        raise HipRefused("attention (hip)", f"heads of {head}", hint=f"There are {', '.join(map(str, by_head))}.")
     return by_head[head]
 
 
@@ -127,22 +129,24 @@ def launch(
 ) -> None:
     """Fill `out`, dense [B, S, H, D]; q, k and v have columns side by side and any other strides; scale > 0.
 
-    All are of one dtype, float16 or bfloat16.
+    All are of one dtype, float16 or bfloat16. With BY_HEAD the first config of the head and architecture is taken.
     """
     B, S, H, D = q.shape
     T = k.shape[1]
     if q.element_size() != _BYTES:
-        raise Unsupported("attention (hip)", f"dtype {q.dtype}", hint="Use float16 or bfloat16.")
+        raise HipRefused("attention (hip)", f"dtype {q.dtype}", hint="Use float16 or bfloat16.")
     strides = tuple(stride for tensor in (q, k, v) for stride in tensor.stride()[:3])
     if any(tensor.stride(3) != 1 for tensor in (q, k, v)):
-        raise Unsupported("attention (hip)", "heads whose columns do not lie side by side")
+        raise HipRefused("attention (hip)", "heads whose columns do not lie side by side")
     if access_width(q.element_size(), D, *strides, tensors=(q, k, v, out)) != _WIDEST:
-        raise Unsupported(
+        raise HipRefused(
             "attention (hip)", f"heads of {D} with strides {strides}: rows do not begin at multiples of 16 bytes"
         )
     longest = max((tensor.shape[1] * tensor.stride(1) + D) * tensor.element_size() for tensor in (q, k, v))
     if longest > _MOST_BYTES:
-        raise Unsupported("attention (hip)", f"a head that spans {longest} bytes: offsets have 31 bits")
+        raise HipRefused("attention (hip)", f"a head that spans {longest} bytes: offsets have 31 bits")
+    if not config.block_m:
+        config = configs(D, launcher.arch)[0]
     kernel = Kernel(
         "attention",
         "attend",

@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rocm_sd.arch import MatrixUnit
-from rocm_sd.errors import Unsupported
-from rocm_sd.kernels.hip import conv2d_split
+from rocm_sd.kernels.hip.conv2d_split import launch as launch_parts
 from rocm_sd.kernels.hip.gemm import WIDEST, GemmConfig
-from rocm_sd.kernels.hip.launch import Kernel, access_width, ceil_div, element_of
+from rocm_sd.kernels.hip.launch import HipRefused, Kernel, access_width, ceil_div, element_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -79,7 +78,7 @@ def launch(
     # Every part must have work: of 9 steps in 4 parts of 3 the fourth would have none, and there are 3 parts.
     of_part = ceil_div(steps, config.split_k)
     if (splits := ceil_div(steps, of_part)) > 1:
-        conv2d_split.launch(
+        launch_parts(
             x, weight, out, bias, add, residual, stride, padding, of_part, splits, config, parameters, launcher
         )
         return
@@ -92,6 +91,4 @@ def require_reach(name: str, x: torch.Tensor, config: GemmConfig, lines: int) ->
     """A tile's pixels lie within `lines` lines of x, which are not further apart than window_reach in conv.hpp."""
     _, Cin, _, W = x.shape
     if lines * W * Cin * x.element_size() >= 2**30:
-        raise Unsupported(
-            f"{name} by HIP", f"lines of {W} pixels of {Cin} channels in tiles of {config.block_m} pixels"
-        )
+        raise HipRefused(f"{name} by HIP", f"lines of {W} pixels of {Cin} channels in tiles of {config.block_m} pixels")

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rocm_sd.kernels.hip.launch import Kernel, access_width, ceil_div
+from rocm_sd.kernels.hip.conv2d_finish import launch as finish
+from rocm_sd.kernels.hip.launch import Kernel
 
 if TYPE_CHECKING:
     from rocm_sd.kernels.hip.gemm import GemmConfig
@@ -14,8 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = ["launch"]
 
-_THREADS = 256  # of conv2d_finish, as in conv2d_split.hip
-_WIDEST = 4  # float32 values in 16 bytes
+_ADDED = ("has_bias", "has_add", "has_residual")
 
 
 def launch(
@@ -38,17 +38,11 @@ def launch(
     N, Cout, Ho, Wo = out.shape
     pixels = N * Ho * Wo
     parts = x.new_empty((splits, pixels, Cout), dtype=torch.float32)
-    width = min(access_width(parts.element_size(), Cout, tensors=(parts, bias, add, residual, out)), _WIDEST)
-    width = width if width == _WIDEST else 1
-    parameters = (*parameters, ("splits", splits), ("width", width))
-    sizes = (H, W, Cin, Ho, Wo, stride, padding)
+    # What is added is of the last kernel alone: parts of several convolutions share this one.
+    own = tuple(each for each in parameters if each[0] not in _ADDED)
     launcher.launch(
-        Kernel("conv2d_split", "conv2d_split", parameters),
+        Kernel("conv2d_split", "conv2d_split", own),
         (config.tiles(pixels, Cout), splits, 1),
-        (x, weight, parts, pixels, Cout, *sizes, steps, config.group_m),
+        (x, weight, parts, pixels, Cout, H, W, Cin, Ho, Wo, stride, padding, steps, config.group_m),
     )
-    launcher.launch(
-        Kernel("conv2d_split", "conv2d_finish", parameters),
-        (ceil_div(Ho * Wo * Cout, _THREADS * width), N, 1),
-        (parts, bias, add, residual, out, Ho * Wo, pixels, Cout),
-    )
+    finish(parts, out, bias, add, residual, launcher)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Protocol, Union
 
-from rocm_sd.errors import RocmSdError
+from rocm_sd.errors import RocmSdError, Unsupported
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -19,6 +19,7 @@ __all__ = [
     "BITS",
     "ELEMENTS",
     "Argument",
+    "HipRefused",
     "HipUnavailable",
     "Kernel",
     "Launcher",
@@ -40,10 +41,17 @@ _WIDEST = 16  # bytes that one lane moves at once
 class HipUnavailable(RocmSdError):
     """A kernel could not be compiled or loaded, so nothing of it has run: another implementation can take the call.
 
-    `lasting`: it will not be otherwise at the next call.
+    `lasting`: it will not be otherwise at the next call. `told`: a user is to hear of it.
     """
 
     lasting: ClassVar[bool] = True
+    told: ClassVar[bool] = True
+
+
+class HipRefused(Unsupported, HipUnavailable):
+    """A launcher cannot take these very tensors, by their strides or sizes: others of the same problem it may take."""
+
+    lasting = False
 
 
 @dataclass(frozen=True)

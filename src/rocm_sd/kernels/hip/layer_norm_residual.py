@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rocm_sd.errors import Unsupported
-from rocm_sd.kernels.hip.launch import Kernel, access_width, ceil_div, element_of
+from rocm_sd.kernels.hip.launch import HipRefused, Kernel, access_width, ceil_div, element_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -46,7 +45,7 @@ def row_split(vectors: int, wave_size: int) -> tuple[int, int]:
         if chunks <= _MOST_CHUNKS and (lanes >= 8 or chunks == 1):
             splits.append((chunks > _FEW_CHUNKS[wave_size], lanes * chunks, chunks, lanes))
     if not splits:
-        raise Unsupported("layer_norm_residual (hip)", f"rows of {vectors} vectors: they do not stay in registers")
+        raise HipRefused("layer_norm_residual (hip)", f"rows of {vectors} vectors: they do not stay in registers")
     _, _, chunks, lanes = min(splits)
     return lanes, chunks
 

@@ -5,23 +5,26 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rocm_sd.arch import MatrixUnit
-from rocm_sd.errors import Unsupported
 from rocm_sd.kernels.hip.gemm import WIDEST, GemmConfig
-from rocm_sd.kernels.hip.launch import Kernel, access_width, element_of
+from rocm_sd.kernels.hip.launch import HipRefused, Kernel, access_width, element_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     import torch
 
+    from rocm_sd.arch import Arch
     from rocm_sd.kernels.hip.launch import Launcher
 
-__all__ = ["TILES", "LinearGegluConfig", "launch"]
+__all__ = ["BY_UNIT", "TILES", "LinearGegluConfig", "launch"]
 
 
 class LinearGegluConfig(GemmConfig):
     """block_m rows by block_n sums, which are block_n / 2 columns of y: a value and a gate for each."""
 
+
+# No tile of its own: `launch` takes the smallest of the matrix unit. No tile is one that every unit has.
+BY_UNIT = LinearGegluConfig(0, 0, 0, 0, 0, 0, 0, group_m=0)
 
 # Without spills on every architecture of the unit, for both dtypes. A step of 64 values is a cache line of 128 bytes,
 # and so are 64 columns of y.
@@ -42,6 +45,13 @@ TILES: Mapping[MatrixUnit, tuple[LinearGegluConfig, ...]] = {
 }
 
 
+def _smallest(arch: Arch) -> LinearGegluConfig:
+    tiles = TILES.get(arch.matrix_unit) if arch.matrix_unit else None
+    if tiles is None:
+        raise HipRefused("linear_geglu by HIP", f"the architecture {arch.name}: nothing is known of its products")
+    return tiles[-1]
+
+
 def launch(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -51,10 +61,12 @@ def launch(
     launcher: Launcher,
 ) -> None:
     """Fill `y`, [M, F]; rows of all matrices may be any distance apart. All are of one dtype."""
+    if not config.block_m:
+        config = _smallest(launcher.arch)
     K = x.shape[1]
     M, F = y.shape
     if (F + config.block_n) * weight.stride(0) * weight.element_size() >= 2**32:
-        raise Unsupported("linear_geglu by HIP", f"gates {F} rows of {weight.stride(0)} values after their values")
+        raise HipRefused("linear_geglu by HIP", f"gates {F} rows of {weight.stride(0)} values after their values")
     strides = (x.stride(0), weight.stride(0), y.stride(0))
     wide = access_width(x.element_size(), K, F, *strides, tensors=(x, weight, bias, y)) == WIDEST
     parameters = (

@@ -23,7 +23,7 @@ from rocm_sd.errors import InvalidCodeObject, Unsupported
 from rocm_sd.kernels.elf import Sections
 from rocm_sd.kernels.hip import rtc, toolchain
 from rocm_sd.kernels.hip.driver import CUDA, HIP, Driver, LoadFailed, NoDriver, driver_for
-from rocm_sd.kernels.hip.launch import HipUnavailable
+from rocm_sd.kernels.hip.launch import HipRefused, HipUnavailable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -49,6 +49,7 @@ class NotWhileCapturing(HipUnavailable):
     """Loading may allocate and wait, which would spoil the graph."""
 
     lasting = False
+    told = False
 
 
 class Card(Protocol):
@@ -172,7 +173,7 @@ class DeviceLauncher:
         try:
             return struct.pack("".join(kinds), *values)
         except (struct.error, OverflowError):
-            raise Unsupported(kernel.name, f"the arguments {values}: one of them passes 32 bits") from None
+            raise HipRefused(kernel.name, f"the arguments {values}: one of them passes 32 bits") from None
 
 
 @cache

@@ -13,8 +13,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from rocm_sd import arch
 from rocm_sd.arch.attention_backends import why_not_fused
 from rocm_sd.errors import Unsupported
+from rocm_sd.kernels import hip as hip_kernels
 from rocm_sd.kernels import triton as triton_kernels
-from rocm_sd.ops.attention.workload import TUNING, VERIFICATION, problem
+from rocm_sd.ops.attention import libraries
+from rocm_sd.ops.attention.workload import HIP, HIP_HEADS, TUNING, VERIFICATION, problem
 from rocm_sd.ops.registry import Implementation, Op, needs_no_dispatcher, register
 from rocm_sd.tuning.choice import STOCK
 
@@ -163,6 +165,40 @@ def _backend(name: str, backend: SDPBackend) -> Implementation:
     return Implementation(name, partial(_stock, backend=backend), partial(_stock_why_not, backend=backend))
 
 
+def _library(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float | None,
+    *,
+    config: Mapping[str, int],
+    library: libraries.Library,
+) -> torch.Tensor:
+    """Torch's flash attention by one named library."""
+    with libraries.preferred(library):
+        return _stock(q, k, v, scale, config=config, backend=SDPBackend.FLASH_ATTENTION)
+
+
+@lru_cache(maxsize=1024)
+def _library_takes(
+    library: libraries.Library, b: int, s: int, t: int, h: int, d: int, dtype: str, device: torch.device
+) -> bool:
+    """As `_backend_takes`, which does not know that torch asks the library that is preferred."""
+    with libraries.preferred(library):
+        return _backend_takes.__wrapped__(SDPBackend.FLASH_ATTENTION, b, s, t, h, d, dtype, device)
+
+
+def _library_why_not(problem: Problem, device: torch.device, *, library: libraries.Library) -> str | None:
+    reason = libraries.why_not(library, device) or _kept_from_fused(int(problem["d"]), device)
+    if reason:
+        return reason
+    sizes = {name: int(problem[name]) for name in ("b", "s", "t", "h", "d")}
+    if not _library_takes(library, **sizes, dtype=str(problem["dtype"]), device=device):
+        shown = ", ".join(f"{name}={value}" for name, value in problem.items())
+        return f"{shown}: {library.title} has no kernel for it on this GPU"
+    return None
+
+
 def _triton(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None, *, config: Mapping[str, int]
 ) -> torch.Tensor:
@@ -258,6 +294,36 @@ def _triton_why_not(problem: Problem, device: torch.device) -> str | None:
     return triton_kernels.why_not(device)
 
 
+def _hip(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None, *, config: Mapping[str, int]
+) -> torch.Tensor:
+    from rocm_sd.kernels.hip.attention import AttentionConfig, launch  # noqa: PLC0415 -- only where used
+
+    out = _allocate(q)
+    if q.numel():
+        q, scale = _positive(q, scale)
+        q, k, v = (t if _in_whole_vectors(t) else t.clone(memory_format=torch.contiguous_format) for t in (q, k, v))
+        launch(q, k, v, out, scale, AttentionConfig.from_mapping(config), hip_kernels.launcher_for(q.device))
+    return out
+
+
+def _in_whole_vectors(t: torch.Tensor) -> bool:
+    """Columns side by side, and every row at a multiple of 16 bytes, as the kernel reads them."""
+    return (
+        t.stride(-1) == 1
+        and not any(stride * t.element_size() % 16 for stride in t.stride()[:3])
+        and (t.data_ptr() % 16 == 0)
+    )
+
+
+def _hip_why_not(problem: Problem, device: torch.device) -> str | None:
+    if problem["dtype"] not in {"float16", "bfloat16"}:
+        return f"dtype {problem['dtype']}"
+    if problem["d"] not in HIP_HEADS:
+        return f"heads of {problem['d']}: there are kernels for {', '.join(map(str, HIP_HEADS))}"
+    return hip_kernels.why_not(device)
+
+
 OP = register(
     Op(
         name="attention",
@@ -265,10 +331,15 @@ OP = register(
         implementations=(
             Implementation(STOCK, _stock, lambda _problem, _device: None),
             Implementation("triton", _triton, _triton_why_not),
+            Implementation("hip", _hip, _hip_why_not, HIP),
             Implementation("gemm_softmax", _gemm_softmax, _gemm_softmax_why_not),
             _backend("sdpa_flash", SDPBackend.FLASH_ATTENTION),
             _backend("sdpa_efficient", SDPBackend.EFFICIENT_ATTENTION),
             _backend("sdpa_cudnn", SDPBackend.CUDNN_ATTENTION),
+            *(
+                Implementation(each.name, partial(_library, library=each), partial(_library_why_not, library=each))
+                for each in libraries.LIBRARIES
+            ),
             Implementation("sdpa_math", partial(_stock, backend=SDPBackend.MATH), lambda _problem, _device: None),
         ),
         default_config={

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from rocm_sd.arch import MatrixUnit
+from rocm_sd.kernels.hip.attention import BY_HEAD
+from rocm_sd.kernels.hip.attention import TILES as HIP_TILES
 from rocm_sd.ops.attention import reference
-from rocm_sd.ops.registry import Beside, Bucket, KernelPromise, Tuning, Verification, Work
+from rocm_sd.ops.registry import Beside, Bucket, KernelPromise, Kernels, Tuning, Verification, Work
 from rocm_sd.ops.samples import Draw, Sample, dtype_name
 
 if TYPE_CHECKING:
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
     from rocm_sd.arch import Arch
     from rocm_sd.tuning import Problem
 
-__all__ = ["TUNING", "VERIFICATION", "problem"]
+__all__ = ["HIP", "HIP_HEADS", "TUNING", "VERIFICATION", "problem"]
 
 # At most this many keys is attention to a text: 77 tokens, or a few such texts' worth padded.
 CROSS = 128
@@ -216,6 +218,23 @@ VERIFICATION = Verification(
             real=(_sample(1, 16, 4096, 1, 512), _sample(1, 16, 16384, 1, 512), _sample(1, 16, 32768, 1, 512)),
         ),
     ),
+)
+
+# The same for every matrix unit.
+HIP_HEADS = tuple(HIP_TILES[MatrixUnit.DOT])
+
+
+def _hip_space(problem: Problem, arch: Arch) -> Iterator[Mapping[str, int]]:
+    by_head = HIP_TILES.get(arch.matrix_unit or MatrixUnit.NONE, {})
+    for config in by_head.get(int(problem["d"]), ()):
+        yield asdict(config)
+
+
+HIP = Kernels(
+    module="rocm_sd.kernels.hip.attention",
+    promises={"attend": KernelPromise(uses_dot=True)},
+    default_config=asdict(BY_HEAD),
+    space=_hip_space,
 )
 
 TUNING = Tuning(

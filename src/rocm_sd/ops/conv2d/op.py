@@ -8,8 +8,9 @@ import torch
 import torch.nn.functional as F
 
 from rocm_sd.errors import Unsupported
+from rocm_sd.kernels import hip as hip_kernels
 from rocm_sd.kernels import triton as triton_kernels
-from rocm_sd.ops.conv2d.workload import TUNING, VERIFICATION, output_size, problem
+from rocm_sd.ops.conv2d.workload import HIP, TUNING, VERIFICATION, output_size, problem
 from rocm_sd.ops.joining import joined, require_alike
 from rocm_sd.ops.registry import Implementation, Op, needs_no_dispatcher, register
 from rocm_sd.tuning.choice import STOCK
@@ -255,6 +256,38 @@ def _triton(
     return out
 
 
+def _hip(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    add: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    stride: int,
+    padding: int,
+    beside: torch.Tensor | None = None,
+    *,
+    config: Mapping[str, int],
+) -> torch.Tensor:
+    from rocm_sd.kernels.hip.conv2d import Conv2dConfig, launch  # noqa: PLC0415 -- only where used
+
+    x = joined(x, beside)
+    out = _allocate(x, weight, stride, padding)
+    if out.numel():
+        bias, add = (None if t is None else t.to(x.dtype).contiguous() for t in (bias, add))
+        residual = None if residual is None else _channels_last(residual.to(x.dtype))
+        launch(
+            _channels_last(x), _channels_last(weight.to(x.dtype)), out, bias, add, residual, stride, padding,
+            Conv2dConfig.from_mapping(config), hip_kernels.launcher_for(x.device),
+        )  # fmt: skip
+    return out
+
+
+def _hip_why_not(problem: Problem, device: torch.device) -> str | None:
+    if problem["dtype"] not in ("float16", "bfloat16"):
+        return f"dtype {problem['dtype']}"
+    return hip_kernels.why_not(device)
+
+
 def _triton_why_not(problem: Problem, device: torch.device) -> str | None:
     if problem["dtype"] not in ("float16", "bfloat16"):
         return f"dtype {problem['dtype']}"
@@ -282,6 +315,7 @@ OP = register(
             Implementation("library_epilogue", _library_epilogue, _library_why_not),
             Implementation("library_gemm", _library_gemm, _library_gemm_why_not),
             Implementation("triton", _triton, _triton_why_not),
+            Implementation("hip", _hip, _hip_why_not, HIP),
         ),
         default_config={
             "block_m": 64,

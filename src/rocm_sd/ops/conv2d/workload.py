@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from rocm_sd.arch import MatrixUnit
+from rocm_sd.kernels.hip.conv2d import TILES as HIP_TILES
 from rocm_sd.ops.conv2d import reference
-from rocm_sd.ops.registry import Beside, Bucket, KernelPromise, Tuning, Verification, Work
+from rocm_sd.ops.registry import Beside, Bucket, KernelPromise, Kernels, Tuning, Verification, Work
 from rocm_sd.ops.samples import Draw, Sample, dtype_name
 
 if TYPE_CHECKING:
@@ -17,7 +19,7 @@ if TYPE_CHECKING:
     from rocm_sd.arch import Arch
     from rocm_sd.tuning import Problem
 
-__all__ = ["TILES", "TUNING", "VERIFICATION", "fitting_stages", "output_size", "problem"]
+__all__ = ["HIP", "TILES", "TUNING", "VERIFICATION", "fitting_stages", "output_size", "problem"]
 
 
 def output_size(size: int, kernel: int, stride: int, padding: int) -> int:
@@ -225,6 +227,33 @@ VERIFICATION = Verification(
         Beside("library_epilogue", (_sample((2, 20, 4, 5), 17),), (_unet(640, 640, 8),)),
         Beside("library_gemm", (_sample((2, 40, 3, 5), 20, 1),), (_unet(640, 640, 8, 1),)),
     ),
+)
+
+
+def _hip_space(problem: Problem, arch: Arch) -> Iterator[Mapping[str, int]]:
+    """Each tile of the matrix unit as it is; and with the depth in parts where the tiles are too few."""
+    pixels, cin, cout = int(problem["pixels"]), int(problem["cin"]), int(problem["cout"])
+    taps, units = int(problem["kernel"]) ** 2, arch.compute_units or 1
+    for config in HIP_TILES.get(arch.matrix_unit or MatrixUnit.NONE, ()):
+        parts = _split(config.tiles(pixels, cout), taps * _blocks(cin, config.block_k), units)
+        for split_k in sorted({1, parts}):
+            yield asdict(replace(config, split_k=split_k))
+
+
+_HIP_SMALLEST = HIP_TILES[MatrixUnit.DOT][-1]
+HIP = Kernels(
+    module="rocm_sd.kernels.hip.conv2d",
+    promises={
+        "conv2d": KernelPromise(uses_dot=True),
+        "conv2d_split": KernelPromise(uses_dot=True),
+        "conv2d_finish": KernelPromise(
+            bound_by_memory=True, narrow_loads_because="what is added is half as wide as the sums beside it"
+        ),
+    },
+    # The smallest tile: the one that every matrix unit has.
+    default_config=asdict(_HIP_SMALLEST),
+    space=_hip_space,
+    small_configs=(asdict(replace(_HIP_SMALLEST, split_k=3)),),
 )
 
 _MOST = 2**31

@@ -9,9 +9,10 @@ import torch
 import torch.nn.functional as F
 
 from rocm_sd.errors import Unsupported
+from rocm_sd.kernels import hip as hip_kernels
 from rocm_sd.kernels import triton as triton_kernels
 from rocm_sd.ops.geglu import geglu
-from rocm_sd.ops.linear_geglu.workload import TUNING, VERIFICATION, problem
+from rocm_sd.ops.linear_geglu.workload import HIP, TUNING, VERIFICATION, problem
 from rocm_sd.ops.linear_residual import linear_residual
 from rocm_sd.ops.registry import Implementation, Op, needs_no_dispatcher, register
 from rocm_sd.tuning.choice import STOCK
@@ -107,6 +108,26 @@ def _triton_why_not(problem: Problem, device: torch.device) -> str | None:
     return triton_kernels.why_not(device)
 
 
+def _hip(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, config: Mapping[str, int]
+) -> torch.Tensor:
+    from rocm_sd.kernels.hip.linear_geglu import LinearGegluConfig, launch  # noqa: PLC0415 -- only where used
+
+    y = _allocate(x, weight)
+    if y.numel():
+        launch(
+            _rows(x), _rows(weight), None if bias is None else bias.contiguous(), y.view(-1, y.shape[-1]),
+            LinearGegluConfig.from_mapping(config), hip_kernels.launcher_for(x.device),
+        )  # fmt: skip
+    return y
+
+
+def _hip_why_not(problem: Problem, device: torch.device) -> str | None:
+    if problem["dtype"] not in ("float16", "bfloat16"):
+        return f"dtype {problem['dtype']}"
+    return hip_kernels.why_not(device)
+
+
 OP = register(
     Op(
         name="linear_geglu",
@@ -115,6 +136,7 @@ OP = register(
             Implementation(STOCK, _stock, lambda _problem, _device: None),
             Implementation("library_geglu", _library_geglu, lambda _problem, _device: None),
             Implementation("triton", _triton, _triton_why_not),
+            Implementation("hip", _hip, _hip_why_not, HIP),
         ),
         default_config={"block_m": 64, "block_n": 64, "block_k": 32, "group_m": 8, "warps": 4, "stages": 2},
         verification=VERIFICATION,

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from rocm_sd.arch import MatrixUnit
+from rocm_sd.kernels.hip.linear_geglu import BY_UNIT
+from rocm_sd.kernels.hip.linear_geglu import TILES as HIP_TILES
 from rocm_sd.ops.conv2d.workload import fitting_stages
 from rocm_sd.ops.linear_geglu import reference
-from rocm_sd.ops.registry import Bucket, KernelPromise, Tuning, Verification, Work
+from rocm_sd.ops.registry import Bucket, KernelPromise, Kernels, Tuning, Verification, Work
 from rocm_sd.ops.samples import Draw, Sample, dtype_name
 
 if TYPE_CHECKING:
@@ -18,7 +21,7 @@ if TYPE_CHECKING:
     from rocm_sd.arch import Arch
     from rocm_sd.tuning import Problem
 
-__all__ = ["TUNING", "VERIFICATION", "problem"]
+__all__ = ["HIP", "TUNING", "VERIFICATION", "problem"]
 
 
 def problem(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Problem:
@@ -122,6 +125,22 @@ VERIFICATION = Verification(
     # The feed-forwards of Stable Diffusion 1.5 and SDXL.
     real=(_feed_in(8192, 320), _feed_in(2048, 640), _feed_in(512, 1280), _feed_in(128, 1280), _feed_in(2048, 1280)),
     promises={"_linear_geglu": KernelPromise(uses_dot=True)},
+)
+
+
+def _hip_space(problem: Problem, arch: Arch) -> Iterator[Mapping[str, int]]:
+    """Each tile of the matrix unit, but those so large that an eighth of the GPU works."""
+    units = arch.compute_units or 1
+    for config in HIP_TILES.get(arch.matrix_unit or MatrixUnit.NONE, ()):
+        if config.tiles(int(problem["m"]), 2 * int(problem["f"])) * 8 >= units:
+            yield asdict(config)
+
+
+HIP = Kernels(
+    module="rocm_sd.kernels.hip.linear_geglu",
+    promises={"linear_geglu": KernelPromise(uses_dot=True)},
+    default_config=asdict(BY_UNIT),
+    space=_hip_space,
 )
 
 TUNING = Tuning(

@@ -8,10 +8,11 @@ import torch
 import torch.nn.functional as F
 
 from rocm_sd.errors import Unsupported
+from rocm_sd.kernels import hip as hip_kernels
 from rocm_sd.kernels import triton as triton_kernels
 from rocm_sd.ops.registry import Implementation, Op, needs_no_dispatcher, register
 from rocm_sd.ops.upsample_conv2d.parity import parity_weights
-from rocm_sd.ops.upsample_conv2d.workload import TUNING, VERIFICATION, problem
+from rocm_sd.ops.upsample_conv2d.workload import HIP, TUNING, VERIFICATION, problem
 from rocm_sd.tuning.choice import STOCK
 
 if TYPE_CHECKING:
@@ -147,6 +148,35 @@ def _triton(
     return out
 
 
+def _hip(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    parity_weight: torch.Tensor | None,
+    *,
+    config: Mapping[str, int],
+) -> torch.Tensor:
+    from rocm_sd.kernels.hip.upsample_conv2d import Conv2dConfig, launch  # noqa: PLC0415 -- only where used
+
+    out = _allocate(x, weight)
+    if out.numel():
+        launch(
+            _channels_last(x),
+            _parity(x, weight, parity_weight),
+            out,
+            None if bias is None else bias.to(x.dtype).contiguous(),
+            Conv2dConfig.from_mapping(config),
+            hip_kernels.launcher_for(x.device),
+        )
+    return out
+
+
+def _hip_why_not(problem: Problem, device: torch.device) -> str | None:
+    if problem["dtype"] not in ("float16", "bfloat16"):
+        return f"dtype {problem['dtype']}"
+    return hip_kernels.why_not(device)
+
+
 def _triton_why_not(problem: Problem, device: torch.device) -> str | None:
     if problem["dtype"] not in ("float16", "bfloat16"):
         return f"dtype {problem['dtype']}"
@@ -167,6 +197,7 @@ OP = register(
             Implementation(STOCK, _stock, lambda _problem, _device: None),
             Implementation("parity_library", _parity_library, _library_why_not),
             Implementation("triton", _triton, _triton_why_not),
+            Implementation("hip", _hip, _hip_why_not, HIP),
         ),
         default_config={
             "block_m": 64,

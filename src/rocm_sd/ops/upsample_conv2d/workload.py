@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from rocm_sd.arch import MatrixUnit
+from rocm_sd.kernels.hip.upsample_conv2d import TILES as HIP_TILES
 from rocm_sd.ops.conv2d.workload import TILES, fitting_stages
-from rocm_sd.ops.registry import Beside, Bucket, KernelPromise, Tuning, Verification, Work
+from rocm_sd.ops.registry import Beside, Bucket, KernelPromise, Kernels, Tuning, Verification, Work
 from rocm_sd.ops.samples import Draw, Sample, dtype_name
 from rocm_sd.ops.upsample_conv2d import reference
 from rocm_sd.ops.upsample_conv2d.parity import parity_weights
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
     from rocm_sd.arch import Arch
     from rocm_sd.tuning import Problem
 
-__all__ = ["TUNING", "VERIFICATION", "problem"]
+__all__ = ["HIP", "TUNING", "VERIFICATION", "problem"]
 
 
 def problem(x: torch.Tensor, weight: torch.Tensor, *_rest: Any) -> Problem:
@@ -89,6 +91,23 @@ VERIFICATION = Verification(
     },
     # A small map: the library's part runs on the CPU here.
     beside=(Beside("parity_library", (_sample((2, 20, 3, 2), 17),), (_real(2, 640, 8),)),),
+)
+
+
+def _hip_space(problem: Problem, arch: Arch) -> Iterator[Mapping[str, int]]:
+    """Each tile of the matrix unit, but those so large that an eighth of the GPU works: four are for each place."""
+    pixels, cout, units = int(problem["pixels"]), int(problem["cout"]), arch.compute_units or 1
+    for config in HIP_TILES.get(arch.matrix_unit or MatrixUnit.NONE, ()):
+        if 4 * config.tiles(pixels, cout) * 8 >= units:
+            yield asdict(config)
+
+
+HIP = Kernels(
+    module="rocm_sd.kernels.hip.upsample_conv2d",
+    promises={"upsample_conv2d": KernelPromise(uses_dot=True)},
+    # The smallest tile: the one that every matrix unit has.
+    default_config=asdict(HIP_TILES[MatrixUnit.DOT][-1]),
+    space=_hip_space,
 )
 
 TUNING = Tuning(

@@ -1,11 +1,8 @@
 // conv2d whose depth is cut into parts, for maps of 8x8 and 16x16, which have too few tiles to fill a large GPU.
 //
-//   conv2d_split   sums of one part of the depth, in float32, to parts: [splits, pixels, Cout]
-//   conv2d_finish  y = the parts in their order + bias + add + residual, rounded once
-// No atomics: the same input gives the same bits.
+// Sums of one part of the depth go, in float32, to parts: [splits, pixels, Cout]; conv2d_finish.hip adds them up.
 //
-// Parameters: as conv2d.hip; splits, which conv2d_finish adds; width, values that a thread of it takes: 4, or 1 where
-// Cout is no multiple of 4 or a tensor begins in between.
+// Parameters: those of conv2d.hip but for what is added.
 #include "rocm_sd/conv.hpp"
 
 namespace rocm_sd {
@@ -51,40 +48,6 @@ conv2d_split(const element* x, const element* weight, float* parts, int pixels, 
                     factor<element>{weight, kernel * kernel * Cin, Cout}, tile.row * config::block_m,
                     tile.column * config::block_n, {first, smaller(steps, whole::steps(Cin) - first)}, lds,
                     store_sums<config::wide>{parts + static_cast<int64>(block_y()) * pixels * Cout, Cout});
-}
-
-constexpr int finish_threads = 256;
-
-template <typename T, int n, int splits, bool has_bias, bool has_add, bool has_residual>
-ROCM_SD_DEVICE void finish(const float* parts, const T* bias, const T* add, const T* residual, T* y, int of_picture,
-                           int64 of_part, int Cout) {
-    const int place = (block_x() * finish_threads + thread_index()) * n;
-    // Beyond the end the last values are read again: loads never part a wave.
-    const int safe = smaller(place, of_picture - n);
-    const int c = static_cast<int>(static_cast<unsigned>(safe) % static_cast<unsigned>(Cout));
-    const int64 picture = static_cast<int64>(block_y()) * of_picture;
-    vector_of<float, n> part[splits];
-#pragma unroll
-    for (int i = 0; i < splits; ++i) part[i] = load<n>(parts + i * of_part + picture + safe);
-    vector_of<T, n> more[3];
-    if constexpr (has_bias) more[0] = load<n>(bias + c);
-    if constexpr (has_add) more[1] = load<n>(add + block_y() * Cout + c);
-    if constexpr (has_residual) more[2] = load<n>(residual + picture + safe);
-    vector_of<float, n> value = part[0];
-#pragma unroll
-    for (int i = 1; i < splits; ++i) value += part[i];
-    if constexpr (has_bias) value += convert<float>(more[0]);
-    if constexpr (has_add) value += convert<float>(more[1]);
-    if constexpr (has_residual) value += convert<float>(more[2]);
-    store_if<n>(place < of_picture, y + picture + safe, convert<T>(value));
-}
-
-/// Grid: (blocks of the values of a picture, N).
-ROCM_SD_KERNEL(finish_threads)
-conv2d_finish(const float* parts, const element* bias, const element* add, const element* residual, element* y,
-              int pixels_of_picture, int pixels, int Cout) {
-    finish<element, ROCM_SD_WIDTH, ROCM_SD_SPLITS, ROCM_SD_HAS_BIAS, ROCM_SD_HAS_ADD, ROCM_SD_HAS_RESIDUAL>(
-        parts, bias, add, residual, y, pixels_of_picture * Cout, static_cast<int64>(pixels) * Cout, Cout);
 }
 
 }  // namespace rocm_sd
