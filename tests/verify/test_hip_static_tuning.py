@@ -195,12 +195,14 @@ def test_shipped_configs_are_of_todays_space(name, gfx):
     for bucket in op.tuning.buckets:
         problem = op.verification.problem(*bucket.sample.make(filled=False))
         space = list(kernels.space(problem, arch)) if kernels.space else [kernels.default_config]
+        _, entry = choice.entry_for(part, problem)
+        if "config" not in entry:
+            assert "configs were dropped" in entry["why"] or not space
+            continue
         config = op.config_of("hip", choice.lookup(name, gfx, problem))
         assert config in space
-        _, entry = choice.entry_for(part, problem)
         assert entry["config"] == config
         assert entry["figures"]["spills"] == 0
-        assert "fails" not in entry["figures"]
 
 
 def test_the_data_choose_a_kernel_in_hip_only_where_triton_compiles_nothing():
