@@ -7,6 +7,7 @@ python tools/docs_tables.py --check  changes nothing, and fails when a table is 
 from __future__ import annotations
 
 import json
+import math
 import re
 import sys
 from collections import Counter, defaultdict
@@ -36,7 +37,7 @@ ROOT = Path(__file__).resolve().parents[1]
 OURS = "rocm-sd"
 DOCUMENTS = (
     "README.md", "docs/index.md", "docs/settings.md", "docs/cli.md", "docs/architectures.md", "docs/operators.md",
-    "docs/engine.md",
+    "docs/engine.md", "docs/level-2-templates.md",
 )  # fmt: skip
 _BLOCK = re.compile(r"(<!-- table: (?P<name>[\w-]+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 
@@ -207,6 +208,52 @@ def _on_amd(proven: Iterable[Proof]) -> str:
     return f"Run on AMD silicon: {', '.join(ran)}. All that was proven:"
 
 
+def _hip() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((ROOT / "benchmarks/hip-compiled/kernels.json").read_text(encoding="utf-8"))
+    return found
+
+
+def _hip_compiled() -> str:
+    """A row for each op and architecture: the most registers and LDS and the fewest waves of all its sizes."""
+    grouped: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
+    for row in _hip()["compiled"]:
+        grouped[row["op"], row["arch"]].append(row)
+    rows = []
+    for (op, gfx), sizes in grouped.items():
+        both = [(row["hip"]["modelled_us"], row["triton"]["modelled_us"]) for row in sizes if row["triton"]]
+        cells = [_hip_beside(sizes, *figure) for figure in (("vgprs", max), ("lds", max), ("waves_per_simd", min))]
+        mean = f"{math.exp(sum(math.log(h / t) for h, t in both) / len(both)):.2f}" if both else "no Triton"
+        fewer = f"{sum(h < t for h, t in both)} of {len(both)}" if both else ""
+        rows.append((f"`{op}`", gfx, *cells, mean, fewer))
+    right = (
+        "VGPRs",
+        "LDS, bytes",
+        "waves a SIMD",
+        "modelled time, HIP over Triton",
+        "sizes where HIP is modelled faster",
+    )
+    return _table(("op", "gfx", *right), rows, right)
+
+
+def _hip_beside(sizes: list[dict[str, Any]], figure: str, worst: Callable[[list[int]], int]) -> str:
+    """HIP's, and Triton's in brackets."""
+    ours, theirs = ([row[who][figure] for row in sizes if row[who]] for who in ("hip", "triton"))
+    return f"{worst(ours)} ({worst(theirs)})" if theirs else f"{worst(ours)}"
+
+
+def _hip_lines() -> str:
+    rows = [
+        (
+            f"`{row['op']}`", row["call"], row["arch"],
+            *(f"{row[who][what]:,}" for what in ("bytes", "lines") for who in ("naive", "ours")),
+            f"{row['naive']['lines'] / row['ours']['lines']:,.1f}",
+        )
+        for row in _hip()["lines"]
+    ]  # fmt: skip
+    right = ("bytes, naive", "bytes, ours", "lines, naive", "lines, ours", "times fewer lines")
+    return _table(("op", "call", "gfx", *right), rows, right)
+
+
 def _settings() -> str:
     defaults = Settings().to_dict()
     rows = [(f"`{v.name}`", _shown(defaults[v.name]), v.effect) for v in VARIABLES]
@@ -333,6 +380,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "ops": _ops,
     "speeds": _speeds,
     "engine": _engine,
+    "hip-compiled": _hip_compiled,
+    "hip-lines": _hip_lines,
     "settings": _settings,
     "exit-codes": _exit_codes,
     **{f"options-{verb}": partial(_options, verb) for verb in _verbs()},

@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 import re
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
+from benchmarks.hip_compiled import NAIVE
 
 pytest.importorskip("tinygrad")
 pytest.importorskip("triton")
@@ -34,7 +34,6 @@ except toolchain.NoHipCompiler as error:
 
 OP = OPS["attention"]
 HEADS = (40, 64, 80, 128, 160, 512)
-NAIVE = Path(__file__).parent / "naive_attention.hip"
 LINE = 128
 
 
@@ -282,7 +281,7 @@ def test_before_and_after(gfx, record_property):
     launcher = EmulatedLauncher(gfx)
     out, scores = torch.empty(q.shape, dtype=q.dtype), torch.empty(64, 64)
     scale = 64**-0.5 * attention.LOG2_E
-    launcher.launch(Kernel(NAIVE, "naive"), (1, 1, 1), (q, k, v, out, scores, 64, 64, 64, scale))
+    launcher.launch(Kernel(NAIVE / "attention.hip", "naive"), (1, 1, 1), (q, k, v, out, scores, 64, 64, 64, scale))
     before = launcher.run.calls[0].counters
     exact = OP.verification.reference(*in_float64((q, k, v, None)))
     assert torch.allclose(out.double(), exact, atol=2e-3)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from benchmarks.hip_compiled import NAIVE
 from test_hip_kernels import EMULATED, EmulatedLauncher, executed, lines
 
 from rocm_sd import arch as archs
@@ -79,26 +80,8 @@ def test_a_batched_product_moves_whole_lines(gfx):
     assert counters.bytes_loaded == tiles * (config.block_m + config.block_n) * 128 * 2 + 2 * 128 * 128 * 2
 
 
-# One thread for one value of y, which reads its four neighbours.
-NAIVE = """
-#include <rocm_sd/types.hpp>
-using namespace rocm_sd;
-ROCM_SD_KERNEL(256) naive(const half* x, half* y, int C, int H, int W) {
-    const int i = block_x() * 256 + thread_index(), c = i % C, column = i / C % (2 * W), line = i / C / (2 * W);
-    const int upper = (line + 1) / 2 - 1, left = (column + 1) / 2 - 1;
-    const float down = line % 2 ? 0.25f : 0.75f, across = column % 2 ? 0.25f : 0.75f;
-    const auto at = [&](int h, int w) {
-        return static_cast<float>(x[(larger(smaller(h, H - 1), 0) * W + larger(smaller(w, W - 1), 0)) * C + c]);
-    };
-    const float above = at(upper, left) * (1.0f - across) + at(upper, left + 1) * across;
-    const float below = at(upper + 1, left) * (1.0f - across) + at(upper + 1, left + 1) * across;
-    y[i] = above * (1.0f - down) + below * down;
-}
-"""
-
-
 @pytest.mark.parametrize("gfx", EMULATED)
-def test_bilinear_upsampling_asks_for_fewer_bytes_and_lines_than_the_naive_way(gfx, tmp_path):
+def test_bilinear_upsampling_asks_for_fewer_bytes_and_lines_than_the_naive_way(gfx):
     image = torch.randn(1, 8, 8, 128, generator=torch.Generator().manual_seed(8)).half().permute(0, 3, 1, 2)
     (out,), calls = executed("upsample", gfx, image, 2, "bilinear")
     counters = calls[0].counters
@@ -106,10 +89,8 @@ def test_bilinear_upsampling_asks_for_fewer_bytes_and_lines_than_the_naive_way(g
     assert counters.bytes_loaded == 9 * image.numel() * 2
     assert counters.coalescing_efficiency >= 0.9
 
-    file = tmp_path / "naive.hip"
-    file.write_text(NAIVE)
     launcher, y = EmulatedLauncher(gfx), torch.empty_like(out)
-    launcher.launch(Kernel(file, "naive"), (128, 1, 1), (image, y, 128, 8, 8))
+    launcher.launch(Kernel(NAIVE / "upsample.hip", "naive"), (128, 1, 1), (image, y, 128, 8, 8))
     assert torch.allclose(y.float(), out.float(), atol=2e-3)
     assert launcher.run.calls[0].counters.bytes_loaded == 16 * image.numel() * 2
     # Lanes of two bytes: half a line for a wave of 32.

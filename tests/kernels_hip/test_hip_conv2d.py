@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from benchmarks.hip_compiled import NAIVE
 from test_hip_kernels import EMULATED, EmulatedLauncher, lines
 
 from rocm_sd import arch as archs
@@ -164,38 +165,14 @@ def test_the_convolution_of_gfx1030(dtype, tmp_path):
     assert launcher.run.calls[0].counters.lds_bank_conflicts == 0
 
 
-# One thread for one value of y, as the sum is written down.
-NAIVE = """
-#include <rocm_sd/types.hpp>
-using namespace rocm_sd;
-ROCM_SD_KERNEL(256) naive(const half* x, const half* w, half* y, int H, int W, int Cin, int Cout) {
-    const int i = block_x() * 256 + thread_index(), n = i % Cout, column = i / Cout % W, line = i / Cout / W;
-    float sum = 0.0f;
-    for (int ky = 0; ky < 3; ++ky) {
-        for (int kx = 0; kx < 3; ++kx) {
-            const int iy = line + ky - 1, ix = column + kx - 1;
-            if (iy < 0 || iy >= H || ix < 0 || ix >= W) continue;
-            for (int c = 0; c < Cin; ++c) {
-                const float left = x[(iy * W + ix) * Cin + c], right = w[((n * 3 + ky) * 3 + kx) * Cin + c];
-                sum += left * right;
-            }
-        }
-    }
-    y[i] = sum;
-}
-"""
-
-
 @pytest.mark.parametrize("gfx", EMULATED)
-def test_the_naive_convolution_moves_many_times_the_lines(gfx, tmp_path):
+def test_the_naive_convolution_moves_many_times_the_lines(gfx):
     x, weight, *_ = given = arguments((1, 64, 8, 16), 128, 3, adds=False)
     counters = executed(gfx, configs(gfx)[0], *given)
     assert counters.coalescing_efficiency >= 0.9
 
-    file = tmp_path / "naive.hip"
-    file.write_text(NAIVE)
     launcher, y = EmulatedLauncher(gfx), conv2d_op._allocate(x, weight, 1, 1)
-    launcher.launch(Kernel(file, "naive"), (64, 1, 1), (x, weight, y, 8, 16, 64, 128))
+    launcher.launch(Kernel(NAIVE / "conv2d.hip", "naive"), (64, 1, 1), (x, weight, y, 8, 16, 64, 128))
     assert torch.allclose(y.float(), OP.verification.reference(*given).float(), atol=2e-3)
     naive = launcher.run.calls[0].counters
     # Each lane reads a row of the weights of its own, two bytes a line.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from benchmarks.hip_compiled import NAIVE
 from test_hip_kernels import EMULATED, EmulatedLauncher, lines
 
 from rocm_sd import arch as archs
@@ -98,38 +99,15 @@ def test_a_gated_product_moves_whole_lines(gfx):
     assert counters.lds_bank_conflicts == 0
 
 
-# One thread for one value of h, then another pass for value and gate: as the sums are written down.
-NAIVE = """
-#include <rocm_sd/gelu.hpp>
-using namespace rocm_sd;
-ROCM_SD_KERNEL(256) product(const half* x, const half* w, half* h, int N, int K) {
-    const int i = block_x() * 256 + thread_index();
-    float sum = 0.0f;
-    for (int k = 0; k < K; ++k) {
-        const float left = x[i / N * K + k], right = w[i % N * K + k];
-        sum += left * right;
-    }
-    h[i] = sum;
-}
-ROCM_SD_KERNEL(256) gate(const half* h, half* y, int F) {
-    const int i = block_x() * 256 + thread_index(), value = i / F * 2 * F + i % F;
-    const float left = h[value], right = h[value + F];
-    y[i] = left * gelu(right);
-}
-"""
-
-
 @pytest.mark.parametrize("gfx", EMULATED)
-def test_the_naive_gated_product_moves_many_times_the_lines(gfx, tmp_path):
+def test_the_naive_gated_product_moves_many_times_the_lines(gfx):
     x, weight, _ = arguments(128, 64, 128)
     counters = executed(gfx, configs(gfx)[0], x, weight, None)
 
-    file = tmp_path / "naive.hip"
-    file.write_text(NAIVE)
     launcher = EmulatedLauncher(gfx)
     h, y = torch.empty(128, 128, dtype=torch.float16), torch.empty(128, 64, dtype=torch.float16)
-    launcher.launch(Kernel(file, "product"), (64, 1, 1), (x, weight, h, 128, 128))
-    launcher.launch(Kernel(file, "gate"), (32, 1, 1), (h, y, 64))
+    launcher.launch(Kernel(NAIVE / "linear_geglu.hip", "product"), (64, 1, 1), (x, weight, h, 128, 128))
+    launcher.launch(Kernel(NAIVE / "linear_geglu.hip", "gate"), (32, 1, 1), (h, y, 64))
     assert torch.allclose(y.float(), OP.verification.reference(x, weight).float(), atol=2e-2)
     assert lines(launcher.run.calls) > 100 * (counters.lines_loaded + counters.lines_stored)
 

@@ -6,6 +6,7 @@ import re
 
 import pytest
 import torch
+from benchmarks.hip_compiled import NAIVE
 
 pytest.importorskip("tinygrad")
 pytest.importorskip("triton")
@@ -93,23 +94,13 @@ def test_a_wave_of_64_turns_its_tile_without_lds_and_a_wave_of_32_needs_half_of_
     assert lds == {"gfx1030": 4096, "gfx90a": 0, "gfx942": 0, "gfx1100": 4096, "gfx1200": 4096, "gfx1201": 4096}
 
 
-NAIVE = """
-#include <rocm_sd/types.hpp>
-using namespace rocm_sd;
-ROCM_SD_KERNEL(256) naive(const bits16* x, bits16* y, int P, int Q) {
-    const int i = block_x() * 256 + thread_index();
-    if (i < P * Q) y[i % Q * P + i / Q] = x[i];
-}
-"""
-
-
 def lines(calls):
     counted = total([call.counters for call in calls])
     return counted.lines_loaded + counted.lines_stored
 
 
 @pytest.mark.parametrize("gfx", EMULATED)
-def test_the_layout_copy_moves_whole_cache_lines_and_meets_no_bank_twice(gfx, tmp_path):
+def test_the_layout_copy_moves_whole_cache_lines_and_meets_no_bank_twice(gfx):
     x = torch.randn(1, 128, 16, 16).half()
     _, calls = executed("layout_copy", gfx, x, True)
     counted = calls[0].counters
@@ -119,10 +110,8 @@ def test_the_layout_copy_moves_whole_cache_lines_and_meets_no_bank_twice(gfx, tm
     _, calls = executed("layout_copy", gfx, x.to(memory_format=torch.channels_last), False)
     assert calls[0].counters.coalescing_efficiency == 1.0
 
-    file = tmp_path / "naive.hip"
-    file.write_text(NAIVE)
     launcher, y = EmulatedLauncher(gfx), torch.empty(1, 16, 16, 128, dtype=torch.float16)
-    launcher.launch(Kernel(file, "naive"), (128, 1, 1), (x, y, 128, 256))
+    launcher.launch(Kernel(NAIVE / "layout_copy.hip", "naive"), (128, 1, 1), (x, y, 128, 256))
     assert torch.equal(y.permute(0, 3, 1, 2), x)
     # The founding claim is a factor of 4 for coalesced accesses; a transpose without tiles wastes more.
     assert lines(launcher.run.calls) > 16 * lines(calls)

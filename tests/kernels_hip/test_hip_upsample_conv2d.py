@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from test_hip_conv2d import NAIVE, arguments
+from benchmarks.hip_compiled import NAIVE
+from test_hip_conv2d import arguments
 from test_hip_kernels import EMULATED, EmulatedLauncher, lines
 
 from rocm_sd import arch as archs
@@ -71,7 +72,7 @@ def test_parities_of_tiles_that_cross_lines_and_pictures(gfx):
 
 
 @pytest.mark.parametrize("gfx", EMULATED)
-def test_lines_against_the_naive_way_and_against_an_enlarged_picture(gfx, tmp_path):
+def test_lines_against_the_naive_way_and_against_an_enlarged_picture(gfx):
     x, weight, *_ = arguments((1, 64, 8, 8), 64, 3, adds=False)
     counters = executed(gfx, configs(gfx)[-1], x, weight, None)
     assert counters.lds_bank_conflicts == 0
@@ -80,11 +81,9 @@ def test_lines_against_the_naive_way_and_against_an_enlarged_picture(gfx, tmp_pa
     # 2x2 taps for each of four parities, where an enlarged picture has 3x3 for each of four times the pixels.
     assert counters.matrix_flops == 2 * 4 * (8 * 8) * 4 * 64 * 64
 
-    file = tmp_path / "naive.hip"
-    file.write_text(NAIVE)
     launcher, y = EmulatedLauncher(gfx), upsample_conv2d_op._allocate(x, weight)
     enlarged = torch.empty_like(y)
     upsample.launch(x, enlarged, 2, "nearest", launcher)
-    launcher.launch(Kernel(file, "naive"), (64, 1, 1), (enlarged, weight, y, 16, 16, 64, 64))
+    launcher.launch(Kernel(NAIVE / "conv2d.hip", "naive"), (64, 1, 1), (enlarged, weight, y, 16, 16, 64, 64))
     assert torch.allclose(y.float(), OP.verification.reference(x, weight).float(), atol=4e-3)
     assert lines(launcher.run.calls) > 100 * (counters.lines_loaded + counters.lines_stored)

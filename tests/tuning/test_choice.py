@@ -55,3 +55,39 @@ def test_shipped_data_is_whole(file):
             assert entry["implementation"] in {i.name for i in OPS[file.stem].implementations}
         if file.stem == "group_norm_silu" and entry["implementation"] == "triton":
             GroupNormSiluConfig.from_mapping(entry["config"])
+
+
+BESIDE = {
+    "static": {"implementation": "torch", "config": {"rows": 1}, "why": "static"},
+    "beside": {
+        "hip": {
+            "static": {"config": {"threads": 64}, "why": "static"},
+            "bucket": [
+                {"when": {"c": [1, 9]}, "config": {"threads": 128}, "why": "bucket"},
+                {"when": {"c": [10, 19]}, "why": "all were dropped"},
+            ],
+        }
+    },
+}
+
+
+@pytest.mark.parametrize(("c", "threads"), [(5, 128), (99, 64)])
+def test_a_kernel_that_is_not_chosen_has_its_own_config(monkeypatch, c, threads):
+    monkeypatch.setattr(choice, "_table", lambda _op, _arch: BESIDE)
+    found = lookup("op", "gfx1100", {"c": c})
+    assert (found.implementation, found.config) == ("torch", {"rows": 1})
+    assert found.config_for("hip") == {"threads": threads}
+    assert found.config_for("triton") == found.config_for("torch") == {"rows": 1}
+
+
+def test_where_every_config_was_dropped_there_is_none_beside(monkeypatch):
+    monkeypatch.setattr(choice, "_table", lambda _op, _arch: BESIDE)
+    assert lookup("op", "gfx1100", {"c": 15}).beside == {}
+
+
+def test_the_config_beside_is_what_a_forced_kernel_runs_with(monkeypatch):
+    op = OPS["layer_norm_residual"]
+    monkeypatch.setattr(choice, "_table", lambda _op, _arch: BESIDE)
+    assert op.config_of("hip", lookup(op.name, "gfx1100", {"c": 5})) == {"threads": 128}
+    # Triton's own kernel takes neither.
+    assert op.config_of("triton", lookup(op.name, "gfx1100", {"c": 5})) == op.default_config

@@ -105,6 +105,29 @@ def test_loops_are_found_from_the_branches_back(code):
     assert "s_nop" not in histogram
 
 
+# The compiler puts the end before a block that is seldom needed, and that block branches back to it.
+NO_LOOP = """
+kernel:
+	global_load_b128 v[0:3], v0, s[4:5]
+	s_cbranch_execnz .LBB0_2
+.LBB0_1:
+	s_endpgm
+.LBB0_2:
+	global_load_b128 v[4:7], v0, s[4:5]
+	s_cbranch_execz .LBB0_1
+	global_store_b128 v0, v[4:7], s[4:5]
+	s_endpgm
+.Lfunc_end0:
+"""
+
+
+def test_a_branch_back_to_the_end_is_no_loop(code):
+    report = isa.report(replace(code, name="kernel", assembly=NO_LOOP))
+    assert report.loops == ()
+    assert not report.has_main_loop
+    assert report.widths("global", loads=True, main=True) == {16: 2}
+
+
 def test_a_text_without_the_kernel_is_refused(code):
     with pytest.raises(Unsupported, match="without the kernel 'absent'"):
         isa.report(replace(code, name="absent", assembly=TEXT))

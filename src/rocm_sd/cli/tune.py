@@ -67,7 +67,7 @@ def tune(
     static: Annotated[bool, typer.Option("--static", help="With no GPU: compile every config and rank them.")] = False,
     arch: Annotated[
         str | None,
-        typer.Option(help="--static: architectures, e.g. gfx1100,gfx942. (default: all that Triton compiles for)"),
+        typer.Option(help="--static: architectures, e.g. gfx1100,gfx942. (default: all that can be compiled for)"),
     ] = None,
     out: Annotated[
         Path | None, typer.Option(help="--static: folder for GFX/OP.json. (default: the data of this installation)")
@@ -89,6 +89,8 @@ def tune(
     rocm-sd tune --export tuned.json
 
     rocm-sd tune --static group_norm_silu --arch gfx1100,gfx942
+
+    rocm-sd tune --static group_norm_silu:hip --arch gfx1030
 
     Ctrl-C keeps what was measured, and the same command continues there. Nothing is chosen that is wrong, or that is
     not faster than stock torch beyond doubt. With --static no GPU is needed, times are modelled, and the exit code is 1
@@ -325,6 +327,8 @@ def _tune_static(ops: list[str], arch: str | None, out: Path | None, jobs: int |
     from rocm_sd.verify import static_tuning
 
     planned = static_tuning.plan(ops, _names(arch))
+    if planned.left_out:
+        Console(stderr=True).print(escape(planned.left_out), soft_wrap=True)
     # The bar goes to standard error, so that --json leaves nothing but JSON on standard output.
     columns = (
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(),
@@ -350,11 +354,11 @@ def _tune_static(ops: list[str], arch: str | None, out: Path | None, jobs: int |
 
 
 def _show(console: Console, found: list[Found], folder: Path) -> None:
-    for op in dict.fromkeys(each.op for each in found):
+    for op in dict.fromkeys(each.name for each in found):
         table = Table("arch", "when", "config", "modelled us", "next", "figures", title=op, title_justify="left")
         table.columns[0].no_wrap = True
         for each in found:
-            if each.op == op:
+            if each.name == op:
                 table.add_row(*_row(each))
         console.print(table)
     console.print(f"Modelled, never timed. Written to {escape(str(folder))}", soft_wrap=True)

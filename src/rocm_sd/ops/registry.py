@@ -171,7 +171,8 @@ class Op:
         """What an implementation runs with where the data say `choice`: another kernel's config is not for it."""
         kernels = self.implementation(name).kernels
         default = self.default_config if kernels is None else kernels.default_config
-        return choice.config if choice.config.keys() == default.keys() else default
+        config = choice.config_for(name)
+        return config if config.keys() == default.keys() else default
 
     def kernel_hashes(self) -> tuple[str, ...]:
         """Of all kernels that the op has, whoever runs them."""
@@ -239,7 +240,7 @@ class Op:
         if config is choice.config or (not choice.config and self._kernels_of(choice.implementation) is None):
             return choice
         shipped = lookup(self.name, architecture, problem)
-        if choice.config == shipped.config:
+        if choice.config == shipped.config_for(choice.implementation):
             # It was stored without a config, and was given that of the data, which is for another kernel.
             return replace(choice, config=config)
         # Not from a tuner: a kernel would stop the picture with an error about its arguments.

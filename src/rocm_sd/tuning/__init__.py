@@ -1,5 +1,6 @@
 """Level 2: which implementation and which config. Numbers live in data/<arch>/<op>.json, never in Python."""
 
+from rocm_sd.tuning.autotuning import AutotuningConfig, FindOptimalConfig
 from rocm_sd.tuning.choice import Choice, Problem, lookup
 
-__all__ = ["Choice", "Problem", "lookup"]
+__all__ = ["AutotuningConfig", "Choice", "FindOptimalConfig", "Problem", "lookup"]

@@ -9,7 +9,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any, Literal
 
-__all__ = ["STOCK", "Choice", "Problem", "Source", "lookup"]
+__all__ = ["STOCK", "Choice", "Problem", "Source", "entries", "entries_with_figures", "lookup", "within"]
 
 Problem = Mapping[str, "int | str"]
 Source = Literal["forced", "measured here", "exact", "bucket", "static", "stock"]
@@ -22,13 +22,18 @@ class Choice:
     """An implementation by name, where the choice came from, and why in one sentence.
 
     `config` is that of the op's kernel, also where stock torch is chosen: it is what the kernel runs with when it is
-    asked for by name.
+    asked for by name. `beside` has the configs of other implementations with kernels of their own, by name.
     """
 
     implementation: str
     config: Mapping[str, int] = field(default_factory=dict)
     source: Source = "stock"
     why: str = ""
+    beside: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+
+    def config_for(self, name: str) -> Mapping[str, int]:
+        """What the data have for an implementation, chosen or not; the op's own where they have nothing else."""
+        return self.config if name == self.implementation else self.beside.get(name, self.config)
 
 
 @cache
@@ -60,9 +65,39 @@ def lookup(op: str, arch: str, problem: Problem) -> Choice:
     table = _table(op, arch)
     if table is None:
         return Choice(STOCK, why=f"no data for {op} on {arch}")
-    for source in ("exact", "bucket"):
-        for entry in table.get(source, ()):
+    source, entry = entry_for(table, problem)
+    others = ((name, entry_for(part, problem)[1]) for name, part in table.get("beside", {}).items())
+    beside = {name: other["config"] for name, other in others if "config" in other}
+    return Choice(entry["implementation"], entry.get("config", {}), source, entry["why"], beside)
+
+
+def entry_for(part: Mapping[str, Any], problem: Problem) -> tuple[Source, Mapping[str, Any]]:
+    """Of a whole table, or of what it has beside for one implementation."""
+    sources: tuple[Source, ...] = ("exact", "bucket")
+    for source in sources:
+        for entry in part.get(source, ()):
             if within(entry["when"], problem):
-                return Choice(entry["implementation"], entry.get("config", {}), source, entry["why"])
-    static = table["static"]
-    return Choice(static["implementation"], static.get("config", {}), "static", static["why"])
+                return source, entry
+    return "static", part["static"]
+
+
+def entries(op: str, arch: str, problem: Problem) -> dict[str, Mapping[str, Any]]:
+    """The whole entry of each kernel that the data know there, by implementation: what `lookup` chooses from.
+
+    Where stock torch or a library is chosen, the entry is that of the kernel that was searched, and is named after it.
+    """
+    found = {name: entry_for(part, problem)[1] for name, part in _parts(op, arch).items()}
+    return {name: entry for name, entry in found.items() if "config" in entry}
+
+
+def entries_with_figures(op: str, arch: str, implementation: str) -> list[Mapping[str, Any]]:
+    """Those of all buckets of one kernel."""
+    part = _parts(op, arch).get(implementation, {})
+    return [entry for entry in part.get("bucket", ()) if "config" in entry and "figures" in entry]
+
+
+def _parts(op: str, arch: str) -> dict[str, Mapping[str, Any]]:
+    table = _table(op, arch)
+    if table is None:
+        return {}
+    return {table.get("searched", {}).get("implementation", "triton"): table, **table.get("beside", {})}

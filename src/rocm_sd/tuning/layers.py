@@ -6,6 +6,7 @@ it for a neighbour. Where no database is, none is made for asking.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -82,16 +83,18 @@ def _measured(best: Entry, shipped: Choice) -> Choice:
     day = best.when[:10]
     if best.candidate == STOCK:
         # Its config is the kernel's, for when it is asked for by name.
-        return Choice(STOCK, shipped.config, "measured here", f"{best.median_us:.1f} us, the fastest here on {day}")
+        why = f"{best.median_us:.1f} us, the fastest here on {day}"
+        return replace(shipped, implementation=STOCK, source="measured here", why=why)
     if best.stock_us is None:
         # Faster than other candidates is not faster than stock.
         return shipped
     if best.stock_us <= best.high_us:
         # Faster within its interval only is not known to be faster.
         why = f"{best.stock_us:.1f} us, and the next {best.median_us:.1f} us, measured here on {day}"
-        return Choice(STOCK, shipped.config, "measured here", why)
+        return replace(shipped, implementation=STOCK, source="measured here", why=why)
     why = f"{best.median_us:.1f} us, stock torch {best.stock_us:.1f} us, measured here on {day}"
-    return Choice(best.candidate, best.config or shipped.config, "measured here", why)
+    config = best.config or shipped.config_for(best.candidate)
+    return Choice(best.candidate, config, "measured here", why, shipped.beside)
 
 
 @lru_cache(maxsize=8)

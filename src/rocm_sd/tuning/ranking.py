@@ -40,8 +40,9 @@ ADDRESSES_PER_CLOCK = 16  # lanes of one memory instruction
 TILE = 16  # the smallest side of a matrix instruction's result in use
 
 # 16-bit matrix operations a clock and CU, by AMD's tables; the peak rate of a product divided by them is its clock.
+# Without a matrix unit they are those of the dot products of two pairs.
 _FLOPS_PER_CLOCK = {
-    "gcn5": 256, "cdna1": 1024, "cdna2": 1024, "cdna3": 2048, "cdna4": 4096,
+    "gcn5": 256, "rdna2": 256, "cdna1": 1024, "cdna2": 1024, "cdna3": 2048, "cdna4": 4096,
     "rdna3": 512, "rdna3.5": 512, "rdna4": 1024,
 }  # fmt: skip
 # Issue cycles of a wave's instruction: a SIMD of CDNA has 16 lanes for 64, one of RDNA 32 for 32; transcendental
@@ -66,7 +67,10 @@ class Part:
 
 @dataclass(frozen=True)
 class Code:
-    """`resident` workgroups of `waves` waves fit on a unit at once; `main` is the main loop, `rest` all but it."""
+    """`resident` workgroups of `waves` waves fit on a unit at once; `main` is the main loop, `rest` all but it.
+
+    `ahead`: the loop loads its next turns whatever it multiplies with; else it does where a matrix unit multiplies.
+    """
 
     waves: int
     wave_size: int
@@ -75,19 +79,26 @@ class Code:
     main: Part
     rest: Part
     has_loop: bool
+    ahead: bool = False
 
 
 @dataclass(frozen=True)
 class Program:
-    """What one workgroup does: bytes moved, (m, n, k, how many) of its matrix products, bytes of all tensors given."""
+    """What one workgroup does: bytes moved, (m, n, k, how many) of its matrix products, bytes of all tensors given.
+
+    `flops` are the operations of the matrix unit where they were counted, which leaves nothing to derive from `dots`.
+    """
 
     loaded: int
     stored: int
     dots: tuple[tuple[int, int, int, int], ...]
     tensors: int
+    flops: int | None = None
 
     def matrix_flops(self, waves: int) -> float:
         """With sides rounded up to what the unit takes; where waves outnumber tiles they repeat one another's work."""
+        if self.flops is not None:
+            return float(self.flops)
         total = 0.0
         for m, n, k, count in self.dots:
             rows, columns, depth = (math.ceil(side / TILE) for side in (m, n, k))
@@ -164,7 +175,7 @@ def model(arch: Arch, workgroups: int, code: Code, program: Program) -> Modelled
         terms["compute"] = busiest * (longest + hidden) / clock
 
         alone = sum(main.values()) / clock
-        ahead = code.stages - 1 if code.main.matrix_flops else 0
+        ahead = code.stages - 1 if code.main.matrix_flops or code.ahead else 0
         wait = max(0.0, LATENCY_S - ahead * alone) if code.main.load_bytes and code.has_loop else 0.0
         own = LATENCY_S + sum(once.values()) / clock + trips * (alone + wait)
         terms["latency"] = math.ceil(busiest / max(1, code.resident)) * own

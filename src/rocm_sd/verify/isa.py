@@ -15,7 +15,7 @@ from rocm_sd import arch as archs
 from rocm_sd.errors import Unsupported
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from rocm_sd.verify.code_object import CodeObject
 
@@ -210,7 +210,8 @@ def _loops(code: Sequence[Instruction]) -> list[Loop]:
     ends: dict[int, int] = {}
     for index, instruction in enumerate(code):
         target = places.get(instruction.target or "")
-        if target is not None and target <= index:
+        # A branch back to a block that was put in front, the end of the program say, is no loop.
+        if target is not None and target <= index and _leads_to(code, places, target, index):
             ends[target] = index
     spans = sorted(ends.items())
     found = []
@@ -219,6 +220,25 @@ def _loops(code: Sequence[Instruction]) -> list[Loop]:
         innermost = not any(first <= f and end <= last and (f, end) != (first, last) for f, end in spans)
         found.append(Loop(first, last, around, innermost))
     return found
+
+
+def _leads_to(code: Sequence[Instruction], places: Mapping[str, int], first: int, last: int) -> bool:
+    """Whether what is executed from `first` on may come to `last`."""
+    seen: set[int] = set()
+    waiting = [first]
+    while waiting:
+        at = waiting.pop()
+        if at == last:
+            return True
+        if at in seen or at >= len(code):
+            continue
+        seen.add(at)
+        target = places.get(code[at].target or "")
+        if target is not None:
+            waiting.append(target)
+        if not code[at].mnemonic.startswith(("s_branch", "s_endpgm")):
+            waiting.append(at + 1)
+    return False
 
 
 def _histogram(code: Iterable[Instruction]) -> Counter[str]:

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from rocm_sd.verify.code_object import CodeObject
     from rocm_sd.verify.emulator import Buffer, Counters
 
-__all__ = ["Call", "EmulatedKernel", "Run", "emulated", "specialise", "total"]
+__all__ = ["Call", "EmulatedKernel", "Run", "emulated", "memory_of", "specialise", "total"]
 
 BUDGET = 50_000_000  # wave instructions a launch; 16 waves in an endless loop are given up after 20 s
 _ALLOCATES = ("aten::empty", "aten::new_empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty_strided")
@@ -168,7 +168,7 @@ def _extent(tensor: torch.Tensor) -> tuple[int, int]:
     return start * tensor.element_size(), (last + 1) * tensor.element_size() if tensor.numel() else 0
 
 
-def _bytes(tensor: torch.Tensor) -> NDArray[np.uint8]:
+def memory_of(tensor: torch.Tensor) -> NDArray[np.uint8]:
     """The tensor's memory, not a copy of it."""
     start, end = _extent(tensor)
     # Through the address: any function of torch that makes a view would count as a write here.
@@ -227,12 +227,18 @@ class Run:
         tensor = argument.value
         key = (tensor.data_ptr(), _extent(tensor)[1] - _extent(tensor)[0])
         if key not in buffers:
-            buffers[key] = Buffer(_bytes(tensor), argument.name, known=self._allocations.of(tensor))
+            buffers[key] = Buffer(memory_of(tensor), argument.name, known=self._allocations.of(tensor))
         return buffers[key]
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
         """Within, it is known which memory was written, and `arch.device_facts` tells of the architecture's product."""
+        with self.facts(), self._allocations:
+            yield
+
+    @contextmanager
+    def facts(self) -> Iterator[None]:
+        """Within, `arch.device_facts` tells of the architecture's product."""
         facts = archs.DeviceFacts(self.arch.product or self.arch.name, self.arch, self.arch.compute_units, None, None)
         original = archs.device_facts
 
@@ -241,8 +247,7 @@ class Run:
 
         archs.device_facts = device_facts
         try:
-            with self._allocations:
-                yield
+            yield
         finally:
             archs.device_facts = original
 

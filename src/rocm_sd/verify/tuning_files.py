@@ -19,20 +19,28 @@ if TYPE_CHECKING:
 
     from rocm_sd.tuning.ranking import Candidate
 
-__all__ = ["Found", "require_writable", "write"]
+__all__ = ["Found", "require_writable", "write", "write_beside"]
 
 NEVER_TIMED = "never on this architecture: every time here is modelled, see docs/tuning.md"
 
 
 @dataclass(frozen=True)
 class Found:
-    """What a search found for one bucket; candidates are in the order of the op's space."""
+    """What a search found for one bucket; candidates are in the order of the space.
+
+    `implementation` is one with kernels of its own; None means the op's.
+    """
 
     op: str
     arch: str
     when: Mapping[str, Any]
     sample: str
     candidates: tuple[Candidate, ...]
+    implementation: str | None = None
+
+    @property
+    def name(self) -> str:
+        return f"{self.op}:{self.implementation}" if self.implementation else self.op
 
     @property
     def ranked(self) -> list[Candidate]:
@@ -48,7 +56,7 @@ class Found:
         """Why the bucket has no config, or None where it has one."""
         if self.ranked:
             return None
-        where = f"{self.op} on {self.arch}, {json.dumps(dict(self.when))}"
+        where = f"{self.name} on {self.arch}, {json.dumps(dict(self.when))}"
         if not self.candidates:
             return f"{where}: its space has no config"
         reasons = dict.fromkeys(c.dropped or "" for c in self.candidates)
@@ -58,6 +66,7 @@ class Found:
     def to_dict(self) -> dict[str, Any]:
         return {
             "op": self.op,
+            **({"implementation": self.implementation} if self.implementation else {}),
             "arch": self.arch,
             "when": dict(self.when),
             "call": self.sample,
@@ -77,7 +86,9 @@ class Found:
         }
 
 
-def write(found: Sequence[Found], folder: Path, implementation: str, triton: str) -> Path | None:
+def write(
+    found: Sequence[Found], folder: Path, implementation: str, version: str, *, compiler: str = "Triton"
+) -> Path | None:
     """The file of one (op, architecture), from all of its buckets; entries that were measured stay.
 
     Where no bucket has a usable config nothing is written: the op runs as stock torch there, or as the file says that
@@ -91,35 +102,71 @@ def write(found: Sequence[Found], folder: Path, implementation: str, triton: str
     existing = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     measured = [entry for entry in existing.get("bucket", ()) if entry.get("source") == "measured"]
     taken = [entry["when"] for entry in measured]
-    chosen, served = static
+    with_ = f"{compiler} {version}"
     table: dict[str, Any] = {"op": first.op, "arch": first.arch}
     if existing.get("static", {}).get("source") == "measured":
         table["static"] = existing["static"]
     else:
-        why = f"nearest to the best in {served} of {len(found)} buckets, by modelled times"
-        table["static"] = {
-            "implementation": implementation,
-            "config": dict(chosen.config),
-            "why": f"{why}; compiled by Triton {triton} without spills, never timed",
-        }
+        table["static"] = {"implementation": implementation, **_static(*static, len(found), with_)}
     if "exact" in existing:
         table["exact"] = existing["exact"]
-    table["bucket"] = measured + [_entry(each, implementation, triton) for each in found if each.when not in taken]
-    table["searched"] = {
-        "command": f"rocm-sd tune --static {first.op} --arch {first.arch}",
-        "triton": triton,
+    table["bucket"] = measured + [_entry(each, implementation, with_) for each in found if each.when not in taken]
+    table["searched"] = _searched(found, compiler, version)
+    if "beside" in existing:
+        table["beside"] = existing["beside"]
+    _replace(path, json.dumps(table, indent=2) + "\n")
+    return path
+
+
+def write_beside(found: Sequence[Found], folder: Path, version: str) -> Path | None:
+    """The configs of an implementation that is not chosen, into the file that says what is.
+
+    The choice and the configs of the op's own kernels stay as they are; without a file the op runs as stock torch.
+    """
+    first = found[0]
+    path = folder / first.arch / f"{first.op}.json"
+    static = static_choice([each.candidates for each in found])
+    if static is None or first.implementation is None:
+        return None
+    if path.is_file():
+        table = json.loads(path.read_text(encoding="utf-8"))
+    else:
+        why = "no config of the op's own kernel was searched here"
+        table = {"op": first.op, "arch": first.arch, "static": {"implementation": STOCK, "why": why}}
+    with_ = f"clang {version}"
+    buckets = [_entry(each, first.implementation, with_) for each in found]
+    for entry in buckets:
+        # It stands under its name, and is no choice.
+        del entry["implementation"]
+    part = {"static": _static(*static, len(found), with_), "bucket": buckets}
+    part["searched"] = _searched(found, "clang", version)
+    table["beside"] = dict(sorted({**table.get("beside", {}), first.implementation: part}.items()))
+    _replace(path, json.dumps(table, indent=2) + "\n")
+    return path
+
+
+def _static(chosen: Candidate, served: int, buckets: int, with_: str) -> dict[str, Any]:
+    why = f"nearest to the best in {served} of {buckets} buckets, by modelled times"
+    return {"config": dict(chosen.config), "why": f"{why}; compiled by {with_} without spills, never timed"}
+
+
+def _searched(found: Sequence[Found], compiler: str, version: str) -> dict[str, Any]:
+    first = found[0]
+    searched: dict[str, Any] = {
+        "command": f"rocm-sd tune --static {first.name} --arch {first.arch}",
+        **({"implementation": first.implementation} if first.implementation else {}),
+        compiler.lower(): version,
         "timed": NEVER_TIMED,
         "compiled": sum(len(each.candidates) for each in found),
         "dropped": dict(sorted(sum((Counter(each.dropped) for each in found), Counter()).items())),
     }
     left_out = dict.fromkeys(text for each in found for c in each.ranked for text in c.figures.get("left_out", ()))
     if left_out:
-        table["searched"]["left_out"] = list(left_out)
-    _replace(path, json.dumps(table, indent=2) + "\n")
-    return path
+        searched["left_out"] = list(left_out)
+    return searched
 
 
-def _entry(found: Found, implementation: str, triton: str) -> dict[str, Any]:
+def _entry(found: Found, implementation: str, with_: str) -> dict[str, Any]:
     if found.error:
         return {"when": dict(found.when), "implementation": STOCK, "why": found.error}
     ranked = found.ranked
@@ -136,11 +183,15 @@ def _entry(found: Found, implementation: str, triton: str) -> dict[str, Any]:
         "implementation": implementation,
         "config": dict(best.config),
         "why": (
-            f"modelled {best.modelled_us:.1f} us, {behind}, of {len(found.candidates)} configs compiled by Triton "
-            f"{triton}; {figures['vgprs']} VGPRs, no spills, {figures['waves_per_simd']} waves a SIMD; never timed"
+            f"modelled {best.modelled_us:.1f} us, {behind}, of {_number(len(found.candidates))} compiled by {with_}; "
+            f"{figures['vgprs']} VGPRs, no spills, {figures['waves_per_simd']} waves a SIMD; never timed"
         ),
         "figures": figures,
     }
+
+
+def _number(configs: int) -> str:
+    return f"{configs} config{'s' if configs > 1 else ''}"
 
 
 def require_writable(folder: Path) -> None:

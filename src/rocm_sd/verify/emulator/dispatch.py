@@ -41,19 +41,21 @@ def launch(
     waves: int | None = None,
     batch: int | None = None,
     budget: int = _BUDGET,
+    first: int | None = None,
 ) -> Counters:
     """Execute `code` on `grid` workgroups and write the results into the buffers of `arguments`.
 
     grid: workgroups in x, y and z. arguments: a `Buffer`, a number or None for each kernel argument; the two scratch
     pointers that Triton appends may be left out. waves: waves in a workgroup, by default what the kernel declares.
-    batch: waves executed at once. budget: wave instructions after which the launch is given up.
+    batch: waves executed at once. budget: wave instructions after which the launch is given up. first: how many
+    workgroups to execute of the grid, by default all.
     """
     sizes = _grid(grid)
     per_workgroup = waves or max(code.workgroup_size // code.wave_size, 1)
     memory = load_arguments(code, arguments, sizes, per_workgroup)
     counters = Counters(code.arch, code.wave_size)
     machine = Machine(code, memory, counters)
-    total = sizes[0] * sizes[1] * sizes[2]
+    total = min(sizes[0] * sizes[1] * sizes[2], first or 2**62)
     at_once = _workgroups_at_once(code, per_workgroup, batch)
     began = time.perf_counter()
     with np.errstate(all="ignore"):
