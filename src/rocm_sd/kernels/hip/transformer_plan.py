@@ -267,12 +267,11 @@ def _reasons(s: _Sizes, arch: Arch, config: TransformerBlockConfig) -> tuple[str
     hidden = 4 * width * _BYTES
     fits = lds // hidden // _FRAGMENT * _FRAGMENT
     weights = s.weight(12)
+    stays = f"not even {_FRAGMENT} rows fit"
     if fits:
         stays = (
-            f"{fits} rows of it do; then {ceil_div(s.rows, fits)} workgroups read {weights >> 10} KiB of weights each"
+            f"{fits} rows fit, and {ceil_div(s.rows, fits)} workgroups would read {weights >> 10} KiB of weights each"
         )
-    else:
-        stays = f"not even {_FRAGMENT} rows of it do"
     rows = config.linear.block_m
     sums = rows * width * 4
     threads = config.linear.waves_m * config.linear.waves_n * (arch.wave_size or 32)
