@@ -122,10 +122,10 @@ def launch(
     """Fill `y`, dense [B, S, C], from x: [B, S, C] and the text's keys and values, each [B, T, H, D].
 
     `moments` are those of x's rows, where the block before gave them back as those of its `y`; else one pass over x
-    finds them. y must not be x.
+    finds them. y may be x.
     """
     B, S, C = x.shape
-    _require(x, text, block, y)
+    _require(x, text, block)
     rows, stream = x.reshape(B * S, C), y.view(B * S, C)
     F = block.feed_forward.out.weight.shape[1]
     # What attention needs and what the feed-forward needs are never alive at once.
@@ -194,9 +194,7 @@ def _heads(packed: torch.Tensor, parts: int, heads: int) -> tuple[torch.Tensor, 
     return packed.view(B, S, parts, heads, columns // (parts * heads)).unbind(2)
 
 
-def _require(
-    x: torch.Tensor, text: tuple[torch.Tensor, torch.Tensor] | None, block: TransformerBlock, y: torch.Tensor
-) -> None:
+def _require(x: torch.Tensor, text: tuple[torch.Tensor, torch.Tensor] | None, block: TransformerBlock) -> None:
     """What the kernels could not notice, or only after some of them had run."""
     C = x.shape[2]
 
@@ -207,8 +205,6 @@ def _require(
         refuse(f"dtype {x.dtype}")
     if (block.text is None) != (text is None):
         refuse("an attention to the text without its keys and values, or these without the attention")
-    if y.data_ptr() == x.data_ptr():
-        refuse("a result in the place of its input, which the first residual still reads")
     if C % (8 * block.heads):
         refuse(f"{C} columns in {block.heads} heads: a head begins at multiples of 16 bytes")
     wanted = {

@@ -67,8 +67,8 @@ struct normed_steps {
 
     ROCM_SD_DEVICE void fetch() {
         rows.fetch();
-        // A thread's chunks stand in one column: one chunk of each serves all of them.
-        // 32 bits beside a base that all lanes share, as in `stage`.
+        // A thread's chunks stand in one column: one chunk of each serves all of them. 32 bits beside a base that all
+        // lanes share, as in `stage`.
         const unsigned column = smaller(8 * rows.next.chunk, rows.columns - 8);
         weights = load<8>(weight + column);
         biases = load<8>(bias + column);
