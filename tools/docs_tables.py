@@ -21,6 +21,7 @@ from rocm_sd import arch, errors
 from rocm_sd.arch.types import UNCONFIRMED
 from rocm_sd.bench.records import FORMAT, Record
 from rocm_sd.cli.main import app
+from rocm_sd.kernels.hip import transformer_block
 from rocm_sd.ops import OPS
 from rocm_sd.settings import VARIABLES, Settings
 from rocm_sd.verify.compiler import targets
@@ -37,7 +38,7 @@ ROOT = Path(__file__).resolve().parents[1]
 OURS = "rocm-sd"
 DOCUMENTS = (
     "README.md", "docs/index.md", "docs/settings.md", "docs/cli.md", "docs/architectures.md", "docs/operators.md",
-    "docs/engine.md", "docs/level-2-templates.md",
+    "docs/engine.md", "docs/level-2-templates.md", "docs/transformer-block.md",
 )  # fmt: skip
 _BLOCK = re.compile(r"(<!-- table: (?P<name>[\w-]+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 
@@ -374,6 +375,41 @@ def _arch_sources() -> str:
     return _table(("source", "figures", "architectures"), rows)
 
 
+def _transformer_block() -> str:
+    rows = []
+    for tokens, width, heads in ((8192, 320, 8), (2048, 640, 8), (512, 1280, 8), (8192, 640, 10), (2048, 1280, 20)):
+        for name in ("gfx1030", "gfx90a", "gfx942", "gfx1100", "gfx1201"):
+            value = arch.get(name)
+            found = transformer_block.plan(tokens, width, heads, value)
+            all_four = (found.naive, found.epilogues, found.folded, found.template)
+            folded = ", ".join(str(place + 1) for place in range(3) if found.config.fold[place]) or "none"
+            sizes = (f"{each.bytes / 1e6:.0f}" for each in all_four)
+            times = (f"{each.seconds(value) * 1e6:.0f}" for each in all_four)
+            rows.append((f"{tokens} x {width}", name, *sizes, *times, folded))
+    kinds = ("single", "epilogues", "folded", "chosen")
+    units = [f"{kind}, {unit}" for unit in ("MB", "µs") for kind in kinds]
+    return _table(("tokens x width", "architecture", *units, "norms folded"), rows, right=units)
+
+
+def _transformer_block_steps() -> str:
+    found = transformer_block.plan(8192, 320, 8, arch.get("gfx1201"))
+    kinds = (("single", found.naive), ("epilogues", found.epilogues), ("folded", found.folded))
+    rows = [
+        (kind if not place else "", step.name, f"{step.reads / 1e6:.1f}", f"{step.writes / 1e6:.1f}")
+        for kind, composition in kinds
+        for place, step in enumerate(composition.steps)
+    ]
+    return _table(("composition", "kernel", "read, MB", "written, MB"), rows, right=("read, MB", "written, MB"))
+
+
+def _transformer_block_reasons() -> str:
+    shapes = ((8192, 320, 8), (2048, 640, 8), (512, 1280, 8))
+    found = {
+        width: transformer_block.plan(tokens, width, heads, arch.get("gfx1100")) for tokens, width, heads in shapes
+    }
+    return _table(("width", "why not further"), [(width, reason) for width in found for reason in found[width].reasons])
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "proofs": lambda: _proofs(linked=False),
     "proofs-linked": lambda: _proofs(linked=True),
@@ -388,6 +424,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "arch-shape": _arch_shape,
     "arch-products": _arch_products,
     "arch-sources": _arch_sources,
+    "transformer-block": _transformer_block,
+    "transformer-block-steps": _transformer_block_steps,
+    "transformer-block-reasons": _transformer_block_reasons,
 }
 
 

@@ -7,7 +7,7 @@
 //
 // Parameters: ELEMENT; WIDTH; LANES; CHUNKS; THREADS; EVEN; HAS_RESIDUAL, HAS_WEIGHT, HAS_BIAS. WIDTH divides C and the
 // distances between rows. Grid: (blocks of THREADS / LANES rows).
-#include <rocm_sd/wave.hpp>
+#include <rocm_sd/row.hpp>
 
 namespace rocm_sd {
 
@@ -21,33 +21,6 @@ struct shape {
     static constexpr bool has_residual = ROCM_SD_HAS_RESIDUAL;
     static constexpr bool has_weight = ROCM_SD_HAS_WEIGHT;
     static constexpr bool has_bias = ROCM_SD_HAS_BIAS;
-};
-
-// A lane's part of one row. Loads never part a wave: a lane beyond the end of the row reads the row's last vector.
-template <typename T, typename S>
-struct row_part {
-    vector_of<T, S::n> chunk[S::chunks];
-
-    ROCM_SD_DEVICE static int column(int i) { return (i * S::lanes + thread_index() % S::lanes) * S::n; }
-    ROCM_SD_DEVICE static bool inside(int i, int C) { return S::even || column(i) < C; }
-
-    ROCM_SD_DEVICE void load(const T* row, int C) {
-#pragma unroll
-        for (int i = 0; i < S::chunks; ++i)
-            chunk[i] = rocm_sd::load<S::n>(row + (S::even ? column(i) : smaller(column(i), C - S::n)));
-    }
-
-    ROCM_SD_DEVICE void store(T* row, int C) const {
-#pragma unroll
-        for (int i = 0; i < S::chunks; ++i) store_if<S::n>(inside(i, C), row + column(i), chunk[i]);
-    }
-
-    ROCM_SD_DEVICE void stay_packed() {
-#pragma unroll
-        for (int i = 0; i < S::chunks; ++i) forget_origin(chunk[i]);
-    }
-
-    ROCM_SD_DEVICE vector_of<float, S::n> wide(int i) const { return convert<float>(chunk[i]); }
 };
 
 template <typename T, typename S>

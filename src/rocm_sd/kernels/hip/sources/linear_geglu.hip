@@ -7,41 +7,9 @@
 // Parameters: element (half or bfloat); block_m, block_n, block_k, waves_m, waves_n, stages and fragment, as
 // gemm_config in gemm.hpp has them; wide: 1 where K, F and all strides are multiples of eight and all pointers of 16
 // bytes, else 0; has_bias: 1 or 0.
-#include "rocm_sd/gelu.hpp"
-#include "rocm_sd/gemm.hpp"
+#include "rocm_sd/geglu.hpp"
 
 namespace rocm_sd {
-
-template <typename T, bool wide, bool has_bias>
-struct gate_values {
-    const T* bias;  // [2F]
-    T* y;
-    int F, y_stride;
-
-    struct fetched {
-        chunk_of<T> value, gate;
-    };
-
-    ROCM_SD_DEVICE fetched fetch(run_of_sums at) const {
-        fetched ahead;
-        if constexpr (has_bias) {
-            ahead.value = load_chunk<wide>(bias + at.column, at.count);
-            ahead.gate = load_chunk<wide>(bias + F + at.column, at.count);
-        }
-        return ahead;
-    }
-
-    ROCM_SD_DEVICE void store(
-        run_of_sums at, vector_of<float, 8> value, vector_of<float, 8> gate, const fetched& ahead) const {
-        if constexpr (has_bias) {
-            value += convert<float>(ahead.value);
-            gate += convert<float>(ahead.gate);
-        }
-#pragma unroll
-        for (int i = 0; i < 8; ++i) value[i] *= gelu(gate[i]);
-        store_chunk<wide>(y + static_cast<int64>(at.row) * y_stride + at.column, convert<T>(value), at.count);
-    }
-};
 
 using element = ROCM_SD_ELEMENT;
 using config = gemm_config<ROCM_SD_BLOCK_M, ROCM_SD_BLOCK_N, ROCM_SD_BLOCK_K, ROCM_SD_WAVES_M, ROCM_SD_WAVES_N,
@@ -58,16 +26,9 @@ linear_geglu(const element* x, const element* weight, const element* bias, eleme
     const sum_place tile = tile_of(block_x(), ceil_div(M, config::block_m), ceil_div(F, half_n), group_m);
     const int thread = thread_index(), first_row = tile.row * config::block_m, first_column = tile.column * half_n;
     using rows = product::rows_of<product::tile_a>;
-    using pairs = product::rows_of<product::tile_b>;
     product::run_steps<2>(
         rows(factor<element>{x, x_stride, M}, K, first_row, thread),
-        pairs(weight + static_cast<int64>(first_column) * weight_stride, K, thread,
-              [&](int row) {
-                  // Beyond the last column it is computed again, and not stored.
-                  const unsigned column = smaller(row % half_n, F - 1 - first_column);
-                  return (column + (row < half_n ? 0u : static_cast<unsigned>(F))) *
-                         static_cast<unsigned>(weight_stride) * static_cast<unsigned>(sizeof(element));
-              }),
+        gate_pairs<product>(weight, weight_stride, F, K, first_column, thread),
         ceil_div(K, config::block_k), M, F, first_row, first_column, lds, epilogue{bias, y, F, y_stride});
 }
 

@@ -27,10 +27,18 @@ struct add_bias_and_residual {
         return ahead;
     }
 
-    ROCM_SD_DEVICE void store(run_of_sums at, vector_of<float, 8> sums, const fetched& ahead) const {
+    ROCM_SD_DEVICE chunk_of<T> total(vector_of<float, 8> sums, const fetched& ahead) const {
         if constexpr (has_bias) sums += convert<float>(ahead.bias);
         if constexpr (has_residual) sums += convert<float>(ahead.residual);
-        store_chunk<wide>(y + static_cast<int64>(at.row) * y_stride + at.column, convert<T>(sums), at.count);
+        return convert<T>(sums);
+    }
+
+    ROCM_SD_DEVICE void store(run_of_sums at, chunk_of<T> values) const {
+        store_chunk<wide>(y + static_cast<int64>(at.row) * y_stride + at.column, values, at.count);
+    }
+
+    ROCM_SD_DEVICE void store(run_of_sums at, vector_of<float, 8> sums, const fetched& ahead) const {
+        store(at, total(sums, ahead));
     }
 };
 

@@ -167,9 +167,10 @@ struct stage {
         for (int step = 0; step < steps; ++step) tile.store(row(step), chunk, held[step]);
     }
 
-  private:
+    /// Of the tile, which held[step] is a chunk of.
     ROCM_SD_DEVICE int row(int step) const { return first_row + step * (Threads / Tile::chunks); }
 
+  private:
     ROCM_SD_DEVICE const T* at(const T* origin, int step, int column) const {
         const unsigned bytes = row_bytes[step] + static_cast<unsigned>(column) * static_cast<unsigned>(sizeof(T));
         return reinterpret_cast<const T*>(reinterpret_cast<const char*>(origin) + bytes);

@@ -1,0 +1,39 @@
+"""h = layer_norm(x); y = (h @ weight[:F].T + bias[:F]) * gelu(h @ weight[F:].T + bias[F:]); h is never in memory."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rocm_sd.errors import Unsupported
+from rocm_sd.kernels.hip.launch import Kernel, element_of
+from rocm_sd.kernels.hip.linear_geglu import TILES, LinearGegluConfig
+from rocm_sd.kernels.hip.norm_linear import norm_arguments
+
+if TYPE_CHECKING:
+    import torch
+
+    from rocm_sd.kernels.hip.launch import Launcher
+    from rocm_sd.kernels.hip.norm_linear import Norm
+    from rocm_sd.kernels.hip.row_moments import RowMoments
+
+__all__ = ["TILES", "LinearGegluConfig", "launch"]
+
+
+def launch(
+    x: torch.Tensor,
+    moments: RowMoments,
+    norm: Norm,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    y: torch.Tensor,
+    config: LinearGegluConfig,
+    launcher: Launcher,
+) -> None:
+    """Fill `y`, [M, F], of x: [M, K] and weight: [2F, K]; all else as in `norm_linear`."""
+    M, F = y.shape
+    if (F + config.block_n) * weight.stride(0) * weight.element_size() >= 2**32:
+        raise Unsupported("norm_geglu (hip)", f"gates {F} rows of {weight.stride(0)} values after their values")
+    arguments = norm_arguments("norm_geglu", x, moments, norm, weight, bias, y)
+    parameters = (("element", element_of(x)), *config.parameters, ("has_bias", int(bias is not None)))
+    grid = (config.tiles(M, 2 * F), 1, 1)
+    launcher.launch(Kernel("norm_geglu", "norm_geglu", parameters), grid, (*arguments, config.group_m))
