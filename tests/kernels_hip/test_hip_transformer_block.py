@@ -305,6 +305,11 @@ def test_the_largest_tiles_pass_the_gates(gfx):
     passes_the_gates(gfx, norm_linear.TILES[unit][0], norm_geglu.TILES[unit][0], torch.float16)
 
 
+def test_moments_need_no_matrix_unit_and_compile_for_nvidia_too():
+    parameters = {"element": "half", "width": 8, "lanes": 8, "chunks": 5, "threads": 128, "even": 1}
+    assert "st.global" in toolchain.compile_source("row_moments", "sm_90", parameters).assembly
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("gfx", toolchain.TARGETS)

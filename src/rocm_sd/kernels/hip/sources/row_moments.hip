@@ -37,7 +37,10 @@ ROCM_SD_DEVICE void moments_of(const T* x, float* moments, int M, int C, int x_s
     }
     const float spread = reduce_threads<plus, S::lanes, S::threads>(sum(squares), space);
     const bool here = first + row < M && thread_index() % S::lanes == 0;
-    store_if<2>(here, moments + 2 * static_cast<int64>(first + row), vector_of<float, 2>{mean, spread});
+    vector_of<float, 2> pair;
+    pair[0] = mean;
+    pair[1] = spread;
+    store_if<2>(here, moments + 2 * static_cast<int64>(first + row), pair);
 }
 
 using element = ROCM_SD_ELEMENT;
