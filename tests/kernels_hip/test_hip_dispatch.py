@@ -101,19 +101,6 @@ def test_hip_is_chosen_nowhere_but_where_data_or_a_measurement_name_it():
         assert named == ({"group_norm_silu", "layer_norm_residual"} if gfx == "gfx1030" else set())
 
 
-def test_attention_is_chosen_where_stock_torch_has_no_fused_one_and_nowhere_else():
-    op = OPS["attention"]
-    for gfx in archs.ARCHS:
-        for sample in (*op.verification.small, *op.verification.real):
-            problem = op.verification.problem(*sample.make(filled=False))
-            found = lookup("attention", gfx, problem)
-            expected = gfx == "gfx1030" and problem["d"] != 512 and problem["dtype"] == "float16"
-            assert (found.implementation == "hip") is expected, (gfx, sample.name)
-            if expected:
-                configs = list(op.implementation("hip").kernels.space(problem, archs.get(gfx)))
-                assert op.config_of("hip", found) == configs[0], "the data name the best by compiled occupancy"
-
-
 def test_a_machine_without_amd_hears_nothing_of_it(caplog):
     call()
     assert OP.choose(OP.verification.problem(torch.ones(3, 64)), CPU).implementation == "torch"
