@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rocm_sd import arch as archs
 from rocm_sd.bench.machine import machine
 from rocm_sd.kernels import hip as hip_kernels
-from rocm_sd.kernels.hip import conv2d_finish, toolchain
+from rocm_sd.kernels.hip import conv2d_finish, row_moments, toolchain
 from rocm_sd.kernels.hip.driver import CUDA, driver_for
 from rocm_sd.kernels.hip.runtime import DeviceLauncher, TorchCard
 from rocm_sd.ops import OPS
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 MANIFEST = "manifest.json"
 # What multiplies no matrices; a case for each small sample and each config that takes another kernel.
 OPS_WITHOUT_MATRICES = ("layout_copy", "layer_norm_residual", "group_norm_silu", "upsample")
-NAMES = (*OPS_WITHOUT_MATRICES, "conv2d_finish")
+NAMES = (*OPS_WITHOUT_MATRICES, "conv2d_finish", "row_moments")
 
 
 class WrongFolder(Exception):
@@ -105,8 +105,32 @@ def _of_finish():
         yield Case("conv2d_finish", Sample(name, dtype, build), _finish, _sum, _sum)
 
 
+def _moments(x):
+    found = row_moments.allocate(x, x.shape[1])
+    row_moments.launch(x, found, hip_kernels.launcher_for(x.device))
+    return found.data[:, 0].unbind(1)
+
+
+def _mean_and_squares(x):
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    mean = wide.mean(dim=1)
+    return mean, (wide - mean[:, None]).square().sum(dim=1)
+
+
+def _of_moments():
+    """What the transformer block knows of its input's rows."""
+    for rows, columns, dtype in ((37, 320, torch.float16), (5, 77, torch.bfloat16), (3, 1280, torch.float16)):
+
+        def build(draw, rows=rows, columns=columns):
+            return (draw(rows, columns, mean=0.7, std=2.0),)
+
+        name = f"{rows} rows of {columns}, {dtype_name(dtype)}"
+        yield Case("row_moments", Sample(name, dtype, build), _moments, _mean_and_squares, _mean_and_squares)
+
+
 def cases(names=NAMES):
-    several = {name: partial(_of_op, name) for name in OPS_WITHOUT_MATRICES} | {"conv2d_finish": _of_finish}
+    several = {name: partial(_of_op, name) for name in OPS_WITHOUT_MATRICES}
+    several |= {"conv2d_finish": _of_finish, "row_moments": _of_moments}
     return [case for name in names for case in several[name]()]
 
 
