@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Protocol, Union
 
 from rocm_sd.errors import RocmSdError, Unsupported
+from rocm_sd.kernels.sizes import ceil_div
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -92,7 +93,3 @@ def access_width(size: int, *strides: int, tensors: Sequence[torch.Tensor | None
     ):
         width //= 2
     return width
-
-
-def ceil_div(a: int, b: int) -> int:
-    return -(-a // b)
