@@ -47,6 +47,13 @@ def detect(device: object = None) -> Arch:
 
 
 def device_facts(device: object = None) -> DeviceFacts:
+    # Every norm and every attention asks, with the device of its tensor: torch's own answers take longer than a launch.
+    if getattr(device, "type", None) == "cuda" and getattr(device, "index", None) is not None:
+        return _known_facts(device)
+    return _facts(device)
+
+
+def _facts(device: object) -> DeviceFacts:
     torch = _torch()
     arch = detect(device)
     if arch is CPU or torch is None:
@@ -76,6 +83,9 @@ def arch_from_properties(*, gcn_arch_name: str | None = None, capability: tuple[
         major, minor = capability
         return get(f"sm_{major}{minor}")
     return get(str(gcn_arch_name))
+
+
+_known_facts = cache(_facts)
 
 
 @cache
