@@ -163,13 +163,24 @@ def test_the_budget_is_kept_even_where_the_last_candidate_hangs(brought, databas
     tuner = Tuner(CPU, database, Options(6.0, timeout_s=60), lambda step: shares.append(step.share))
     begun = time.monotonic()
     (outcome,) = tuner.run([geglu_call(8, 8)])
-    assert time.monotonic() - begun <= 1.2 * 6.0
+    assert time.monotonic() - begun <= 1.1 * 6.0
     assert not outcome.complete
     assert 0 < outcome.measured < outcome.candidates
     # It was stopped by the end of the time, which is no fault of its own.
     assert "hangs" not in {entry.candidate for entry in database.all()}
     assert shares == sorted(shares)
     assert shares[-1] <= 1
+
+
+@pytest.mark.parametrize(("spent_s", "left_s"), [(2.0, 4.0), (100.0, 3.0)])
+def test_the_budget_counts_from_the_start_of_the_command_and_leaves_half_of_it(
+    brought, database, geglu_call, spent_s, left_s
+):
+    brought("[of('sleeps', sleeps, tuple({'ms': ms} for ms in range(60, 70))), of('hangs', hangs)]")
+    begun = time.monotonic()
+    (outcome,) = Tuner(CPU, database, Options(6.0)).run([geglu_call(8, 8)], begun - spent_s)
+    assert 0.8 * left_s <= time.monotonic() - begun <= left_s + 0.6
+    assert not outcome.complete
 
 
 def test_ctrl_c_keeps_what_was_measured(brought, database, geglu_call):

@@ -142,17 +142,23 @@ def flush_bytes(device: torch.device) -> int:
 
 
 def settled(
-    call: Callable[[], object], stopwatch: Stopwatch, *, least: int = 3, most: int = 20, budget_s: float = 20.0
+    call: Callable[[], object],
+    stopwatch: Stopwatch,
+    *,
+    least: int = 3,
+    most: int = 20,
+    budget_s: float = 20.0,
+    before: Sequence[float] = (),
 ) -> list[float]:
-    """Warm up, and return what was seen, which is not to be used as a result.
+    """Warm up, and return what was seen, which is not to be used as a result. `before`: timings of calls before these.
 
     It ends when the last three timings agree within 2%, or when their median is within 2% of the median one call
     earlier. A median of three is what one compilation or one capture cannot move, and 2% is below what is called a
     difference anywhere else. Slow drift (heat) is not waited for: the turns of `interleaved` cancel it. The first call
     is not charged to `budget_s`, since it may compile for minutes and says nothing about those that follow.
     """
-    seen: list[float] = []
-    spent_from = 0.0
+    seen = list(before)
+    spent_from = time.perf_counter()
     while len(seen) < max(most, least):
         if len(seen) >= least and (_is_steady(seen) or time.perf_counter() - spent_from >= budget_s):
             break

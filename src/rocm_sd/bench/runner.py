@@ -40,7 +40,7 @@ __all__ = ["default_repeats", "run"]
 
 log = logging.getLogger("rocm_sd")
 STOCK, OURS = "stock", "rocm-sd"
-_SETTLING = 5  # pictures, for the estimate
+_SETTLING = 4  # pictures, for the estimate
 _SAVE_EVERY_S = 5.0
 _SENSED_S = 2.0
 _FOLDERS = re.compile(r"(?:[A-Za-z]:)?(?:[\\/][\w.~@+-]+)+[\\/](?=[\w.~@+-])")
@@ -208,7 +208,7 @@ class _Run:
             first_s, first_mib = time.perf_counter() - started, memory.mib()
             self._advance(steps * batch, f"batch {batch}: {engine.name}, second picture")
             with memory.over_time() as course:
-                drawn()
+                second_ms = self.stopwatch.milliseconds(drawn)
                 second_mib = memory.mib()
             self._remember_memory(engine.name, batch, course)
             self._advance(steps * batch, f"batch {batch}: {engine.name}, compared with exact")
@@ -218,7 +218,8 @@ class _Run:
                 self._leave_out(engine.name, batch, verdict.wrong, verdict.error, gate.stock_error)
                 return None
             started = time.perf_counter()
-            settled(drawn, self.stopwatch, budget_s=3.0 if self.device.type == "cpu" else 20.0)
+            budget_s = 3.0 if self.device.type == "cpu" else 20.0
+            settled(drawn, self.stopwatch, budget_s=budget_s, before=[second_ms])
             settled_s = time.perf_counter() - started
             self._advance(_SETTLING * steps * batch, f"batch {batch}: {engine.name} is warm")
         except Exception as error:  # noqa: BLE001 -- whatever ails one engine, the others go on

@@ -42,7 +42,8 @@ if TYPE_CHECKING:
 __all__ = ["Options", "Progress", "Tuner"]
 
 Key = tuple[str, str, frozenset[tuple[str, int]]]  # hash, implementation, config
-_GRACE = 0.1  # of the budget: what the candidate under way may take beyond it
+_LAST = 0.1  # of the budget: no candidate begins in it, the one under way may take it
+_SEARCHED = 0.5  # of the budget: what is left to the search, however long it took to get there
 _CONFIRMED = 24  # turns: enough that the best is not the luckiest
 _MOST_CONFIRMED = 6
 
@@ -134,8 +135,10 @@ class Tuner:
         self._begun = time.monotonic()
         self._done = self._total = 0
 
-    def run(self, traced: Sequence[Traced]) -> list[Outcome]:
-        self._begun = time.monotonic()
+    def run(self, traced: Sequence[Traced], begun: float | None = None) -> list[Outcome]:
+        """`begun`, by the monotonic clock: since when the budget is being spent; now, unless told."""
+        now = time.monotonic()
+        self._begun = now if begun is None else max(begun, now - (1 - _SEARCHED) * self.options.budget_s)
         searches = self._searches(traced)
         waiting = [search for search in searches if self.options.fresh or not search.is_complete]
         self._total = sum(len(search.candidates) for search in waiting)
@@ -153,7 +156,12 @@ class Tuner:
 
     @property
     def left_s(self) -> float:
-        return self.options.budget_s - (time.monotonic() - self._begun)
+        """Until no candidate begins any more."""
+        return (1 - _LAST) * self.options.budget_s - self._spent_s
+
+    @property
+    def _spent_s(self) -> float:
+        return time.monotonic() - self._begun
 
     def _searches(self, traced: Sequence[Traced]) -> list[_Search]:
         """Those that a picture spends most on come first; a setting of the whole pipeline comes before all."""
@@ -185,7 +193,7 @@ class Tuner:
             self._confirm(search, measure)
             self._compare_with_shipped(search, measure)
         complete = all(search.entry(candidate) is not None for candidate in others)
-        if complete and not search.unchecked and self.left_s > -_GRACE * self.options.budget_s:
+        if complete and not search.unchecked and self._spent_s < self.options.budget_s:
             # Whatever was measured before: it must be the newest now.
             measure.anew(stock, _CONFIRMED)
         self._done = done_before + len(search.candidates)
@@ -208,7 +216,7 @@ class Tuner:
 
     def measured(self, search: _Search, candidate: Candidate, worker: Worker, turns: int) -> Entry | None:
         """One candidate, stored at once; None where its time was cut by the end of the budget."""
-        within = self.left_s + _GRACE * self.options.budget_s
+        within = self.options.budget_s - self._spent_s
         if within <= 0:
             return None
         self._tell(search, candidate)
@@ -259,7 +267,7 @@ class Tuner:
             search.candidates.sort(key=lambda candidate, slow=slow: candidate in slow)  # type: ignore[misc]
 
     def _share(self) -> float:
-        by_time = 1 - self.left_s / self.options.budget_s
+        by_time = self._spent_s / self.options.budget_s
         return min(1.0, max(by_time, self._done / self._total if self._total else 1.0))
 
     def _tell(self, search: _Search, candidate: Candidate) -> None:
