@@ -258,6 +258,22 @@ def _components(after: _Graph) -> Iterator[set[int]]:
     for block, targets in after.items():
         for target in targets:
             before[target].add(block)
+    taken: set[int] = set()
+    for start in reversed(_left(after)):
+        found: set[int] = set()
+        origins = [start]
+        while origins:
+            block = origins.pop()
+            if block not in taken:
+                taken.add(block)
+                found.add(block)
+                origins += before[block]
+        if found:
+            yield found
+
+
+def _left(after: _Graph) -> list[int]:
+    """Blocks in the order in which a search in depth is done with them."""
     finished: list[int] = []
     seen: set[int] = set()
     for start in after:
@@ -269,18 +285,7 @@ def _components(after: _Graph) -> Iterator[set[int]]:
             elif block not in seen:
                 seen.add(block)
                 waiting += [(block, True), *((target, False) for target in after[block])]
-    taken: set[int] = set()
-    for start in reversed(finished):
-        found: set[int] = set()
-        origins = [start]
-        while origins:
-            block = origins.pop()
-            if block not in taken:
-                taken.add(block)
-                found.add(block)
-                origins += before[block]
-        if found:
-            yield found
+    return finished
 
 
 def _histogram(code: Iterable[Instruction]) -> Counter[str]:

@@ -66,7 +66,6 @@ def build(
     assert subject.verification is not None
     kernels = None if implementation is None else subject.implementation(implementation).kernels
     run = subject.implementation(implementation or subject.verification.implementation).run
-    promises = subject.verification.promises if kernels is None else kernels.promises
     launches = []
     for name in samples:
         recording = (
@@ -74,9 +73,20 @@ def build(
             if kernels is None
             else emulated_hip(arch, execute=False)
         )
+        arguments = _sample(subject, name).make(filled=False)
         with recording as recorded:
-            run(*_sample(subject, name).make(filled=False), config=config)
-        launches.append([_figures(call, promises[call.kernel], in_hip=kernels is not None) for call in recorded.calls])
+            run(*arguments, config=config)
+        if kernels is None:
+            promised = [subject.verification.promises[call.kernel] for call in recorded.calls]
+        else:
+            problem = subject.verification.problem(*arguments)
+            promised = [kernels.promise(call.kernel, problem) for call in recorded.calls]
+        launches.append(
+            [
+                _figures(call, promise, in_hip=kernels is not None)
+                for call, promise in zip(recorded.calls, promised, strict=True)
+            ]
+        )
     return {"version": _version(in_hip=kernels is not None), "calls": dict(zip(samples, launches, strict=True))}
 
 
