@@ -79,6 +79,10 @@ CASES = {
 WIDE_LOADS = {"first of a UNet": None, "first of a VAE": None}  # elsewhere they are held to
 
 
+def promise_of(kernel, problem):
+    return KERNELS.for_problem(KERNELS.promises[kernel], problem)
+
+
 def gates_of(gfx, config, case):
     cin, cout, size, dtype = CASES[case]
     launcher = EmulatedLauncher(gfx, execute=False)
@@ -87,7 +91,7 @@ def gates_of(gfx, config, case):
     (call,) = launcher.run.calls
     assert "flat_load" not in call.code.assembly
     assert "flat_store" not in call.code.assembly
-    return check(report(call.code), KERNELS.promise("conv2d", OP.verification.problem(*given)))
+    return check(report(call.code), promise_of("conv2d", OP.verification.problem(*given)))
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -102,14 +106,14 @@ def test_every_tile_of_a_convolution_passes_the_gates(gfx, case):
 
 
 def test_only_channels_that_no_wide_load_fits_are_excused():
-    reasons = {cin: KERNELS.promise("conv2d", {"cin": cin}).narrow_loads_because for cin in (3, 4, 6, 8, 12, 320)}
+    reasons = {cin: promise_of("conv2d", {"cin": cin}).narrow_loads_because for cin in (3, 4, 6, 8, 12, 320)}
     assert reasons[8] is reasons[320] is None
     assert "any multiple of 2 bytes" in reasons[3]
     assert "any multiple of 4 bytes" in reasons[6]
     assert "multiples of 8 bytes, and the next one may lie outside" in reasons[4]
     assert reasons[4] == reasons[12].replace("12", "4")
     # The last kernel of several parts has a reason of its own.
-    assert KERNELS.promise("conv2d_finish", {"cin": 4}) == KERNELS.promises["conv2d_finish"]
+    assert promise_of("conv2d_finish", {"cin": 4}) == KERNELS.promises["conv2d_finish"]
 
 
 @pytest.mark.parametrize("gfx", EMULATED)

@@ -70,13 +70,10 @@ class Kernels:
     small_configs: tuple[Mapping[str, int], ...] = ()
     narrow_loads: Callable[[Problem], str | None] | None = None
 
-    def promise(self, kernel: str, problem: Problem) -> KernelPromise:
-        """What the kernel of this name is held to for one problem."""
-        promise = self.promises[kernel]
+    def for_problem(self, promise: KernelPromise, problem: Problem) -> KernelPromise:
+        """The promise of a kernel, with the reason of this problem where the kernel has none of its own."""
         reason = self.narrow_loads(problem) if self.narrow_loads else None
-        return (
-            promise if reason is None or promise.narrow_loads_because else replace(promise, narrow_loads_because=reason)
-        )
+        return replace(promise, narrow_loads_because=promise.narrow_loads_because or reason)
 
 
 @dataclass(frozen=True)

@@ -288,8 +288,8 @@ def _compiled(op: Op, verification: Verification, arch: str) -> Result:
             op.implementation(implementation).run(*arguments, config=config)
         for call in recorded.calls:
             facts = report(call.code)
-            promise = own.promise(call.kernel, problem) if own is not None else verification.promises[call.kernel]
-            gates = check(facts, promise)
+            promise = verification.promises[call.kernel]
+            gates = check(facts, promise if own is None else own.for_problem(promise, problem))
             failures += [f"{call.kernel} ({sample.name}): {g.name}: {g.sentence}" for g in gates if g.ok is False]
             kernels[f"{call.kernel} ({sample.name})"] = {**facts.to_dict(), "gates": [g.to_dict() for g in gates]}
     figures = {

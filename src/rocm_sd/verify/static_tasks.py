@@ -66,6 +66,7 @@ def build(
     assert subject.verification is not None
     kernels = None if implementation is None else subject.implementation(implementation).kernels
     run = subject.implementation(implementation or subject.verification.implementation).run
+    promises = subject.verification.promises if kernels is None else kernels.promises
     launches = []
     for name in samples:
         recording = (
@@ -76,15 +77,15 @@ def build(
         arguments = _sample(subject, name).make(filled=False)
         with recording as recorded:
             run(*arguments, config=config)
-        if kernels is None:
-            promised = [subject.verification.promises[call.kernel] for call in recorded.calls]
-        else:
-            problem = subject.verification.problem(*arguments)
-            promised = [kernels.promise(call.kernel, problem) for call in recorded.calls]
+        problem = subject.verification.problem(*arguments)
         launches.append(
             [
-                _figures(call, promise, in_hip=kernels is not None)
-                for call, promise in zip(recorded.calls, promised, strict=True)
+                _figures(
+                    call,
+                    promises[call.kernel] if kernels is None else kernels.for_problem(promises[call.kernel], problem),
+                    in_hip=kernels is not None,
+                )
+                for call in recorded.calls
             ]
         )
     return {"version": _version(in_hip=kernels is not None), "calls": dict(zip(samples, launches, strict=True))}
