@@ -154,11 +154,11 @@ struct turned_tile {
 
 /// A thread loads two keys of eight columns, and turns them in registers.
 ///
-/// Eight lanes load one cache line, wherever in a line the row begins: rows of 160 bytes begin at any quarter of one. If
-/// they counted from the row's first column, most lines would be asked for twice, by one wave for the end of one eight
-/// and by another for the begin of the next. They count in a circle: lanes before the first column take the last ones,
-/// so that each column has its lane for every place of the row. Of the bits that part the banks nothing changes: eight
-/// columns that follow one another are still eight different ones, modulo eight.
+/// Eight lanes load one cache line, wherever in a line the row begins: rows of 160 bytes begin at any quarter of one.
+/// If they counted from the row's first column, most rows would have a line that is asked for twice, for the end of one
+/// eight and the begin of the next. They count in a circle: lanes before the first column take the last ones, so that
+/// each column has its lane wherever the row begins. Of the bits that part the banks nothing changes: eight columns
+/// that follow one another are still eight different ones, modulo eight.
 template <typename Arch, typename T, typename Tile, int Columns, int Threads>
 struct turning_stage {
     using held_rows = typename Tile::held;

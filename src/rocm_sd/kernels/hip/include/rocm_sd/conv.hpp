@@ -181,7 +181,8 @@ struct filter_steps {
 /// Two runs of four values, 8 bytes each, of which either may lie beyond the buffer and reads as zeros.
 template <typename T>
 ROCM_SD_DEVICE chunk_of<T> load_fours(const T* base, unsigned first, unsigned second) {
-    const auto memory = __builtin_amdgcn_make_buffer_rsrc(const_cast<T*>(base), 0, window_reach, this_arch::buffer_word);
+    const auto memory = __builtin_amdgcn_make_buffer_rsrc(
+        const_cast<T*>(base), 0, window_reach, this_arch::buffer_word);
     const auto low = __builtin_amdgcn_raw_buffer_load_b64(memory, first, 0, 0);
     const auto high = __builtin_amdgcn_raw_buffer_load_b64(memory, second, 0, 0);
     return __builtin_bit_cast(chunk_of<T>, __builtin_shufflevector(low, high, 0, 1, 2, 3));
@@ -207,7 +208,8 @@ struct window_fours {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
             const int at = done + 8 * rows.chunk + 4 * half;
-            tap[half] = static_cast<int>(static_cast<unsigned>(smaller(at, depth - 4)) / static_cast<unsigned>(channels));
+            const unsigned within = static_cast<unsigned>(smaller(at, depth - 4));
+            tap[half] = static_cast<int>(within / static_cast<unsigned>(channels));
             // The pixels of a line of taps follow one another, channels and all.
             const unsigned lines = static_cast<unsigned>(tap[half]) / Kernel;
             const unsigned bytes = static_cast<unsigned>(at) * static_cast<unsigned>(sizeof(T)) +
