@@ -128,6 +128,70 @@ def test_a_branch_back_to_the_end_is_no_loop(code):
     assert report.widths("global", loads=True, main=True) == {16: 2}
 
 
+# As clang turns the main loop of a convolution: it is entered in its middle, and goes back to three of its blocks. From
+# .LBB0_3 to its last branch there is no load; the block behind the loop is longer than any part of it.
+TURNED = """
+kernel:
+	global_load_b128 v[0:3], v0, s[4:5]
+	s_branch .LBB0_4
+.LBB0_1:
+	s_add_i32 s5, s5, 1
+.LBB0_2:
+	buffer_load_b128 v[0:3], v0, s[4:7], 0 offen
+.LBB0_3:
+	ds_load_b128 v[4:7], v8
+	v_wmma_f32_16x16x16_f16 v[16:23], v[0:7], v[0:7], v[16:23]
+	s_cbranch_scc1 .LBB0_5
+.LBB0_4:
+	ds_store_b128 v8, v[0:3]
+	s_barrier
+	s_cbranch_scc1 .LBB0_3
+	s_cmp_lg_u32 s5, 3
+	s_cbranch_scc0 .LBB0_1
+	s_branch .LBB0_2
+.LBB0_5:
+	global_load_u16 v0, v0, s[4:5]
+	global_load_u16 v1, v0, s[4:5]
+	s_endpgm
+.Lfunc_end0:
+"""
+
+
+def test_a_turned_loop_is_one_loop_with_all_its_loads(code):
+    report = isa.report(replace(code, name="kernel", assembly=TURNED))
+    assert [(len(loop.places), loop.depth, loop.innermost) for loop in report.loops] == [(11, 1, True)]
+    assert report.widths("global", loads=True, main=True) == {16: 1}
+    assert report.widths("lds", loads=False, main=True) == {16: 1}
+    assert report.share_of_wide_loads() == 1.0
+
+
+# Two ways in, and a loop within: the entries of the outer one are left out, and what still leads back is the inner one.
+TWO_ENTRIES = """
+kernel:
+	s_cbranch_scc1 .LBB0_2
+.LBB0_1:
+	global_load_b64 v[0:1], v0, s[4:5]
+.LBB0_2:
+	s_add_i32 s5, s5, 1
+.LBB0_3:
+	global_load_b128 v[0:3], v0, s[4:5]
+	s_cbranch_scc1 .LBB0_3
+	s_cbranch_vccnz .LBB0_1
+	s_cbranch_scc0 .LBB0_2
+	s_endpgm
+.Lfunc_end0:
+"""
+
+
+def test_a_loop_with_two_entries_is_one_loop(code):
+    report = isa.report(replace(code, name="kernel", assembly=TWO_ENTRIES))
+    assert [(loop.places, loop.depth, loop.innermost) for loop in report.loops] == [
+        ((1, 2, 3, 4, 5, 6), 1, False),
+        ((3, 4), 2, True),
+    ]
+    assert report.widths("global", loads=True, main=True) == {16: 1}
+
+
 def test_a_text_without_the_kernel_is_refused(code):
     with pytest.raises(Unsupported, match="without the kernel 'absent'"):
         isa.report(replace(code, name="absent", assembly=TEXT))

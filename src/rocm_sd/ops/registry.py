@@ -59,6 +59,7 @@ class Kernels:
     `module` is the launcher's. `space(problem, arch)` gives the configs worth a trial; without one there is nothing to
     configure. `real` are calls beside the op's own that take a kernel of their own; with `small_configs` beside the
     default, the op's small calls take every kernel, and the first real one is compiled with them, too.
+    `narrow_loads(problem)` gives the reason that the loads of this very problem cannot be wide, or None if they can.
     """
 
     module: str
@@ -67,6 +68,12 @@ class Kernels:
     space: Callable[[Problem, arch.Arch], Iterable[Mapping[str, int]]] | None = None
     real: tuple[Sample, ...] = ()
     small_configs: tuple[Mapping[str, int], ...] = ()
+    narrow_loads: Callable[[Problem], str | None] | None = None
+
+    def for_problem(self, promise: KernelPromise, problem: Problem) -> KernelPromise:
+        """The promise of a kernel, with the reason of this problem where the kernel has none of its own."""
+        reason = self.narrow_loads(problem) if self.narrow_loads else None
+        return replace(promise, narrow_loads_because=promise.narrow_loads_because or reason)
 
 
 @dataclass(frozen=True)

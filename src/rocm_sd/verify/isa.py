@@ -1,7 +1,8 @@
 """What the compiler made of a kernel: registers, spills, LDS, waves, instructions, loops and the width of its accesses.
 
-Read from the code object's metadata and from its assembly text. A loop is what lies between a label and a later branch
-back to it; the main loop is the innermost one with the most matrix instructions, then the most global loads.
+Read from the code object's metadata and from its assembly text. A loop is what leads back to itself, in whatever order
+its blocks stand in the text; the main loop is the innermost one with the most matrix instructions, then the most global
+loads.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from rocm_sd import arch as archs
 from rocm_sd.errors import Unsupported
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from rocm_sd.verify.code_object import CodeObject
 
@@ -83,10 +84,9 @@ class Access:
 
 @dataclass(frozen=True)
 class Loop:
-    """Instructions `first` to `last`, both included; `depth` 1 is outermost."""
+    """`places` of its instructions, in the order of the text; `depth` 1 is outermost."""
 
-    first: int
-    last: int
+    places: tuple[int, ...]
     depth: int
     innermost: bool
 
@@ -205,40 +205,87 @@ def _width(type_: str) -> int | None:
     return None if match is None else int(match["bits"]) // 8 * (2 if match["two"] else 1)
 
 
+_Graph = dict[int, set[int]]
+
+
 def _loops(code: Sequence[Instruction]) -> list[Loop]:
+    blocks, after = _blocks(code)
+    return sorted(_nested(blocks, after, after, 1), key=lambda loop: (loop.places[0], loop.depth))
+
+
+def _blocks(code: Sequence[Instruction]) -> tuple[dict[int, range], _Graph]:
+    """Runs of instructions by their first, and where each goes on. What `s_endpgm` ends has nothing after it."""
     places = {label: index for index, instruction in enumerate(code) for label in instruction.labels}
-    ends: dict[int, int] = {}
-    for index, instruction in enumerate(code):
-        target = places.get(instruction.target or "")
-        # A branch back to a block that was put in front, the end of the program say, is no loop.
-        if target is not None and target <= index and _leads_to(code, places, target, index):
-            ends[target] = index
-    spans = sorted(ends.items())
-    found = []
-    for first, last in spans:
-        around = sum(f <= first and last <= end for f, end in spans)
-        innermost = not any(first <= f and end <= last and (f, end) != (first, last) for f, end in spans)
-        found.append(Loop(first, last, around, innermost))
-    return found
+    begins = [
+        index
+        for index, instruction in enumerate(code)
+        if index == 0 or instruction.labels or _ends_block(code[index - 1])
+    ]
+    blocks = {first: range(first, end) for first, end in zip(begins, [*begins[1:], len(code)], strict=True)}
+    after: _Graph = {}
+    for first, block in blocks.items():
+        last = code[block[-1]]
+        goes_on = block.stop < len(code) and not last.mnemonic.startswith(("s_branch", "s_endpgm"))
+        target = places.get(last.target or "")
+        after[first] = {place for place in (target, block.stop if goes_on else None) if place is not None}
+    return blocks, after
 
 
-def _leads_to(code: Sequence[Instruction], places: Mapping[str, int], first: int, last: int) -> bool:
-    """Whether what is executed from `first` on may come to `last`."""
-    seen: set[int] = set()
-    waiting = [first]
-    while waiting:
-        at = waiting.pop()
-        if at == last:
-            return True
-        if at in seen or at >= len(code):
+def _ends_block(instruction: Instruction) -> bool:
+    return instruction.target is not None or instruction.mnemonic.startswith("s_endpgm")
+
+
+def _nested(blocks: Mapping[int, range], after: _Graph, whole: _Graph, depth: int) -> Iterator[Loop]:
+    """The loops of `after`; those within a loop are what still leads back when no way to its entries is left.
+
+    Compilers turn a loop so that it is entered in its middle, and branches to several of its blocks all go back: from
+    one label to its last branch there may be a part of it, the one without the loads say.
+    """
+    for component in _components(after):
+        if not any(component & after[block] for block in component):
             continue
-        seen.add(at)
-        target = places.get(code[at].target or "")
-        if target is not None:
-            waiting.append(target)
-        if not code[at].mnemonic.startswith(("s_branch", "s_endpgm")):
-            waiting.append(at + 1)
-    return False
+        entries = {to for block in whole.keys() - component for to in whole[block] & component} or {min(component)}
+        inner = {block: (after[block] & component) - entries for block in component}
+        within = list(_nested(blocks, inner, whole, depth + 1))
+        places = tuple(place for block in sorted(component) for place in blocks[block])
+        yield Loop(places, depth, not within)
+        yield from within
+
+
+def _components(after: _Graph) -> Iterator[set[int]]:
+    """Sets of blocks each of which leads to all others of its set: Kosaraju's two searches, without recursion."""
+    before: _Graph = {block: set() for block in after}
+    for block, targets in after.items():
+        for target in targets:
+            before[target].add(block)
+    taken: set[int] = set()
+    for start in reversed(_left(after)):
+        found: set[int] = set()
+        origins = [start]
+        while origins:
+            block = origins.pop()
+            if block not in taken:
+                taken.add(block)
+                found.add(block)
+                origins += before[block]
+        if found:
+            yield found
+
+
+def _left(after: _Graph) -> list[int]:
+    """Blocks in the order in which a search in depth is done with them."""
+    finished: list[int] = []
+    seen: set[int] = set()
+    for start in after:
+        waiting = [(start, False)]
+        while waiting:
+            block, done = waiting.pop()
+            if done:
+                finished.append(block)
+            elif block not in seen:
+                seen.add(block)
+                waiting += [(block, True), *((target, False) for target in after[block])]
+    return finished
 
 
 def _histogram(code: Iterable[Instruction]) -> Counter[str]:
@@ -260,7 +307,7 @@ def _accesses(code: Iterable[Instruction]) -> tuple[Access, ...]:
 
 
 def _main(code: list[Instruction], loops: Iterable[Loop]) -> list[Instruction] | None:
-    bodies = [code[loop.first : loop.last + 1] for loop in loops if loop.innermost]
+    bodies = [[code[place] for place in loop.places] for loop in loops if loop.innermost]
     if not bodies:
         return None
 

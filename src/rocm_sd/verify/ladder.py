@@ -282,12 +282,14 @@ def _compiled(op: Op, verification: Verification, arch: str) -> Result:
         calls += [(verification.implementation, verification.real[0], config) for config in own.small_configs]
     for implementation, sample, given in calls:
         arguments = sample.make(filled=False)
-        config = given or op.config_of(implementation, lookup(op.name, arch, verification.problem(*arguments)))
+        problem = verification.problem(*arguments)
+        config = given or op.config_of(implementation, lookup(op.name, arch, problem))
         with _recorded(op, verification, arch, execute=False) as recorded:
             op.implementation(implementation).run(*arguments, config=config)
         for call in recorded.calls:
             facts = report(call.code)
-            gates = check(facts, verification.promises[call.kernel])
+            promise = verification.promises[call.kernel]
+            gates = check(facts, promise if own is None else own.for_problem(promise, problem))
             failures += [f"{call.kernel} ({sample.name}): {g.name}: {g.sentence}" for g in gates if g.ok is False]
             kernels[f"{call.kernel} ({sample.name})"] = {**facts.to_dict(), "gates": [g.to_dict() for g in gates]}
     figures = {

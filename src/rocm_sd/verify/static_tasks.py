@@ -74,9 +74,20 @@ def build(
             if kernels is None
             else emulated_hip(arch, execute=False)
         )
+        arguments = _sample(subject, name).make(filled=False)
         with recording as recorded:
-            run(*_sample(subject, name).make(filled=False), config=config)
-        launches.append([_figures(call, promises[call.kernel], in_hip=kernels is not None) for call in recorded.calls])
+            run(*arguments, config=config)
+        problem = subject.verification.problem(*arguments)
+        launches.append(
+            [
+                _figures(
+                    call,
+                    promises[call.kernel] if kernels is None else kernels.for_problem(promises[call.kernel], problem),
+                    in_hip=kernels is not None,
+                )
+                for call in recorded.calls
+            ]
+        )
     return {"version": _version(in_hip=kernels is not None), "calls": dict(zip(samples, launches, strict=True))}
 
 

@@ -59,14 +59,15 @@ def launch(
     # From the last line of one picture to the first of the next it may be further than a stride.
     step = max(stride, H - (Ho - 1) * stride)
     require_reach("conv2d", x, config, lines=(ceil_div(config.block_m, Wo) + 1) * step + size)
-    wide = access_width(x.element_size(), Cin, tensors=(x, weight)) == WIDEST
+    # Loads of eight values; 0 is one by one.
+    wide = {WIDEST: 1, WIDEST // 2: 2}.get(access_width(x.element_size(), Cin, tensors=(x, weight)), 0)
     wide_out = access_width(x.element_size(), Cout, tensors=(bias, add, residual, out)) == WIDEST
     parameters: tuple[tuple[str, int | str], ...] = (
         ("element", element_of(x)),
         *config.parameters,
         ("kernel_size", size),
         ("padded", int(padding > 0)),
-        ("wide", int(wide)),
+        ("wide", wide),
         ("wide_out", int(wide_out)),
         ("has_bias", int(bias is not None)),
         ("has_add", int(add is not None)),
@@ -74,7 +75,7 @@ def launch(
     )
     # As `steps` in conv.hpp: where channels come 16 bytes at a time, each tap ends with a step of its own.
     depth = size * size
-    steps = depth * ceil_div(Cin, config.block_k) if wide else ceil_div(depth * Cin, config.block_k)
+    steps = depth * ceil_div(Cin, config.block_k) if wide == 1 else ceil_div(depth * Cin, config.block_k)
     # Every part must have work: of 9 steps in 4 parts of 3 the fourth would have none, and there are 3 parts.
     of_part = ceil_div(steps, config.split_k)
     if (splits := ceil_div(steps, of_part)) > 1:

@@ -240,6 +240,15 @@ def _hip_space(problem: Problem, arch: Arch) -> Iterator[Mapping[str, int]]:
             yield asdict(replace(config, split_k=split_k))
 
 
+def _hip_narrow_loads(problem: Problem) -> str | None:
+    cin = int(problem["cin"])
+    if cin % 8 == 0:
+        return None
+    if cin % 4:
+        return f"pixels of {cin} channels begin at any multiple of {2 * (cin & -cin)} bytes"
+    return f"pixels of {cin} channels begin at multiples of 8 bytes, and the next one may lie outside the picture"
+
+
 _HIP_SMALLEST = HIP_TILES[MatrixUnit.DOT][-1]
 HIP = Kernels(
     module="rocm_sd.kernels.hip.conv2d",
@@ -253,7 +262,10 @@ HIP = Kernels(
     # The smallest tile: the one that every matrix unit has.
     default_config=asdict(_HIP_SMALLEST),
     space=_hip_space,
+    # The first and the last of a UNet: few channels come 8 bytes at a time, and go value by value.
+    real=(_unet(4, 320, 64), _unet(320, 4, 64)),
     small_configs=(asdict(replace(_HIP_SMALLEST, split_k=3)),),
+    narrow_loads=_hip_narrow_loads,
 )
 
 _MOST = 2**31

@@ -3,8 +3,9 @@
 //
 // Parameters: element (half or bfloat); block_m, block_n, block_k, waves_m, waves_n, stages and fragment, as
 // gemm_config in gemm.hpp has them; kernel_size: k, 1 or 3; padded: 1 where taps may lie outside the picture; wide: 1
-// where Cin is a multiple of eight and x and weight begin at multiples of 16 bytes, else 0; wide_out: the same of Cout
-// and all others; has_bias, has_add, has_residual: 1 or 0.
+// where Cin is a multiple of eight and x and weight begin at multiples of 16 bytes, 2 where it is four and 8 bytes,
+// else 0, value by value; wide_out: 1 where Cout and all others are as the first, else 0; has_bias, has_add,
+// has_residual: 1 or 0.
 #include "rocm_sd/conv.hpp"
 
 namespace rocm_sd {

@@ -190,7 +190,7 @@ struct attention {
 
     ROCM_SD_DEVICE void over_keys(const head_rows<T>& k, const head_rows<T>& v, float scale) {
         row_stage<Arch, T, tile_k, piece, threads> next_k(k.stride, thread);
-        turning_stage<Arch, T, tile_v, piece, threads> next_v(v.stride, thread);
+        turning_stage<Arch, T, tile_v, piece, threads> next_v(v.data, v.stride, thread);
         buffer<Arch, T> from_k = buffer_of(k, 0), from_v = buffer_of(v, 0);
         next_k.fetch(from_k, k.stride, 0);
         for (int keys = k.rows; keys > 0; keys -= block_n) {

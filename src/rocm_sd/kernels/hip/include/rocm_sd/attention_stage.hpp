@@ -153,11 +153,19 @@ struct turned_tile {
 };
 
 /// A thread loads two keys of eight columns, and turns them in registers.
+///
+/// Eight lanes load one cache line, wherever in a line the row begins: rows of 160 bytes begin at any quarter of one.
+/// If they counted from the row's first column, most rows would have a line that is asked for twice, for the end of one
+/// eight and the begin of the next. They count in a circle: lanes before the first column take the last ones, so that
+/// each column has its lane wherever the row begins. Of the bits that part the banks nothing changes: eight columns
+/// that follow one another are still eight different ones, modulo eight.
 template <typename Arch, typename T, typename Tile, int Columns, int Threads>
 struct turning_stage {
     using held_rows = typename Tile::held;
     static constexpr int lines = ceil_div(Tile::rows, 64);  // eight lanes load 128 bytes of a row
     static constexpr int all = 32 * lines * Tile::chunks, steps = ceil_div(all, Threads);
+    // One line is one instruction's in any order, and whole lines begin at a line.
+    static constexpr bool circled = lines > 1 && Columns % 64 != 0;
 
     /// Keys on their way. They are no part of the stage: what a loop carries from one block to the next keeps its
     /// registers all the way.
@@ -167,14 +175,20 @@ struct turning_stage {
 
     unsigned offset[steps], place[steps];
 
-    ROCM_SD_DEVICE turning_stage(int row_bytes, int thread) {
+    /// `first` is the first value of the first row.
+    ROCM_SD_DEVICE turning_stage(const T* first, int row_bytes, int thread) {
+        const unsigned begin = static_cast<unsigned>(reinterpret_cast<__UINTPTR_TYPE__>(first));
 #pragma unroll
         for (int step = 0; step < steps; ++step) {
             constexpr int group = held_rows::span / 8;
             const int number = step * Threads + thread;
-            const int column = number % 8 + number / 32 % lines * 8;
             const int pair = number / 8 % 4, chunk = number / (32 * lines);
             const int key = chunk / group * held_rows::span + held_rows::row(chunk % group, 2 * pair);
+            int column = number % 8 + number / 32 % lines * 8;
+            if constexpr (circled) {
+                column -= static_cast<int>((begin + static_cast<unsigned>(key * row_bytes)) / 16 % 8);
+                column += column < 0 ? 8 * lines : 0;
+            }
             const bool inside = number < all && 8 * column < Tile::rows;
             const int to = 16 * Tile::place(Tile::row_of(column), chunk) + 4 * pair;
             const bool there = inside && 8 * column < Columns;

@@ -4,9 +4,11 @@
 //
 // window_steps: 16 bytes at a time, channels in multiples of eight. Steps go through the taps, and in a tap through its
 //   channels, so that where a step stands is the same for all lanes.
-// window_values: any number of channels, value by value. Steps go through taps and channels as one run of values, so
-//   that a picture of 3 or 4 channels fills them.
-// filter_steps: the right factor for window_steps, [Cout, taps, channels]; that of window_values is a row_steps.
+// window_fours: 8 bytes at a time, channels in multiples of four. Steps go through taps and channels as one run of
+//   values, so that a picture of 4 channels fills them.
+// window_values: the same value by value, for any number of channels.
+// filter_steps, filter_fours: the right factors for window_steps and window_fours, [Cout, taps, channels]; that of
+//   window_values is a row_steps.
 //
 // Which taps of a row lie inside the picture is worked out once, as one bit for each: the loops have no division and
 // compare no coordinates.
@@ -176,6 +178,102 @@ struct filter_steps {
     ROCM_SD_DEVICE void commit(const Tile& tile) const { next.commit(tile); }
 };
 
+/// Two runs of four values, 8 bytes each, of which either may lie beyond the buffer and reads as zeros.
+template <typename T>
+ROCM_SD_DEVICE chunk_of<T> load_fours(const T* base, unsigned first, unsigned second) {
+    const auto memory = __builtin_amdgcn_make_buffer_rsrc(
+        const_cast<T*>(base), 0, window_reach, this_arch::buffer_word);
+    const auto low = __builtin_amdgcn_raw_buffer_load_b64(memory, first, 0, 0);
+    const auto high = __builtin_amdgcn_raw_buffer_load_b64(memory, second, 0, 0);
+    return __builtin_bit_cast(chunk_of<T>, __builtin_shufflevector(low, high, 0, 1, 2, 3));
+}
+
+/// Eight bytes at a time; the number of channels is a multiple of four, so that four values are of one pixel. Sixteen
+/// bytes of a pixel of four channels would be two pixels, and each may lie outside the picture by itself.
+template <typename Tile, typename T, int Threads, int Kernel, bool Padded>
+struct window_fours {
+    using rows_type = window_rows<Tile, T, Threads, Kernel, Padded>;
+
+    rows_type rows;
+    chunk_of<T> held[rows_type::held_rows];
+    int channels, done = 0;  // of a pixel; values of the depth before this step
+
+    ROCM_SD_DEVICE window_fours(const T* x, const windows& of, int places, int first, int thread)
+        : rows(x, of, places, first, thread), channels(of.channels) {}
+
+    ROCM_SD_DEVICE void fetch() {
+        unsigned offset[2];
+        int tap[2];
+        const int depth = channels * rows_type::taps;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int at = done + 8 * rows.chunk + 4 * half;
+            const unsigned within = static_cast<unsigned>(smaller(at, depth - 4));
+            tap[half] = static_cast<int>(within / static_cast<unsigned>(channels));
+            // The pixels of a line of taps follow one another, channels and all.
+            const unsigned lines = static_cast<unsigned>(tap[half]) / Kernel;
+            const unsigned bytes = static_cast<unsigned>(at) * static_cast<unsigned>(sizeof(T)) +
+                                   lines * (rows.line_bytes - Kernel * rows.pixel_bytes);
+            offset[half] = at < depth ? bytes : nowhere;
+        }
+#pragma unroll
+        for (int row = 0; row < rows_type::held_rows; ++row) {
+            const auto place = [&](int half) {
+                const bool there = rows.inside(row, tap[half]) && offset[half] != nowhere;
+                return there ? rows.bytes[row] + offset[half] : nowhere;
+            };
+            held[row] = load_fours(rows.base, place(0), place(1));
+        }
+    }
+
+    ROCM_SD_DEVICE void advance() { done += Tile::columns; }
+    ROCM_SD_DEVICE void clear() {}
+    ROCM_SD_DEVICE void commit(const Tile& tile) const {
+#pragma unroll
+        for (int row = 0; row < rows_type::held_rows; ++row) tile.store(rows.row(row), rows.chunk, held[row]);
+    }
+};
+
+/// The filters for window_fours: rows of any multiple of four values, and zeros beyond them.
+template <typename Tile, typename T, int Threads>
+struct filter_fours {
+    static constexpr int held_rows = Tile::rows * Tile::chunks / Threads;
+
+    chunk_of<T> held[held_rows];
+    const T* base;
+    int row_bytes, rows, depth, thread, done = 0;  // values of the depth before this step
+
+    ROCM_SD_DEVICE filter_fours(const factor<T>& of, int depth, int first_row, int thread)
+        : base(of.data + first_row * of.stride),
+          row_bytes(static_cast<int>(of.stride) * static_cast<int>(sizeof(T))),
+          rows(of.rows - first_row),
+          depth(depth),
+          thread(thread) {}
+
+    ROCM_SD_DEVICE void fetch() {
+        const int at = done + thread % Tile::chunks * 8;
+#pragma unroll
+        for (int i = 0; i < held_rows; ++i) {
+            // Beyond the last row it is read again, and its products are not stored.
+            const int bytes = smaller(row(i), rows - 1) * row_bytes + at * static_cast<int>(sizeof(T));
+            const auto place = [&](int four) {
+                return at + four < depth ? static_cast<unsigned>(bytes + four * static_cast<int>(sizeof(T))) : nowhere;
+            };
+            held[i] = load_fours(base, place(0), place(4));
+        }
+    }
+
+    ROCM_SD_DEVICE void advance() { done += Tile::columns; }
+    ROCM_SD_DEVICE void clear() {}
+    ROCM_SD_DEVICE void commit(const Tile& tile) const {
+#pragma unroll
+        for (int i = 0; i < held_rows; ++i) tile.store(row(i), thread % Tile::chunks, held[i]);
+    }
+
+  private:
+    ROCM_SD_DEVICE int row(int i) const { return thread / Tile::chunks + i * (Threads / Tile::chunks); }
+};
+
 /// Value by value; any number of channels.
 template <typename Tile, typename T, int Threads, int Kernel, bool Padded>
 struct window_values {
@@ -226,16 +324,17 @@ struct step_range {
     int first, count;
 };
 
-/// One tile of a convolution: Product is a gemm. Wide: the channels of x are a multiple of eight, and x and the filters
-/// begin at multiples of 16 bytes; Product's own `wide` says the same of what the epilogue reads and writes.
-template <typename Product, typename T, int Kernel, bool Padded, bool Wide>
+/// One tile of a convolution: Product is a gemm. Loads: of a chunk, 1 where the channels of x are a multiple of eight,
+/// and x and the filters begin at multiples of 16 bytes; 2 where it is four, and 8 bytes; else 0, value by value.
+/// Product's own `wide` says the first of what the epilogue reads and writes.
+template <typename Product, typename T, int Kernel, bool Padded, int Loads>
 struct convolution {
     using tile_a = typename Product::tile_a;
     using tile_b = typename Product::tile_b;
     static constexpr int threads = Product::threads, block_k = tile_a::columns, taps = Kernel * Kernel;
 
     ROCM_SD_DEVICE static int steps(int channels) {
-        return Wide ? taps * ceil_div(channels, block_k) : ceil_div(taps * channels, block_k);
+        return Loads == 1 ? taps * ceil_div(channels, block_k) : ceil_div(taps * channels, block_k);
     }
 
     /// filters: rows of [Kernel, Kernel, channels].
@@ -255,11 +354,16 @@ struct convolution {
             Product::template run_steps<1>(
                 left, right, range.count, places, filters.rows, first_place, first_filter, lds, epilogue);
         };
-        if constexpr (Wide) {
+        if constexpr (Loads == 1) {
             window_steps<tile_a, T, threads, Kernel, Padded> left(x, of, places, first_place, thread);
             filter_steps<tile_b, T, threads> right(filters, of.channels, first_filter, thread);
             left.begin_at(range.first);
             right.begin_at(range.first);
+            multiply(left, right);
+        } else if constexpr (Loads == 2) {
+            window_fours<tile_a, T, threads, Kernel, Padded> left(x, of, places, first_place, thread);
+            filter_fours<tile_b, T, threads> right(filters, taps * of.channels, first_filter, thread);
+            left.done = right.done = range.first * block_k;
             multiply(left, right);
         } else {
             window_values<tile_a, T, threads, Kernel, Padded> left(x, of, places, first_place, thread);
