@@ -8,10 +8,14 @@ arguments, its grid, its workspace.
 from __future__ import annotations
 
 import ctypes
+import re
 import shutil
 import struct
 import subprocess
-from dataclasses import replace
+import tempfile
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, replace
+from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
@@ -19,19 +23,53 @@ import pytest
 
 pytest.importorskip("tinygrad")
 
+import hip_tiles
 from rocm_sd import arch as archs
-from rocm_sd.kernels.hip import toolchain
+from rocm_sd.kernels.hip import attention, linear_geglu, toolchain
 from rocm_sd.verify.code_object import CodeObject
 from rocm_sd.verify.emulator import Buffer, launch
 
 SOURCE = toolchain.SOURCES.parent
 FAKE = Path(__file__).parent / "fake_hip"
-ARCHS = ("gfx1100", "gfx942")
 # Of one dtype: what differs between dtypes is proven by other tests, and each is as long to compile.
 SMALL = ("--small", "--repeats", "1", "--dtype", "float16")
+# The calls of the test program that are made each time, by architecture, kernel and a part of the shape, with a regular
+# expression for the variants that they ask for: to compile them all takes minutes.
+CALLS = {
+    "gfx1100": (
+        ("layout_copy", "", "layout_copy"),
+        ("upsample", "", "upsample "),
+        ("layer_norm_residual", "", "layer_norm_residual .*(chunks=1|chunks=5 threads=128)"),
+        ("group_norm_silu", "", "group_norm_silu .*(width=8.*add=1 silu=1|width=1 .*add=0 silu=0)"),
+        ("linear_residual", "x80", "linear_residual .*small wide=1 has_bias=1 has_residual=1"),
+        ("linear_residual", "x77", "linear_residual .*wide=0 has_bias=0 has_residual=1"),
+        ("batched_linear", "x80", "batched_linear .*small wide=1 has_bias=1 has_residual=1"),
+        ("linear_geglu", "x80", "linear_geglu .*small wide=1 has_bias=1"),
+        ("attention", "head 40", "attention .*head=40"),
+        ("conv2d", "128x6x6", "conv2d_split .*size=3|conv2d_finish .*add=0 has_residual=1"),
+        ("conv2d", "1x1, add", "conv2d .*small kernel_size=1.*wide=1 wide_out=1 has_add=1"),
+        ("upsample_conv2d", "to 40", "upsample_conv2d .*large"),
+        ("row_moments", "320", "row_moments .*width=8 .*chunks=1"),
+        ("linear_moments", "x80", "linear_moments .*small has_bias=1"),
+        ("norm_linear", "x80", "norm_linear .*small has_bias=1"),
+        ("norm_geglu", "x80", "norm_geglu .*small has_bias=0"),
+    ),
+    # Waves of 64: what differs is how many threads a workgroup has.
+    "gfx942": (
+        ("layout_copy", "", "layout_copy"),
+        ("group_norm_silu", "add", "group_norm_silu .*width=8.*add=1 silu=1"),
+        ("linear_residual", "256", "linear_residual .*large wide=1 has_bias=1 has_residual=0"),
+        ("attention", "77 1 of head 512", "attention .*head=512"),
+        ("conv2d", "24x7x9", "conv2d .*small kernel_size=3.*wide=1 wide_out=1 .*has_residual=1"),
+        ("conv2d", "128x6x6", "conv2d_split .*size=3|conv2d_finish .*add=0 has_residual=1"),
+    ),
+}  # fmt: skip
+ARCHS = tuple(CALLS)
 KERNELS = {
     "layout_copy_wide", "layout_copy_plain", "upsample", "layer_norm_residual", "group_norm_silu_moments",
-    "group_norm_silu_fold", "group_norm_silu_apply", "linear_residual",
+    "group_norm_silu_fold", "group_norm_silu_apply", "linear_residual", "batched_linear", "linear_geglu", "attend",
+    "conv2d", "conv2d_split", "conv2d_finish", "upsample_conv2d", "row_moments", "linear_moments", "norm_linear",
+    "norm_geglu",
 }  # fmt: skip
 
 for program in ("cmake", "c++"):
@@ -54,24 +92,28 @@ def configure(folder, *options, fails=False):
     return " ".join(run("cmake", "-S", SOURCE, "-B", folder, *options, fails=fails).split())
 
 
-@pytest.fixture(scope="module")
-def built(tmp_path_factory):
-    """The folder of a whole build, with the test program as a library too, so that it can be called from here."""
-    folder = tmp_path_factory.mktemp("cmake")
+def build(folder, targets, *options):
+    """A whole build in `folder`/build, with the test program as a library too, so that it can be called from here."""
     runtime = folder / "libamdhip64.so"
     run("c++", "-std=c++17", "-shared", "-fPIC", f"-I{FAKE}", FAKE / "fake_hip.cpp", "-o", runtime)
     configure(
-        folder / "build", f"-DROCM_SD_COMPILER={CLANG}", f"-DCMAKE_HIP_ARCHITECTURES={';'.join(ARCHS)}",
+        folder / "build", f"-DROCM_SD_COMPILER={CLANG}", f"-DCMAKE_HIP_ARCHITECTURES={';'.join(targets)}",
         "-DROCM_SD_DTYPES=float16", f"-DROCM_SD_HIP_INCLUDE={FAKE}", f"-DROCM_SD_HIP_RUNTIME={runtime}",
-        "-DCMAKE_CXX_FLAGS_RELEASE=-O0",
+        "-DCMAKE_CXX_FLAGS_RELEASE=-O0 -fPIC", *options,
     )  # fmt: skip
     run("cmake", "--build", folder / "build")
+    objects = (folder / "build" / "CMakeFiles" / "rocm_sd_kernel_test.dir").rglob("*.o")
     run(
-        "c++", "-std=c++17", "-shared", "-fPIC", f"-I{FAKE}", f"-I{SOURCE / 'library'}",
-        SOURCE / "library" / "kernel_test.cpp", "-o", folder / "build" / "libtest_program.so",
-        f"-L{folder / 'build'}", "-lrocm_sd_kernels", f"-Wl,-rpath,{folder / 'build'}",
+        "c++", "-shared", *objects, "-o", folder / "build" / "libtest_program.so", f"-L{folder / 'build'}",
+        "-lrocm_sd_kernels", runtime, f"-Wl,-rpath,{folder / 'build'}",
     )  # fmt: skip
     return folder / "build"
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    only = "|".join(f"^{gfx} ({'|'.join(variants for _, _, variants in calls)})" for gfx, calls in CALLS.items())
+    return build(tmp_path_factory.mktemp("cmake"), ARCHS, f"-DROCM_SD_ONLY={only}", "-DCMAKE_UNITY_BUILD=ON")
 
 
 class Emulated:
@@ -107,7 +149,9 @@ class Emulated:
         wanted = [argument for argument in code.arguments if not argument.is_hidden]
         raw = [ctypes.string_at(places[place], argument.size) for place, argument in enumerate(wanted)]
         pointers = {int.from_bytes(each, "little") for each, a in zip(raw, wanted, strict=True) if a.is_pointer}
-        buffers = {address: self.buffer(address, pointers) for address in pointers if address}
+        # Queries, keys and values of one packed product lie between one another, and nobody writes them.
+        others = set() if kernel == "attend" else pointers
+        buffers = {address: self.buffer(address, others) for address in pointers if address}
         values = [
             buffers.get(int.from_bytes(each, "little")) if argument.is_pointer else int.from_bytes(each, "little")
             for each, argument in zip(raw, wanted, strict=True)
@@ -139,14 +183,36 @@ def elf_at(address):
 @pytest.mark.parametrize("gfx", ARCHS)
 def test_the_test_program_passes_on_the_emulator(built, gfx, capfd):
     device = Emulated(built, gfx)
-    assert device.main(*SMALL) == 0
+    for kernel, shape, _ in CALLS[gfx]:
+        assert device.main(*SMALL, "--kernel", kernel, "--shape", shape) == 0, capfd.readouterr().out
     told = capfd.readouterr().out
     assert f"emulator, {gfx}, 4 compute units" in told
-    assert told.count("PASSED") == 13
+    assert told.count("PASSED") >= len(CALLS[gfx])
     assert "FAILED" not in told
-    assert "upsample element=half width=8 scale=2 bilinear=1" in told
     assert device.runtime.fake_hip_allocations() == 0
-    assert set(device.launched) == KERNELS
+    if gfx == "gfx1100":
+        assert set(device.launched) == KERNELS
+        assert "upsample element=half width=8 scale=2 bilinear=1" in told
+        # A tile by its numbers.
+        assert "norm_geglu element=half block_m=64 block_n=64" in told
+
+
+def every_call(built, gfx):
+    device = Emulated(built, gfx)
+    return device.main(*SMALL), set(device.launched)
+
+
+@pytest.mark.slow
+def test_every_call_passes_on_the_emulator(tmp_path, capfd):
+    gfx = "gfx942"  # whose tiles differ most from those of gfx1100
+    folder = build(tmp_path, [gfx])
+    # A process of its own: one that has a library by this name loads no second.
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        code, launched = pool.submit(every_call, folder, gfx).result()
+    told = capfd.readouterr().out
+    assert code == 0, told
+    assert "48 of 48 passed" in told
+    assert launched == KERNELS
 
 
 def test_a_device_that_computes_nothing_fails(built, capfd):
@@ -201,6 +267,22 @@ def test_sizes_and_dtypes_that_do_not_fit_are_refused(built):
     assert b"do not stay in registers" in library.rocm_sd_last_error()
     assert library.rocm_sd_group_norm_silu(*[None] * 5, 1, 10, 4, 3, eps, 1, None, 0, None) == -2
     assert library.rocm_sd_last_error() == b"10 channels are not 3 equal groups"
+    assert library.rocm_sd_conv2d(*[None] * 6, 1, 8, 4, 4, 8, 5, 1, 2, None, 0, None) == -2
+    assert b"conv2d of 5x5 with padding 2" in library.rocm_sd_last_error()
+    assert library.rocm_sd_conv2d(*[16] * 6, 1, 8, 4, 4, 8, 3, 1, 1, None, 0, None) == -2
+    assert b"one of add and residual" in library.rocm_sd_last_error()
+    scale = ctypes.c_float(0.125)
+    assert library.rocm_sd_attention(*[16] * 4, 1, 8, 8, 2, 64, 64, 128, scale, 0, None) == -2
+    assert b"overlap" in library.rocm_sd_last_error()
+    assert library.rocm_sd_attention(*[16] * 4, 1, 8, 8, 2, 48, 96, 96, scale, 0, None) == -1
+    assert b'of "attention element=half head=48"' in library.rocm_sd_last_error()
+    assert library.rocm_sd_attention(*[16] * 4, 1, 8, 8, 2, 40, 80, 80, ctypes.c_float(0), 0, None) == -2
+    assert library.rocm_sd_last_error() == b"attention: the scale must be above zero"
+    assert library.rocm_sd_norm_linear(None, None, 64, None, None, eps, None, None, None, 8, 8, 12, 0, None) == -2
+    assert b"rows do not begin at multiples of 16 bytes" in library.rocm_sd_last_error()
+    assert library.rocm_sd_linear_moments(*[None] * 6, 8, 8, 8, 0, None) == -2
+    assert library.rocm_sd_last_error() == b"linear_moments needs a residual"
+    assert library.rocm_sd_linear_moments_span(8, 8, 2) == 0
 
 
 def test_without_a_device_the_program_says_so_and_what_to_do(built):
@@ -213,6 +295,8 @@ def test_without_a_device_the_program_says_so_and_what_to_do(built):
 def test_the_program_explains_itself(built):
     program = built / "rocm_sd_kernel_test"
     assert "--repeats N" in run(program, "--help")
+    # The parts of a convolution are those of conv2d.
+    assert {*run(program, "--list").split(), "conv2d_split", "conv2d_finish"} == set(toolchain.source_names())
     assert 'What is "--fast"?' in run(program, "--fast", fails=True)
     assert "There is no kernel no_such." in run(program, "--kernel", "no_such", fails=True)
     assert "--repeats must be 1 or more." in run(program, "--repeats", "0", fails=True)
@@ -254,8 +338,69 @@ def test_what_is_missing_is_told_before_anything_is_built(tmp_path):
     assert "There is no HIP runtime" in told
 
 
-def test_the_lists_of_cmake_are_those_of_python():
+def variants(gfx, *dtypes):
+    """(family, name, parameters) of all that CMake would compile."""
+    script = f"""
+        cmake_policy(VERSION 3.16)
+        include({SOURCE / "library" / "variants.cmake"})
+        set(ROCM_SD_DTYPES {" ".join(dtypes)})
+        foreach(family ${{ROCM_SD_FAMILIES}})
+            rocm_sd_variants(${{family}} {gfx} found)
+            foreach(each ${{found}})
+                message("${{family}}|${{each}}")
+            endforeach()
+        endforeach()
+    """
+    with tempfile.NamedTemporaryFile("w", suffix=".cmake") as file:
+        file.write(script)
+        file.flush()
+        lines = run("cmake", "-P", file.name).splitlines()
+    return [
+        (family, name, dict(word.split("=") for word in words.split()))
+        for family, name, words in (line.split("|") for line in lines)
+    ]
+
+
+@pytest.mark.parametrize("gfx", ["gfx1030", "gfx942", "gfx1201"])
+def test_every_variant_says_all_that_its_source_asks_for(gfx):
+    found = variants(gfx, "float16", "bfloat16", "float32")
+    assert {family for family, _, _ in found} == set(toolchain.source_names())
+    assert len({name for _, name, _ in found}) == len(found)
+    for family, name, parameters in found:
+        text = (toolchain.SOURCES / f"{family}.hip").read_text()
+        asked = set(re.findall(r"ROCM_SD_([A-Z_]+)", text)) - {"KERNEL", "DEVICE", "SHARED"}
+        assert {key.upper() for key in parameters} == asked, name
+
+
+def test_the_tiles_of_cmake_are_those_of_python():
+    assert hip_tiles.FILE.read_text() == hip_tiles.text(), "type: python tools/hip_tiles.py"
+    for gfx in toolchain.TARGETS:
+        unit = archs.get(gfx).matrix_unit
+        found = {name: parameters for _, name, parameters in variants(gfx, "bfloat16")}
+        for head, configs in attention.TILES[unit].items():
+            wanted = {"element": "bfloat", "head": head, **asdict(configs[0])}
+            assert found[f"attention element=bfloat head={head}"] == {k: str(v) for k, v in wanted.items()}
+        for tile, config in (("large", linear_geglu.TILES[unit][0]), ("small", linear_geglu.TILES[unit][-1])):
+            wanted = dict(config.parameters, element="bfloat", wide=1, has_bias=0)
+            name = f"linear_geglu element=bfloat tile={tile} wide=1 has_bias=0"
+            assert found[name] == {k: str(v) for k, v in wanted.items()}
+
+
+def test_waves_of_64_without_a_matrix_unit_have_what_fits_them():
+    """The tiles of the others do not compile there; of them no launcher has one that does."""
+    families = {family for family, _, _ in variants("gfx906", "float16")}
+    assert set(toolchain.source_names()) - families == {"linear_geglu", "norm_geglu", "attention"}
+
+
+def test_an_architecture_without_known_products_is_refused(tmp_path):
+    options = (f"-DROCM_SD_COMPILER={CLANG}", "-DCMAKE_HIP_ARCHITECTURES=gfx900", "-DROCM_SD_LIBRARY=OFF")
+    assert "Nothing is known of the products of gfx900" in configure(tmp_path, *options, fails=True)
+    configure(tmp_path, *options, "-DROCM_SD_KERNELS=layout_copy")
+    told = configure(tmp_path, *options, "-DROCM_SD_KERNELS=layout_copy", "-DROCM_SD_ONLY=no_such", fails=True)
+    assert "There is nothing to compile" in told
+
+
+def test_the_targets_of_cmake_are_those_of_python():
     text = (SOURCE / "library" / "variants.cmake").read_text()
-    lists = dict(line[4:-1].split(" ", 1) for line in text.splitlines() if line.startswith("set(ROCM_SD_"))
+    lists = dict(line[4:-1].split(" ", 1) for line in text.splitlines() if line.startswith("set(ROCM_SD_T"))
     assert tuple(lists["ROCM_SD_TARGETS"].split()) == toolchain.TARGETS
-    assert set(lists["ROCM_SD_FAMILIES"].split()) <= set(toolchain.source_names())

@@ -1,9 +1,10 @@
 #include "code_objects.hpp"
 
-#include <cstring>
+#include <cstdlib>
 #include <map>
 #include <mutex>
 #include <set>
+#include <stdexcept>
 #include <utility>
 
 #include "rocm_sd_kernels.h"
@@ -16,12 +17,12 @@ thread_local std::string last_error, last_variant;
 
 struct device {
     std::string gfx;
-    int wave_size;
+    int wave_size, compute_units;
 };
 
 std::mutex guard;
 std::map<int, device> devices;
-std::map<std::pair<int, std::string>, hipModule_t> modules;
+std::map<std::pair<int, const code_object*>, hipModule_t> modules;
 
 int failed(hipError_t error, const std::string& doing) { return fail(error, doing + ": " + hipGetErrorString(error)); }
 
@@ -36,7 +37,8 @@ int current_device(int& number, device& found) {
     if (const hipError_t error = hipGetDeviceProperties(&properties, number)) return failed(error, "no properties");
     const std::string name = properties.gcnArchName;
     // gfx90a:sramecc+:xnack- is gfx90a: the code runs with either.
-    found = devices[number] = {name.substr(0, name.find(':')), properties.warpSize};
+    found = devices[number] = {name.substr(0, name.find(':')), properties.warpSize,
+                               properties.multiProcessorCount};
     return 0;
 }
 
@@ -54,27 +56,47 @@ int fail(int code, const std::string& sentence) {
     return code;
 }
 
-int find_kernel(const std::string& variant, const char* kernel, device_kernel& found) {
+int device_variant::parameter(const char* key) const {
+    const std::string words = std::string(" ") + object->parameters, word = std::string(" ") + key + "=";
+    const size_t at = words.find(word);
+    if (at == std::string::npos) throw std::logic_error(std::string(object->variant) + " has no " + key);
+    return std::atoi(words.c_str() + at + word.size());
+}
+
+int find_variant(const std::string& name, device_variant& found) {
     const std::lock_guard<std::mutex> lock(guard);
-    int number;
     device here;
-    if (const int code = current_device(number, here)) return code;
-    hipModule_t& module = modules[{number, variant}];
+    if (const int code = current_device(found.device, here)) return code;
+    found.object = find_object(name, here.gfx);
+    if (found.object == nullptr) {
+        return fail(rocm_sd_no_code, "there is no code for " + here.gfx + " of \"" + name + "\"; in the library: " +
+                                         rocm_sd_architectures());
+    }
+    found.wave_size = here.wave_size;
+    found.compute_units = here.compute_units;
+    return 0;
+}
+
+int find_kernel(const device_variant& variant, const char* kernel, device_kernel& found) {
+    const std::lock_guard<std::mutex> lock(guard);
+    const std::string name = variant.object->variant;
+    hipModule_t& module = modules[{variant.device, variant.object}];
     if (module == nullptr) {
-        const code_object* object = find_object(variant, here.gfx);
-        if (object == nullptr) {
-            return fail(rocm_sd_no_code, "there is no code for " + here.gfx + " of \"" + variant +
-                                             "\"; in the library: " + rocm_sd_architectures());
-        }
-        if (const hipError_t error = hipModuleLoadData(&module, object->begin)) {
+        if (const hipError_t error = hipModuleLoadData(&module, variant.object->begin)) {
             module = nullptr;
-            return failed(error, "loading " + variant);
+            return failed(error, "loading " + name);
         }
     }
     if (const hipError_t error = hipModuleGetFunction(&found.function, module, kernel)) return failed(error, kernel);
-    found.wave_size = here.wave_size;
-    last_variant = variant;
+    found.wave_size = variant.wave_size;
+    last_variant = name.substr(0, name.find(' ') + 1) + variant.object->parameters;
     return 0;
+}
+
+int find_kernel(const std::string& variant, const char* kernel, device_kernel& found) {
+    device_variant here;
+    if (const int code = find_variant(variant, here)) return code;
+    return find_kernel(here, kernel, found);
 }
 
 }  // namespace rocm_sd

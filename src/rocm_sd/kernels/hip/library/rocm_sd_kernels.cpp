@@ -1,58 +1,13 @@
-// Which variant runs with which grid. The Python launchers beside the sources have more variants to choose from, since
-// they compile what they need when they need it; what a kernel's arguments are is told in its source.
+// Which variant runs with which grid: kernels without products. The Python launchers beside the sources have more
+// variants to choose from, since they compile what they need when they need it; what a kernel's arguments are is told
+// in its source.
 #include "rocm_sd_kernels.h"
 
 #include <algorithm>
-#include <cstdint>
-#include <initializer_list>
-#include <sstream>
 
-#include "code_objects.hpp"
+#include "choose.hpp"
 
-namespace {
-
-using rocm_sd::device_kernel;
-using rocm_sd::fail;
-using rocm_sd::find_kernel;
-using rocm_sd::launch;
-
-struct element {
-    const char* name;
-    const char* bits;  // for kernels that move values and never look at them
-    int size;
-};
-
-const element elements[] = {{"half", "bits16", 2}, {"bfloat", "bits16", 2}, {"float", "bits32", 4}};
-
-int check(bool sizes_are_positive, rocm_sd_dtype dtype) {
-    if (!sizes_are_positive) return fail(rocm_sd_unsupported, "sizes must be positive");
-    if (dtype < rocm_sd_float16 || dtype > rocm_sd_float32) return fail(rocm_sd_unsupported, "an unknown dtype");
-    return 0;
-}
-
-int ceil_div(int a, int b) { return (a + b - 1) / b; }
-
-// 16 bytes at once where every row and every pointer is a multiple of them, else one value.
-int access_width(int size, std::initializer_list<int> strides, std::initializer_list<const void*> pointers) {
-    const int widest = 16 / size;
-    for (const int stride : strides) {
-        if (stride % widest != 0) return 1;
-    }
-    for (const void* pointer : pointers) {
-        if (reinterpret_cast<std::uintptr_t>(pointer) % 16 != 0) return 1;
-    }
-    return widest;
-}
-
-// text("upsample element=", name, " width=", 8)
-template <typename... Parts>
-std::string text(Parts... parts) {
-    std::ostringstream out;
-    (out << ... << parts);
-    return out.str();
-}
-
-}  // namespace
+using namespace rocm_sd;
 
 int rocm_sd_layout_copy(const void* x, void* y, int N, int C, int HW, int channels_last, rocm_sd_dtype dtype,
                         hipStream_t stream) {
@@ -80,31 +35,59 @@ int rocm_sd_upsample_2x(const void* x, void* y, int N, int C, int H, int W, int 
     return launch(kernel, {ceil_div(W * (C / width), threads), H, N}, threads, stream, x, y, C, H, W);
 }
 
+namespace {
+
+// How threads share a row.
+struct row_split {
+    bool wide;
+    int lanes, chunks, threads;
+
+    std::string words() const { return text(" lanes=", lanes, " chunks=", chunks, " threads=", threads); }
+};
+
+// As in variants.cmake; the first that a row fits into, or none.
+const row_split* split_of(int C, int width) {
+    static const row_split splits[] = {
+        {true, 64, 1, 128}, {true, 64, 5, 128}, {true, 256, 5, 256}, {false, 64, 5, 128}, {false, 1024, 8, 1024}};
+    for (const row_split& each : splits) {
+        if (each.wide == (width > 1) && each.lanes * each.chunks * width >= C) return &each;
+    }
+    return nullptr;
+}
+
+int too_long(int C) {
+    return fail(rocm_sd_unsupported, text("rows of ", C, " values: they do not stay in registers"));
+}
+
+}  // namespace
+
 int rocm_sd_layer_norm_residual(const void* x, const void* residual, const void* weight, const void* bias, void* y,
                                 void* total, int M, int C, float eps, rocm_sd_dtype dtype, hipStream_t stream) {
     if (const int code = check(M > 0 && C > 0, dtype)) return code;
     const element type = elements[dtype];
     const int width = access_width(type.size, {C}, {x, residual, weight, bias, y, total});
-    struct split {
-        bool wide;
-        int lanes, chunks, threads;
-    };
-    // As in variants.cmake; the first that a row fits into.
-    static const split splits[] = {
-        {true, 64, 1, 128}, {true, 64, 5, 128}, {true, 256, 5, 256}, {false, 64, 5, 128}, {false, 1024, 8, 1024}};
-    for (const split& each : splits) {
-        if (each.wide != (width > 1) || each.lanes * each.chunks * width < C) continue;
-        device_kernel kernel;
-        const std::string variant =
-            text("layer_norm_residual element=", type.name, " width=", width, " lanes=", each.lanes, " chunks=",
-                 each.chunks, " threads=", each.threads, " even=0 has_residual=", residual == nullptr ? 0 : 1,
-                 " has_weight=1 has_bias=1");
-        if (const int code = find_kernel(variant, "layer_norm_residual", kernel)) return code;
-        const int x_stride = C, residual_stride = residual == nullptr ? 0 : C;
-        return launch(kernel, {ceil_div(M, each.threads / each.lanes), 1, 1}, each.threads, stream, x, residual,
-                      weight, bias, y, total, M, C, x_stride, residual_stride, 1.0f / static_cast<float>(C), eps);
-    }
-    return fail(rocm_sd_unsupported, text("rows of ", C, " values: they do not stay in registers"));
+    const row_split* split = split_of(C, width);
+    if (split == nullptr) return too_long(C);
+    device_kernel kernel;
+    const std::string variant = text("layer_norm_residual element=", type.name, " width=", width, split->words(),
+                                     " even=0 has_residual=", residual == nullptr ? 0 : 1, " has_weight=1 has_bias=1");
+    if (const int code = find_kernel(variant, "layer_norm_residual", kernel)) return code;
+    const int x_stride = C, residual_stride = residual == nullptr ? 0 : C;
+    return launch(kernel, {ceil_div(M, split->threads / split->lanes), 1, 1}, split->threads, stream, x, residual,
+                  weight, bias, y, total, M, C, x_stride, residual_stride, 1.0f / static_cast<float>(C), eps);
+}
+
+int rocm_sd_row_moments(const void* x, void* moments, int M, int C, rocm_sd_dtype dtype, hipStream_t stream) {
+    if (const int code = check_halves("row_moments", M > 0 && C > 0, dtype)) return code;
+    const int width = access_width(elements[dtype].size, {C}, {x});
+    const row_split* split = split_of(C, width);
+    if (split == nullptr) return too_long(C);
+    device_kernel kernel;
+    const std::string variant =
+        text("row_moments element=", elements[dtype].name, " width=", width, split->words(), " even=0");
+    if (const int code = find_kernel(variant, "row_moments", kernel)) return code;
+    return launch(kernel, {ceil_div(M, split->threads / split->lanes), 1, 1}, split->threads, stream, x, moments, M, C,
+                  C, 1.0f / static_cast<float>(C));
 }
 
 namespace {
@@ -172,24 +155,4 @@ int rocm_sd_group_norm_silu(const void* x, void* y, const void* weight, const vo
     const int blocks = ceil_div(HW, shape.rows * apply_rows);
     return launch(apply, {blocks, shape.c_blocks, N}, norm_threads, stream, x, y, group_means, scales, bias, add, C,
                   HW, blocks);
-}
-
-int rocm_sd_linear_residual(const void* x, const void* weight, const void* bias, const void* residual, void* y, int M,
-                            int N, int K, rocm_sd_dtype dtype, hipStream_t stream) {
-    if (const int code = check(M > 0 && N > 0 && K > 0, dtype)) return code;
-    if (dtype == rocm_sd_float32) return fail(rocm_sd_unsupported, "linear_residual takes float16 or bfloat16");
-    const bool wide = access_width(2, {N, K}, {x, weight, bias, residual, y}) > 1;
-    // Large tiles where they still fill a card.
-    const bool large = wide && static_cast<long long>(ceil_div(M, 128)) * ceil_div(N, 128) >= 64;
-    const std::string variant =
-        text("linear_residual element=", elements[dtype].name, " tile=", large ? "large" : "small", " wide=",
-             wide ? 1 : 0, " has_bias=", bias == nullptr ? 0 : 1, " has_residual=", residual == nullptr ? 0 : 1);
-    device_kernel kernel;
-    if (const int code = find_kernel(variant, "linear_residual", kernel)) return code;
-    const int block = large ? 128 : 64;
-    // As in variants.cmake: a large tile is the work of 2 x 4 waves of 32, or of 2 x 2 waves of 64.
-    const int threads = large ? 256 : 4 * kernel.wave_size;
-    const int residual_stride = residual == nullptr ? 0 : N, group_m = 8;
-    return launch(kernel, {ceil_div(M, block) * ceil_div(N, block), 1, 1}, threads, stream, x, weight, bias, residual,
-                  y, M, N, K, K, K, residual_stride, N, group_m);
 }

@@ -1,0 +1,93 @@
+"""Write the tiles of the HIP kernels for the CMake build, from those of the Python launchers.
+
+python tools/hip_tiles.py          rewrites src/rocm_sd/kernels/hip/library/tiles.cmake
+python tools/hip_tiles.py --check  changes nothing, and fails when the file is not what the launchers say
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rocm_sd import arch
+from rocm_sd.kernels.hip import (
+    attention,
+    batched_linear,
+    conv2d,
+    linear_geglu,
+    linear_moments,
+    linear_residual,
+    norm_geglu,
+    norm_linear,
+    toolchain,
+    upsample_conv2d,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from rocm_sd.arch import MatrixUnit
+    from rocm_sd.kernels.hip.gemm import GemmConfig
+
+__all__ = ["FILE", "main", "text"]
+
+FILE = toolchain.SOURCES.parent / "library" / "tiles.cmake"
+# For a library the first and the last: the largest tile, and the one for what does not fill a card with it.
+PRODUCTS: Mapping[str, Mapping[MatrixUnit, tuple[GemmConfig, ...]]] = {
+    module.__name__.rpartition(".")[2]: module.TILES
+    for module in (
+        linear_residual, batched_linear, linear_geglu, linear_moments, norm_linear, norm_geglu, conv2d, upsample_conv2d,
+    )
+}  # fmt: skip
+_ABOUT = """\
+# Written by tools/hip_tiles.py from the tiles of the Python launchers; a test holds the two together.
+#
+# The matrix unit of each architecture; by unit and family a large and a small tile, and by the size of a head that of
+# attention, each in the words that the source is compiled with.
+"""
+
+
+def text() -> str:
+    """The whole of the file."""
+    header = (toolchain.INCLUDE / "rocm_sd" / "arch.hpp").read_text(encoding="utf-8")
+    lines = [
+        f"set(ROCM_SD_UNIT_{name} {_name(found.matrix_unit)})"
+        for name, found in arch.ARCHS.items()
+        if found.matrix_unit and f"defined(__{name}__)" in header
+    ]
+    for family, tiles in PRODUCTS.items():
+        for unit, configs in tiles.items():
+            for size, config in (("large", configs[0]), ("small", configs[-1])):
+                lines.append(_line(unit, family, size, config.parameters))
+    heads = sorted({head for by_head in attention.TILES.values() for head in by_head})
+    lines.append(f"set(ROCM_SD_HEADS {' '.join(map(str, heads))})")
+    for unit, by_head in attention.TILES.items():
+        for head, choices in by_head.items():
+            names = [field.name for field in fields(choices[0])]
+            lines.append(_line(unit, "attention", head, [(name, getattr(choices[0], name)) for name in names]))
+    return _ABOUT + "\n".join(lines) + "\n"
+
+
+def _name(unit: MatrixUnit) -> str:
+    return unit.name.lower()
+
+
+def _line(unit: MatrixUnit, family: str, which: str | int, words: Iterable[tuple[str, object]]) -> str:
+    return f'set(ROCM_SD_TILE_{_name(unit)}_{family}_{which} "{" ".join(f"{key}={value}" for key, value in words)}")'
+
+
+def main(arguments: list[str]) -> int:
+    if FILE.is_file() and FILE.read_text(encoding="utf-8") == text():
+        return 0
+    if "--check" in arguments:
+        print(f"{FILE.name} is out of date. Type: python tools/{Path(__file__).name}")
+        return 1
+    FILE.write_text(text(), encoding="utf-8")
+    print(f"rewrote {FILE.name}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
