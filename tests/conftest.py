@@ -5,11 +5,12 @@ from __future__ import annotations
 import gc
 import os
 from contextlib import suppress
-from dataclasses import replace
 
 import hypothesis
 import pytest
 import torch
+
+import triton_interpreter
 
 # The same examples on every run: a failure is a change in the code, never a change in luck or in the machine's load.
 hypothesis.settings.register_profile(
@@ -33,12 +34,7 @@ if not HAS_GPU:
     # Read by Triton when a kernel is decorated, so it must stand before the first import of a kernel.
     os.environ["TRITON_INTERPRET"] = "1"
     with suppress(ImportError, AttributeError, TypeError):
-        from triton.runtime.interpreter import interpreter_builder
-
-        if not interpreter_builder.options.debug:
-            # Every sum and product of integers is computed once more in 64 bits, for an assertion that is made in debug
-            # mode alone: half of the interpreter's time, and nothing is done with it.
-            interpreter_builder.options = replace(interpreter_builder.options, sanitize_overflow=False)
+        triton_interpreter.quicken()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
