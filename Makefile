@@ -3,7 +3,9 @@
 PYTHON ?= python3
 BIN := .venv/bin
 TEST_EXTRAS := dev,quality,report,training,verify
-# pytest-xdist starts one worker a core; a GPU is shared by none.
+# pytest-xdist starts one worker a core; a GPU is shared by none. A worker keeps the tests of a file together, whose models
+# and compiled kernels are then made once, and takes over from the other what is left at the end.
+WORKERS := -n auto --dist worksteal
 PYTEST_FLAGS ?=
 
 .DEFAULT_GOAL := help
@@ -22,7 +24,7 @@ demo: setup ## generate pictures, stock and optimised, into out/
 	@$(BIN)/rocm-sd demo
 
 test: setup-dev ## run the whole test suite that needs no GPU, with coverage
-	@$(BIN)/python -m pytest -n auto -m "not gpu" --cov --cov-report=term-missing:skip-covered $(PYTEST_FLAGS)
+	@$(BIN)/python -m pytest $(WORKERS) -m "not gpu" --cov --cov-report=term-missing:skip-covered $(PYTEST_FLAGS)
 
 test-gpu: setup-dev ## run the tests that need a GPU
 	@$(BIN)/python -m pytest -m gpu $(PYTEST_FLAGS)
