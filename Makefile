@@ -9,7 +9,7 @@ WORKERS := -n auto --dist worksteal
 PYTEST_FLAGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev demo test test-gpu check format docs wheel clean clean-venv
+.PHONY: help setup setup-dev demo test coverage test-gpu check format docs wheel clean clean-venv
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -23,7 +23,10 @@ setup-dev: ## the same, with what the tests and checks need
 demo: setup ## generate pictures, stock and optimised, into out/
 	@$(BIN)/rocm-sd demo
 
-test: setup-dev ## run the whole test suite that needs no GPU, with coverage
+test: setup-dev ## run the whole test suite that needs no GPU
+	@$(BIN)/python -m pytest $(WORKERS) -m "not gpu" $(PYTEST_FLAGS)
+
+coverage: setup-dev ## the same with coverage, which takes half as long again
 	@$(BIN)/python -m pytest $(WORKERS) -m "not gpu" --cov --cov-report=term-missing:skip-covered $(PYTEST_FLAGS)
 
 test-gpu: setup-dev ## run the tests that need a GPU
