@@ -1,8 +1,8 @@
 """Take measurements of a card into the data that are shipped: python tools/ship_measurements.py EXPORT...
 
-EXPORT is what `rocm-sd tune --export FILE` wrote. Each problem that was measured becomes an entry for exactly that shape in
-src/rocm_sd/tuning/data/<arch>/<op>.json, with the fastest candidate that is right and faster than stock torch beyond doubt,
-or with stock torch. An entry that is there already stays unless the new measurements contradict it beyond doubt.
+EXPORT is what `rocm-sd tune --export FILE` wrote. Each problem that was measured becomes an entry for exactly that shape
+in src/rocm_sd/tuning/data/<arch>/<op>.json, with the fastest candidate that is right and faster than stock torch beyond
+doubt, or with stock torch. An entry that is there already stays unless the new measurements contradict it beyond doubt.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def entry_of(problem: dict[str, Any], candidates: list[Measured], best: Measured
     kernel = min(kernels, key=lambda one: one["median_us"], default=None)
     config = before.get("config", {}) if kernel is None else kernel["config"]
     if best is None:
-        nearest = min(candidates, key=lambda one: shares(one)[1])
-        why = f"measured: {nearest['stock_us']:.1f} us, {nearest['candidate']} {nearest['median_us']:.1f} us: no clear gain"
+        near = min(candidates, key=lambda one: shares(one)[1])
+        why = f"measured: {near['stock_us']:.1f} us, {near['candidate']} {near['median_us']:.1f} us: no clear gain"
         return {"when": problem, "implementation": STOCK, "config": config, "why": why}
     config = best["config"] or config
     why = f"measured: {best['median_us']:.1f} us, stock {best['stock_us']:.1f} us"
@@ -67,8 +67,9 @@ def taken_in(table: dict[str, Any], measurements: list[Measured]) -> int:
             continue
         source, before = entry_for(table, candidates[0]["problem"])
         best = fastest(right)
-        named_right = best is None and before["implementation"] == STOCK
-        if named_right or not (source != "exact" or contradicted(before, right, best)):
+        if source == "exact" and not contradicted(before, right, best):
+            continue
+        if best is None and before["implementation"] == STOCK:
             continue
         problem = {name: candidates[0]["problem"][name] for name in _order(table, candidates[0]["problem"])}
         exact = table.setdefault("exact", [])
