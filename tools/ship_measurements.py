@@ -1,6 +1,6 @@
 """Take measurements of a card into the data that are shipped: python tools/ship_measurements.py EXPORT...
 
-EXPORT is what `rocm-sd tune --export FILE` wrote. Each problem that was measured becomes an entry for exactly that shape
+EXPORT is what `rocm-sd tune --export FILE` wrote. Each problem that was measured becomes an entry for that very shape
 in src/rocm_sd/tuning/data/<arch>/<op>.json, with the fastest candidate that is right and faster than stock torch beyond
 doubt, or with stock torch. An entry that is there already stays unless the new measurements contradict it beyond doubt.
 """
