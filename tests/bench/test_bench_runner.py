@@ -273,17 +273,34 @@ def test_an_older_record_is_renamed_after_its_time(tmp_path):
 def test_sensors_are_read_for_each_engine_alone(work, tmp_path, quick, monkeypatch):
     from contextlib import contextmanager
 
-    powers = iter([1.0, 50.0, 60.0])
+    # Warm-ups that are too short to tell, the question whether anybody tells at all, and the engines.
+    powers = iter([1.0, 2.0, 3.0, 50.0, 60.0])
 
     @contextmanager
     def watch(_device):
         yield Readings(next(powers), 2000.0, 55.0)
 
     monkeypatch.setattr(runner, "watch", watch)
+    monkeypatch.setattr(runner, "settled", lambda *_, **__: [])
     monkeypatch.setattr(runner, "_SENSED_S", 0.05)
     record = run(work, [stock, engine("b")], [1], out=tmp_path, repeats=1)
     assert [m.power_watt for m in record.measurements] == [50.0, 60.0]
     assert record.measurements[0].energy_joule == pytest.approx(50 * record.measurements[0].p50_ms / 1e3)
+
+
+def test_sensors_are_read_in_a_warm_up_that_is_long_enough(work, tmp_path, quick, monkeypatch):
+    from contextlib import contextmanager
+
+    powers = iter([50.0, 60.0, 1.0])
+
+    @contextmanager
+    def watch(_device):
+        yield Readings(next(powers), 2000.0, 55.0)
+
+    monkeypatch.setattr(runner, "watch", watch)
+    monkeypatch.setattr(runner, "_SENSED_S", 0.0)
+    record = run(work, [stock, engine("b")], [1], out=tmp_path, repeats=1)
+    assert [m.power_watt for m in record.measurements] == [50.0, 60.0]
 
 
 def test_the_floor_is_the_arithmetic_over_the_peak(work, tmp_path, quick, monkeypatch):

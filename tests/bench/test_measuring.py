@@ -184,6 +184,12 @@ def test_a_warm_up_ends_when_the_median_stops_moving(times, calls):
     assert len(settled(lambda: None, Scripted(*times))) == calls
 
 
+def test_calls_before_a_warm_up_count_for_it():
+    stopwatch = Scripted(1.0, 1.0, 1.0)
+    assert settled(lambda: None, stopwatch, before=[1.0]) == [1.0] * 3
+    assert stopwatch.calls == 2
+
+
 def test_a_warm_up_that_never_settles_ends_at_most():
     halving = [1e6 / 2**index for index in range(40)]
     assert settled(lambda: None, Scripted(*halving), most=12) == halving[:12]

@@ -22,7 +22,7 @@ from rocm_sd.bench.measuring import Stopwatch, compare, interleaved, settled
 from rocm_sd.bench.peaks import PeakMemory, Points
 from rocm_sd.bench.records import Comparison, Measurement, Record
 from rocm_sd.bench.resuming import keep_older, record_file, unfinished
-from rocm_sd.bench.sensors import watch
+from rocm_sd.bench.sensors import Readings, watch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -219,7 +219,8 @@ class _Run:
                 return None
             started = time.perf_counter()
             budget_s = 3.0 if self.device.type == "cpu" else 20.0
-            settled(drawn, self.stopwatch, budget_s=budget_s, before=[second_ms])
+            with watch(self.device) as readings:
+                settled(drawn, self.stopwatch, budget_s=budget_s, before=[second_ms])
             settled_s = time.perf_counter() - started
             self._advance(_SETTLING * steps * batch, f"batch {batch}: {engine.name} is warm")
         except Exception as error:  # noqa: BLE001 -- whatever ails one engine, the others go on
@@ -230,6 +231,8 @@ class _Run:
             engine.name, engine.version(), engine.provider, batch, (), steps, first_s, first_s + settled_s,
             first_mib, second_mib, floor_ms=self._floor_ms(batch), error=verdict.error, stock_error=gate.stock_error,
         )  # fmt: skip
+        if settled_s >= _SENSED_S:
+            fresh = _with_readings(fresh, readings)
         # A resumed run finds compiled kernels: the first one's warm-up is the true one.
         self.measured.setdefault((engine.name, batch), fresh)
         return pipe
@@ -276,7 +279,10 @@ class _Run:
         return call
 
     def _sensed(self, batch: int, ready: dict[str, Any]) -> None:
-        """Power, clock and temperature of each engine alone, after the turns: a turn may be shorter than a reading."""
+        """Power, clock and temperature of each engine alone, after the turns: a turn may be shorter than a reading.
+
+        Of an engine whose warm-up was long enough they are known from there.
+        """
         with watch(self.device) as readings:
             pass  # it reads once at each end, which tells whether there is anything to read
         if readings.power_watt is None and readings.clock_mhz is None and readings.temperature_c is None:
@@ -287,6 +293,9 @@ class _Run:
                 )
             return
         for name, pipe in ready.items():
+            known = self.measured[name, batch]
+            if (known.power_watt, known.clock_mhz, known.temperature_c) != (None, None, None):
+                continue
             self._advance(0, f"batch {batch}: {name}, power and clock")
             call = self._call(name, pipe, batch)
             until = time.perf_counter() + _SENSED_S
@@ -297,12 +306,7 @@ class _Run:
             except _Failed as failed:
                 self._leave_out(name, batch, failed.why)
                 continue
-            self.measured[name, batch] = replace(
-                self.measured[name, batch],
-                power_watt=readings.power_watt,
-                clock_mhz=readings.clock_mhz,
-                temperature_c=readings.temperature_c,
-            )
+            self.measured[name, batch] = _with_readings(self.measured[name, batch], readings)
 
     def _leave_out(
         self, name: str, batch: int, why: str, error: float | None = None, stock_error: float | None = None
@@ -324,6 +328,15 @@ class _Run:
         self._done = min(max(self._done, done), self._total)
         if self._progress:
             self._progress(self._done, self._total, what)
+
+
+def _with_readings(measured: Measurement, readings: Readings) -> Measurement:
+    return replace(
+        measured,
+        power_watt=readings.power_watt,
+        clock_mhz=readings.clock_mhz,
+        temperature_c=readings.temperature_c,
+    )
 
 
 def _told(error: Exception) -> str:
