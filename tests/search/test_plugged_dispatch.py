@@ -47,6 +47,11 @@ SOURCE = """
             kept[:] = x, bias, OPS["geglu"].implementations[0].run(x, bias, config={})
         return kept[2].clone()
 
+    def greedy(x, bias, *, config):
+        if kept:
+            raise MemoryError
+        return OPS["geglu"].implementations[0].run(x, bias, config={})
+
     def stumbles(problem, device):
         raise KeyError("no such size")
 
@@ -271,6 +276,19 @@ def test_a_wrong_one_is_set_aside_at_its_first_use_and_info_says_so(brought, cap
     assert sys.modules["tuner_plugin"].kept == {}
 
 
+def test_the_next_best_runs_where_one_is_set_aside(brought):
+    brought("[of('attention')]")
+    q = torch.randn(1, 4, 2, 8)
+    for version in ("1", "2"):
+        measured("attention", (q, q), kernel_hash=version)
+    measured("attention", (q, q), "sdpa_math", 10.0, kernel_hash="")
+    user_database().quarantine("attention", "mine", current(CPU), "1", "NaN")
+    assert chosen("attention", (q, q)).implementation == "sdpa_math"
+    user_database().release("attention", "mine")
+    new_process()
+    assert chosen("attention", (q, q)).implementation == "mine"
+
+
 def test_another_layout_than_stocks_is_wrong(brought, caplog):
     brought("[of('geglu', run=turned)]")
     arguments = halves()
@@ -292,6 +310,16 @@ def test_one_that_raises_in_a_picture_gives_way_to_stock(brought, caplog):
     assert "geglu: stock torch on cpu, because mine raised RuntimeError: view size" in caplog.text
     with pytest.raises(RuntimeError, match="view size"):
         geglu(strided, bias, implementation="mine")
+
+
+def test_too_little_memory_is_told_to_whoever_can_ask_for_less(brought):
+    brought("[of('geglu', run=greedy)]")
+    x, bias = halves()
+    measured("geglu", (x, bias))
+    assert chosen("geglu", (x, bias)).implementation == "mine"
+    sys.modules["tuner_plugin"].kept.append("all memory")
+    with pytest.raises(MemoryError):
+        geglu(x, bias)
 
 
 def test_the_example_of_the_documents_passes_its_test_though_it_takes_large_calls_alone(installed):
