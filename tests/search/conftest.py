@@ -8,7 +8,7 @@ import textwrap
 import pytest
 import torch
 
-from rocm_sd.ops import OPS
+from rocm_sd.ops import OPS, plugins
 from rocm_sd.search.calls import argument_names, record
 from rocm_sd.search.candidates import extras
 from rocm_sd.search.shapes import Traced
@@ -23,12 +23,17 @@ def no_interpreter(monkeypatch):
 
 @pytest.fixture
 def installed(tmp_path, monkeypatch):
-    """installed(source, groups): a module `tuner_plugin` with this source, and entry points {group: {name: value}}."""
+    """installed(source, groups): a module `tuner_plugin` with this source, and entry points {group: {name: value}}.
+
+    Called again, it is the next version of the package, in a process that has seen nothing of the last.
+    """
+    # Of two versions within a second the second would be taken for the first, which is compiled.
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
 
     def install(source: str, groups: dict[str, dict[str, str]]) -> None:
         folder = tmp_path / "site"
         information = folder / "tuner_plugin-1.0.dist-info"
-        information.mkdir(parents=True)
+        information.mkdir(parents=True, exist_ok=True)
         (folder / "tuner_plugin.py").write_text(textwrap.dedent(source))
         (information / "METADATA").write_text("Metadata-Version: 2.1\nName: tuner-plugin\nVersion: 1.0\n")
         lines = []
@@ -36,11 +41,15 @@ def installed(tmp_path, monkeypatch):
             lines += [f"[{group}]", *(f"{name} = {value}" for name, value in points.items()), ""]
         (information / "entry_points.txt").write_text("\n".join(lines))
         monkeypatch.syspath_prepend(str(folder))
+        forget()
+
+    def forget() -> None:
+        plugins.installed.cache_clear()
         extras.cache_clear()
+        sys.modules.pop("tuner_plugin", None)
 
     yield install
-    extras.cache_clear()
-    sys.modules.pop("tuner_plugin", None)
+    forget()
 
 
 @pytest.fixture

@@ -127,6 +127,23 @@ def test_a_candidate_that_is_not_known_is_passed_over(database):
     assert choose(among=("torch", "triton")).implementation == "triton"
 
 
+def test_what_is_brought_competes_with_its_own_config_and_stays_behind_what_is_faster(database):
+    database.put([entry()])
+    forget_choices()
+    found = choose(among=("torch", "triton"), beside=[entry("somebody's", 6.0), entry("nobody's", 7.0)])
+    # No config of the data is for it.
+    assert (found.implementation, found.config, found.source) == ("somebody's", {}, "measured here")
+    assert found.why == "6.0 us, stock torch 20.0 us, measured here on 2026-05-04"
+    assert choose(among=("torch", "triton"), beside=[entry("somebody's", 11.0)]).implementation == "triton"
+
+
+def test_what_is_brought_is_chosen_where_nothing_else_was_measured(database):
+    database.put([entry("somebody's", 1.0)])
+    forget_choices()
+    assert choose(among=("torch", "triton")).source == "bucket"
+    assert choose(among=("torch", "triton"), beside=database.all()).implementation == "somebody's"
+
+
 def test_an_op_asks_the_layers_once_for_each_problem(database):
     assert OP.choose(PROBLEM, CPU).source == "stock"
     database.put([entry()])

@@ -61,7 +61,7 @@ def gather() -> dict[str, Any]:
         ],
         "settings": settings.current().to_dict(),
         "tuning_database": _database(device),
-        "ops": _ops(device, architecture.name),
+        "ops": _ops(device),
     }
 
 
@@ -107,8 +107,8 @@ def _arch(architecture: Any) -> dict[str, Any]:
     return facts
 
 
-def _ops(device: torch.device, architecture: str) -> list[dict[str, Any]]:
-    from rocm_sd.ops import OPS
+def _ops(device: torch.device) -> list[dict[str, Any]]:
+    from rocm_sd.ops import OPS, plugins
     from rocm_sd.tuning import layers
     from rocm_sd.tuning.environment import current
     from rocm_sd.verify.proofs import proofs
@@ -124,16 +124,18 @@ def _ops(device: torch.device, architecture: str) -> list[dict[str, Any]]:
         assert op.verification is not None
         typical = op.tuning.buckets[0].sample
         problem = op.verification.problem(*typical.make(filled=False))
-        known = [implementation.name for implementation in op.implementations]
-        choice = layers.choose(op.name, architecture, problem, here, op.kernel_hashes(), known)
-        set_aside = {name: aside.get((op.name, name, op.kernel_hash(name))) for name in known}
+        brought = [extra.implementation for extra in plugins.of_op(op.name)]
+        choice = op.named(problem, device)
+        names = [each.name for each in (*op.implementations, *brought)]
+        set_aside = {name: aside.get((op.name, name, op.kernel_hash(name))) for name in names}
         used = op.implementations[0].name if set_aside[choice.implementation] else choice.implementation
         implementations = []
-        for implementation in op.implementations:
+        for implementation in (*op.implementations, *brought):
             proven = [p for p in proofs() if (p.op, p.implementation) == (op.name, implementation.name)]
             implementations.append(
                 {
                     "name": implementation.name,
+                    "plug_in": implementation in brought,
                     "why_not_here": implementation.why_not(problem, device),
                     "quarantined": set_aside[implementation.name],
                     "chosen_here": implementation.name == used,
@@ -181,8 +183,8 @@ def _show(facts: dict[str, Any]) -> None:
     ops = Table("op", "used here", "beside it", "proven here", title="Operators", title_justify="left")
     for op in facts["ops"]:
         known = op["implementations"]
-        used = next(i["name"] for i in known if i["chosen_here"])
-        beside = [i["name"] for i in known if not (i["chosen_here"] or i["why_not_here"] or i["quarantined"])]
+        used = next(_named(i) for i in known if i["chosen_here"])
+        beside = [_named(i) for i in known if not (i["chosen_here"] or i["why_not_here"] or i["quarantined"])]
         proven = [p["rung"] for i in known for p in i["proven"] if p["arch"] == device["arch"]]
         ops.add_row(op["name"], used, ", ".join(beside) or "nothing", ", ".join(proven) or "no")
     console.print(ops)
@@ -193,6 +195,10 @@ def _show(facts: dict[str, Any]) -> None:
         if one["here"]:
             # As text: a reason may hold what a console takes for markup.
             console.print(Text(f"{one['op']} never runs as {one['candidate']} here: {one['reason']}", style="yellow"))
+
+
+def _named(implementation: dict[str, Any]) -> str:
+    return f"{implementation['name']} (plug-in)" if implementation["plug_in"] else str(implementation["name"])
 
 
 def _measured(database: dict[str, Any]) -> str:

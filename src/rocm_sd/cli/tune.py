@@ -186,6 +186,7 @@ def _search(
 
 
 def _show_outcomes(console: Console, outcomes: Sequence[Outcome], took: float, *, on_cpu: bool) -> None:
+    from rocm_sd.ops import OPS
     from rocm_sd.search.candidates import extras
 
     measured = [outcome for outcome in outcomes if outcome.measured]
@@ -218,10 +219,13 @@ def _show_outcomes(console: Console, outcomes: Sequence[Outcome], took: float, *
             console.print(f"[yellow]not searched[/] {escape(f'{where}: {outcome.unchecked}')}", soft_wrap=True)
     added = {(extra.op, extra.implementation.name) for extra in extras()}
     plugged = [o for o in outcomes if (o.op, o.chosen.implementation) in added]
-    if plugged:
-        names = ", ".join(dict.fromkeys(f"{o.op} {o.chosen.implementation}" for o in plugged))
-        told = f"{names}: of a plug-in. It is stored and listed; pictures use what the op has itself."
-        console.print(escape(told), soft_wrap=True)
+    for what, several in (
+        ("Pictures use it after a test of its own, at its first use.", [o for o in plugged if o.op in OPS]),
+        ("It is stored and listed; pictures have the settings of rocm-sd.", [o for o in plugged if o.op not in OPS]),
+    ):
+        names = ", ".join(dict.fromkeys(f"{o.op} {o.chosen.implementation}" for o in several))
+        if names:
+            console.print(escape(f"{names}: of a plug-in. {what}"), soft_wrap=True)
     if on_cpu:
         console.print(
             "On a CPU there is little to choose: kernels are for GPUs, and stock torch is mostly all there is."
@@ -255,16 +259,27 @@ def _moved(database: Database, import_: Path | None, export: Path | None) -> Non
 
 def _list(database: Database, device: str | None, *, as_json: bool) -> None:
     from rocm_sd.integrations.diffusers.loading import default_device
+    from rocm_sd.search.candidates import hash_of, operations
     from rocm_sd.tuning import environment, lookup
     from rocm_sd.tuning.layers import preferred
 
+    known_ops = operations()
+
+    def holds(entry: Entry) -> bool:
+        """Whether its candidate, the op's own or a plug-in's, is there as it was measured, and not set aside."""
+        op = known_ops.get(entry.op)
+        if op is None or (entry.op, entry.candidate, entry.kernel_hash) in aside:
+            return False
+        return op.has(entry.candidate) and hash_of(op, entry.candidate) == entry.kernel_hash
+
     here = environment.current(default_device(device))
+    aside = {(one.op, one.candidate, one.kernel_hash) for one in database.quarantined(here)}
     by_problem: dict[tuple[str, str], list[Entry]] = {}
     for entry in database.all(environment=here):
         by_problem.setdefault((entry.op, _problem(entry.problem)), []).append(entry)
     rows: list[dict[str, Any]] = []
     for (op, _), entries in by_problem.items():
-        usable = [e for e in entries if e.clearly_faster]
+        usable = [e for e in entries if e.clearly_faster and holds(e)]
         best = min(usable, key=lambda e: e.median_us) if usable else None
         if best is not None:
             shipped = lookup(op, here.arch, best.problem)

@@ -14,11 +14,12 @@ from rocm_sd.tuning import Choice, Problem, layers, lookup
 from rocm_sd.tuning.choice import STOCK
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     import torch
 
     from rocm_sd.ops.samples import Sample
+    from rocm_sd.tuning.database import Entry
 
 __all__ = [
     "OPS",
@@ -39,7 +40,8 @@ __all__ = [
 
 log = logging.getLogger("rocm_sd")
 
-# Where an implementation that is not stock is tested before it is used; on a CPU stock alone runs by itself.
+# Where an implementation that is not stock is tested before it is used; on a CPU stock alone runs by itself, or what
+# another package brings, which is tested anywhere.
 SELF_TESTED = frozenset({"cuda"})
 
 
@@ -172,7 +174,18 @@ class Op:
         for candidate in self.implementations:
             if candidate.name == name:
                 return candidate
-        raise InvalidOption(f"{self.name} implementation", name, [i.name for i in self.implementations])
+        from rocm_sd.ops import plugins  # noqa: PLC0415 -- other packages are looked for where a name asks for it
+
+        brought = plugins.of_op(self.name)
+        for extra in brought:
+            if extra.implementation.name == name:
+                return extra.implementation
+        known = [*(i.name for i in self.implementations), *(extra.implementation.name for extra in brought)]
+        raise InvalidOption(f"{self.name} implementation", name, known)
+
+    def has(self, name: str) -> bool:
+        """Whether it is one of the op's own, and not of another package."""
+        return any(each.name == name for each in self.implementations)
 
     def config_of(self, name: str, choice: Choice) -> Mapping[str, int]:
         """What an implementation runs with where the data say `choice`: another kernel's config is not for it."""
@@ -181,13 +194,32 @@ class Op:
         config = choice.config_for(name)
         return config if config.keys() == default.keys() else default
 
+    def config_at(self, name: str, choice: Choice, problem: Problem, device: torch.device) -> Mapping[str, int]:
+        """`config_of`; for what another package brings, the config chosen for it, else the first of its space."""
+        if self.has(name):
+            return self.config_of(name, choice)
+        if choice.implementation == name:
+            return choice.config
+        from rocm_sd.ops import plugins  # noqa: PLC0415 -- as above
+
+        extra = plugins.find(self.name, name)
+        return (extra.first_config(problem, device) if extra is not None else None) or {}
+
     def kernel_hashes(self) -> tuple[str, ...]:
         """Of all kernels that the op has, whoever runs them."""
         own = (each.name for each in self.implementations if each.kernels is not None)
         return (self.kernel_hash(), *(self.kernel_hash(name) for name in own))
 
     def kernel_hash(self, implementation: str | None = None) -> str:
-        """Of the source that it depends on: of its own kernels, of the op's, or nothing for what has none of them."""
+        """Of the source that it depends on: of its own kernels, of the op's, or nothing for what has none of them.
+
+        Of what another package brings it is the version that the package gives.
+        """
+        if implementation is not None and not self.has(implementation):
+            from rocm_sd.ops import plugins  # noqa: PLC0415 -- as above
+
+            extra = plugins.find(self.name, implementation)
+            return "" if extra is None else extra.version
         kernels = None if implementation is None else self._kernels_of(implementation)
         if kernels is not None:
             from rocm_sd.tuning.environment import kernel_hash  # noqa: PLC0415 -- as below
@@ -225,10 +257,12 @@ class Op:
             reason = self.implementation(name).why_not(problem, device)
             if reason:
                 raise Unsupported(f"{self.name} ({name})", reason)
-            return Choice(name, self.config_of(name, choice), "forced", "asked for by name"), True
+            config = self.config_at(name, choice, problem, device)
+            return Choice(name, config, "forced", "asked for by name"), True
         reason = self.implementation(choice.implementation).why_not(problem, device)
         settled = True
-        if reason is None and choice.implementation != STOCK and device.type in SELF_TESTED:
+        tested = device.type in SELF_TESTED or not self.has(choice.implementation)
+        if reason is None and choice.implementation != STOCK and tested:
             reason, settled = self._why_not_trusted(choice.implementation, problem, device)
         if reason:
             if settled:
@@ -236,13 +270,21 @@ class Op:
             return Choice(STOCK, why=reason), settled
         return choice, settled
 
+    def named(self, problem: Problem, device: torch.device) -> Choice:
+        """What measurements and data name, whether or not it can run and passes its test."""
+        return self._by_layers(problem, device, arch.detect(device).name)
+
     def _by_layers(self, problem: Problem, device: torch.device, architecture: str) -> Choice:
         if not layers.has_database():
             return lookup(self.name, architecture, problem)
         from rocm_sd.tuning.environment import current  # noqa: PLC0415 -- as above
 
         known = tuple(implementation.name for implementation in self.implementations)
-        choice = layers.choose(self.name, architecture, problem, current(device), self.kernel_hashes(), known)
+        here = current(device)
+        brought = self._brought(problem, device, layers.user_database().beside(self.name, problem, here, known))
+        choice = layers.choose(self.name, architecture, problem, here, self.kernel_hashes(), known, brought)
+        if choice.implementation not in known:
+            return choice
         config = self.config_of(choice.implementation, choice)
         if config is choice.config or (not choice.config and self._kernels_of(choice.implementation) is None):
             return choice
@@ -252,6 +294,17 @@ class Op:
             return replace(choice, config=config)
         # Not from a tuner: a kernel would stop the picture with an error about its arguments.
         return shipped
+
+    def _brought(self, problem: Problem, device: torch.device, measured: Sequence[Entry]) -> Sequence[Entry]:
+        """Of measurements of what is not the op's own, those that hold; where there are none, nothing is looked for."""
+        if not measured:
+            return ()
+        from rocm_sd.ops import plugins  # noqa: PLC0415 -- as above
+
+        holding, told = plugins.usable(self.name, measured, problem, device)
+        for sentence in told:
+            _say_once(f"{self.name}: {sentence}")
+        return holding
 
     def _why_not_trusted(self, name: str, problem: Problem, device: torch.device) -> tuple[str | None, bool]:
         """The reason that an implementation must not be used here, and whether it holds for good."""
@@ -272,6 +325,10 @@ class Op:
             if choice.source == "forced":
                 raise
             return self._run_stock(error, problem, device, *arguments)
+        except Exception as error:
+            if choice.source == "forced" or self.has(choice.implementation) or _out_of_memory(error):
+                raise
+            return self._run_without(choice.implementation, error, problem, device, *arguments)
 
     def _run_stock(self, error: HipUnavailable, problem: Problem, device: torch.device, *arguments: Any) -> Any:
         """In place of a kernel that was trusted, but is of another size than the one tested, and cannot be had."""
@@ -281,6 +338,15 @@ class Op:
         if error.lasting:
             key = (*problem.values(), device, None)
             self._chosen[key] = Choice(STOCK, why=reason)
+        return self.implementation(STOCK).run(*arguments, config={})
+
+    def _run_without(self, name: str, error: Exception, problem: Problem, device: torch.device, *arguments: Any) -> Any:
+        """In place of what another package brings, which was right when tested, on other strides perhaps."""
+        first_line = str(error).strip().partition("\n")[0]
+        reason = f"{name} raised {type(error).__name__}: {first_line}"
+        _say_once(f"{self.name}: stock torch on {arch.detect(device).name}, because {reason}")
+        key = (*problem.values(), device, None)
+        self._chosen[key] = Choice(STOCK, why=reason)
         return self.implementation(STOCK).run(*arguments, config={})
 
 
@@ -297,6 +363,12 @@ def needs_no_dispatcher(*tensors: torch.Tensor | None) -> bool:
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given):
         return False
     return all(type(tensor) in (torch.Tensor, torch.nn.Parameter) for tensor in given)
+
+
+def _out_of_memory(error: Exception) -> bool:
+    import torch  # noqa: PLC0415 -- as above
+
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError))
 
 
 OPS: dict[str, Op] = {}

@@ -1,7 +1,8 @@
 """At first use on a card and its versions: is what a candidate computes there right? One that fails is set aside.
 
 Two calls of the candidate, once for each dtype, and the verdict is remembered in the performance database:
-1. a small sample, against the op's definition in float64 on the CPU, by the gate of the proof ladder;
+1. a small sample, against the op's definition in float64 on the CPU, by the gate of the proof ladder; the smallest real
+   one for a candidate that takes no small ones;
 2. a real sample of a million elements or more where the op has one, against stock torch on the same device: there a
    fault shows that strikes one element in a million.
 Nothing is drawn from torch's own random numbers, so the picture that is under way stays the same.
@@ -161,7 +162,7 @@ def _why_not_now(device: torch.device) -> str | None:
 
 def _why_wrong(op: Op, candidate: str, dtype: str, device: torch.device) -> str | None:
     """The reason that its results are not right, or None where they are."""
-    small = _sample(op, candidate, dtype, device, real=False)
+    small = _sample(op, candidate, dtype, device, real=False) or _least_real(op, candidate, dtype, device)
     if small is None:
         return "it takes none of the calls that it could be tested on"
     log.info("%s (%s) is tested once on this card: %s", op.name, candidate, small.name)
@@ -179,17 +180,34 @@ def _sample(op: Op, candidate: str, dtype: str, device: torch.device, *, real: b
     calls = list(op.verification.calls(real=real))
     own = [sample for name, sample in calls if name == candidate]
     known = [sample for _, sample in calls]
-    wanted = getattr(torch, dtype, None)
-    # Small ones of its own before those of the op; in the dtype that is asked for before those that are turned to it.
+    # Small ones of its own before those of the op.
     for samples in (known,) if real else (own, known):
-        given = [sample for sample in samples if sample.dtype is wanted]
-        turned = [sample if wanted is None else replace(sample, dtype=wanted) for sample in samples]
-        for several in (given, turned):
+        for several in _in_dtype(samples, dtype):
             sized = list(_taken(op, candidate, device, several))
             chosen = _cheapest(sized) if real else max(sized, key=lambda one: one[0], default=None)
             if chosen is not None:
                 return chosen[2]
     return None
+
+
+def _least_real(op: Op, candidate: str, dtype: str, device: torch.device) -> Sample | None:
+    """For one that is made for large calls alone: the smallest of those that a model makes."""
+    assert op.verification is not None
+    samples = [sample for _, sample in op.verification.calls(real=True)]
+    if op.tuning is not None:
+        samples += [*(bucket.sample for bucket in op.tuning.buckets), *op.tuning.timed]
+    for several in _in_dtype(samples, dtype):
+        fitting = [one for one in _taken(op, candidate, device, several) if one[1] <= _LARGEST]
+        if fitting:
+            return min(fitting, key=lambda one: one[1])[2]
+    return None
+
+
+def _in_dtype(samples: list[Sample], dtype: str) -> tuple[list[Sample], list[Sample]]:
+    """Those in the dtype that is asked for, and then all of them, turned to it."""
+    wanted = getattr(torch, dtype, None)
+    given = [sample for sample in samples if sample.dtype is wanted]
+    return given, [sample if wanted is None else replace(sample, dtype=wanted) for sample in samples]
 
 
 def _taken(
@@ -216,8 +234,9 @@ def _run(op: Op, name: str, arguments: tuple[Any, ...], device: torch.device) ->
     assert op.verification is not None
     implementation = op.implementation(name)
     # The data's config for this very call: that of another size may not fit it.
-    shipped = lookup(op.name, current(device).arch, op.verification.problem(*arguments))
-    return outputs(implementation.run(*arguments, config=op.config_of(name, shipped)))
+    problem = op.verification.problem(*arguments)
+    shipped = lookup(op.name, current(device).arch, problem)
+    return outputs(implementation.run(*arguments, config=op.config_at(name, shipped, problem, device)))
 
 
 def _against_float64(op: Op, candidate: str, sample: Sample, device: torch.device) -> tuple[str | None, float]:
@@ -235,12 +254,20 @@ def _against_float64(op: Op, candidate: str, sample: Sample, device: torch.devic
     for ours, right, theirs in zip(actual, exact, stock, strict=True):
         if ours.dtype != theirs.dtype:
             return f"at {sample.name}: {ours.dtype} and not {theirs.dtype}", 0.0
+        # Another package cannot know what a traced call was promised: stock's layout is the promise.
+        if not op.has(candidate) and _layout(ours) != _layout(theirs):
+            return f"at {sample.name}: strides {ours.stride()} and not {theirs.stride()}", 0.0
         compared = compare(ours, right, theirs)
         if not compared.ok:
             return f"at {sample.name}: {compared}", 0.0
         largest = float(right.abs().max()) if right.numel() else 0.0
         tolerance = max(tolerance, compared.allowed_largest / largest if largest else 0.0)
     return None, tolerance
+
+
+def _layout(y: torch.Tensor) -> tuple[tuple[int, int], ...]:
+    """Sides and strides; that of a side of one says nothing."""
+    return tuple((side, step if side > 1 else 0) for side, step in zip(y.shape, y.stride(), strict=True))
 
 
 def _against_stock(op: Op, candidate: str, sample: Sample, device: torch.device, tolerance: float) -> str | None:

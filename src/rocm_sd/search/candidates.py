@@ -1,37 +1,33 @@
 """What is tried: every implementation of an op that says it can run here, each with every config of its space.
 
-Other packages add candidates by an entry point that names an `Extra`, several, or a function that returns them:
-
-    [project.entry-points."rocm_sd.candidates"]
-    my-kernels = "my_package.kernels:candidates"
+Other packages add candidates: `rocm_sd.ops.plugins` has how.
 """
 
 from __future__ import annotations
 
-import importlib.metadata
 import logging
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rocm_sd import arch
 from rocm_sd.errors import InvalidOption
 from rocm_sd.ops import OPS
+from rocm_sd.ops.plugins import Extra, installed
 from rocm_sd.search.pipeline import SETTINGS
 from rocm_sd.tuning import lookup
 from rocm_sd.tuning.choice import STOCK
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Mapping
 
     import torch
 
-    from rocm_sd.ops.registry import Implementation, Op
+    from rocm_sd.ops.registry import Op
     from rocm_sd.tuning import Problem
 
-__all__ = ["ENTRY_POINTS", "Candidate", "Extra", "candidates", "extras", "hash_of", "operation", "operations"]
+__all__ = ["Candidate", "Extra", "candidates", "extras", "hash_of", "operation", "operations"]
 
-ENTRY_POINTS = "rocm_sd.candidates"
 log = logging.getLogger("rocm_sd")
 
 
@@ -50,54 +46,26 @@ class Candidate:
         return " ".join([self.implementation, *(f"{name}={value}" for name, value in self.config)])
 
 
-def _no_configs(_problem: Problem, _arch: arch.Arch) -> Iterable[Mapping[str, int]]:
-    return ({},)
-
-
-@dataclass(frozen=True)
-class Extra:
-    """An implementation of another package for the op of that name, with the configs that are worth a trial.
-
-    `version` is part of what a measurement is stored under: change it when the kernel changes.
-    """
-
-    op: str
-    implementation: Implementation
-    space: Callable[[Problem, arch.Arch], Iterable[Mapping[str, int]]] = _no_configs
-    version: str = ""
-
-
 @cache
 def extras() -> tuple[Extra, ...]:
-    """All that are installed. One that cannot be loaded, or has a name that is taken, is left out with a warning."""
-    found: list[Extra] = []
-    for point in importlib.metadata.entry_points(group=ENTRY_POINTS):
-        try:
-            loaded = point.load()
-            given = loaded() if callable(loaded) and not isinstance(loaded, Extra) else loaded
-            several = [given] if isinstance(given, Extra) else list(given)
-        except Exception as error:  # noqa: BLE001 -- any fault of another package: it must not stop this one
-            log.warning("the candidates %s are left out: %s: %s", point.name, type(error).__name__, error)
-            continue
-        for each in several:
-            reason = _why_not(each, found)
-            if reason:
-                log.warning("a candidate of %s is left out: %s", point.value, reason)
-            else:
-                found.append(each)
+    """Of all that are installed those for an op, or a setting, that there is; another is left out with a warning."""
+    known = _built_in()
+    found = []
+    for extra in installed().extras:
+        reason = _why_not(extra, known)
+        if reason:
+            log.warning("the candidate %s is left out: %s", extra.implementation.name, reason)
+        else:
+            found.append(extra)
     return tuple(found)
 
 
-def _why_not(given: Any, before: list[Extra]) -> str | None:
-    if not isinstance(given, Extra):
-        return f"it is a {type(given).__name__} and no rocm_sd.search.candidates.Extra"
-    built_in = _built_in()
-    if given.op not in built_in:
-        return f"there is no op {given.op}"
-    taken = {i.name for i in built_in[given.op].implementations}
-    taken |= {each.implementation.name for each in before if each.op == given.op}
-    name = given.implementation.name
-    return f"{given.op} has an implementation named {name}" if name in taken else None
+def _why_not(extra: Extra, known: Mapping[str, Op]) -> str | None:
+    if extra.op not in known:
+        return f"there is no op {extra.op}"
+    name = extra.implementation.name
+    taken = any(i.name == name for i in known[extra.op].implementations)
+    return f"{extra.op} has an implementation named {name}" if taken else None
 
 
 def _built_in() -> dict[str, Op]:

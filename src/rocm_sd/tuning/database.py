@@ -113,6 +113,22 @@ class Database:
         )
         return found[0] if found else None
 
+    def beside(
+        self,
+        op: str,
+        problem: Mapping[str, int | str],
+        environment: Environment,
+        known: Collection[str],
+    ) -> tuple[Entry, ...]:
+        """Every measurement of this problem by candidates of other names, right or wrong, set aside or not."""
+        rows = self._ask(
+            f"""SELECT {_COLUMNS} FROM measurements WHERE op = ? AND problem = ? AND environment = ?
+            AND candidate NOT IN ({_marks(known)}) ORDER BY {", ".join(_KEY)}""",
+            (op, text(problem), environment.key(), *known),
+            Entry.from_row,
+        )
+        return tuple(rows)
+
     def all(self, op: str | None = None, environment: Environment | None = None) -> tuple[Entry, ...]:
         """Every measurement, right or wrong, set aside or not; of one op or environment where it is named."""
         rows = self._ask(

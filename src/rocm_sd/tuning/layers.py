@@ -14,7 +14,7 @@ from rocm_sd import settings
 from rocm_sd.tuning.choice import STOCK, Choice, Problem, lookup
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Sequence
     from pathlib import Path
 
     from rocm_sd.tuning.database import Database, Entry
@@ -50,21 +50,28 @@ def choose(
     environment: Environment,
     kernel_hash: str | Collection[str],
     among: Collection[str] | None = None,
+    beside: Sequence[Entry] = (),
 ) -> Choice:
     """Of candidates whose kernels have one of these hashes, or that have none.
 
-    `among`: the candidates that can be run at all; a measurement of another, of a plug-in say, is passed over.
+    `among`: the candidates that the op has; a measurement of another is passed over. `beside`: measurements of what
+    other packages bring, which compete with them as they are.
     """
     shipped = lookup(op, arch_name, problem)
     if not has_database():
         return shipped
     database = user_database()
-    best = database.best(op, problem, environment, kernel_hash, among)
-    if best is None:
+    own = database.best(op, problem, environment, kernel_hash, among)
+    found = [entry for entry in (own, *beside) if entry is not None]
+    if not found:
         return shipped
+    best = min(found, key=lambda entry: entry.median_us)
     configs = (shipped.config, {}) if shipped.config else ({},)
     known = (database.find(op, problem, environment, kernel_hash, shipped.implementation, each) for each in configs)
-    return _measured(preferred(best, next((entry for entry in known if entry is not None), None)), shipped)
+    chosen = preferred(best, next((entry for entry in known if entry is not None), None))
+    measured = _measured(chosen, shipped)
+    # One without a config has none: those of the data are for the op's own.
+    return replace(measured, config=chosen.config) if any(chosen is entry for entry in beside) else measured
 
 
 def preferred(best: Entry, shipped: Entry | None) -> Entry:
