@@ -24,6 +24,7 @@ from rocm_sd.ops.registry import forget_choices
 from rocm_sd.tuning import Choice
 
 GPU = torch.device("cuda")
+NONE = torch.nn.Identity()  # a model without convolutions
 
 
 @pytest.fixture(autouse=True)
@@ -161,13 +162,13 @@ def test_of_two_threads_the_last_one_puts_the_flags_back():
     inside, leave = threading.Event(), threading.Event()
 
     def other():
-        with second.in_force():
+        with second.in_force(NONE):
             inside.set()
             leave.wait(10)
             found.append(flags())
 
     thread = threading.Thread(target=other)
-    with first.in_force():
+    with first.in_force(NONE):
         thread.start()
         assert inside.wait(10)
     assert flags() == SEARCHED
@@ -178,11 +179,11 @@ def test_of_two_threads_the_last_one_puts_the_flags_back():
 
 def test_another_setting_does_not_break_into_a_call():
     other = library("none")
-    with library().in_force():
-        with other.in_force():
+    with library().in_force(NONE):
+        with other.in_force(NONE):
             assert flags() == SEARCHED
         assert flags() == SEARCHED
-    assert any("1 calls ran as torch is set, because a call with another setting" in note for note in other.notes())
+    assert any("1 call ran as torch is set, because a call with another setting" in note for note in other.notes())
 
 
 @pytest.mark.parametrize(("name", "value"), [("enabled", False), ("benchmark", True)])
@@ -198,7 +199,7 @@ def test_a_flag_that_was_set_by_hand_wins_and_is_told(name, value, monkeypatch):
     (note,) = told(unet, "they were faster")
     assert f"because torch.backends.cudnn.{name} is {value}, and torch comes with {not value}" in note
     assert FIGURES in note
-    assert told(unet, "1 calls ran as torch is set")
+    assert told(unet, "1 call ran as torch is set")
     monkeypatch.undo()
 
 
@@ -206,7 +207,7 @@ def test_a_flag_that_was_set_by_hand_wins_and_is_told(name, value, monkeypatch):
     ("changed", "after"), [({"enabled": False}, WITHOUT), ({"benchmark": False}, AS_TORCH_COMES)], ids=str
 )
 def test_what_is_set_by_hand_within_a_call_stays(changed, after):
-    with library().in_force():
+    with library().in_force(NONE):
         for name, value in changed.items():
             setattr(torch.backends.cudnn, name, value)
         assert convolution_library.set_by_hand() == after
@@ -221,7 +222,7 @@ def test_flags_that_are_set_by_hand_are_another_kind_of_call(monkeypatch):
         return flatten((torch.ones(2),), {}, torch.device("cpu")).key
 
     before = key()
-    with library().in_force():
+    with library().in_force(NONE):
         assert key() == before
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
     assert key() != before
@@ -232,7 +233,7 @@ def test_nothing_else_of_torchs_settings_is_written(monkeypatch):
     """torch.backends.cudnn.flags() would put the precision of convolutions back to torch's default."""
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
-    with library("none").in_force():
+    with library("none").in_force(NONE):
         assert flags() == WITHOUT
         assert not torch.backends.cudnn.allow_tf32
         assert torch.backends.cudnn.deterministic
@@ -241,7 +242,7 @@ def test_nothing_else_of_torchs_settings_is_written(monkeypatch):
 def test_who_wants_the_same_bits_every_time_gets_no_search(monkeypatch):
     searched = library()
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
-    with searched.in_force():
+    with searched.in_force(NONE):
         assert flags() == AS_TORCH_COMES
     assert any("deterministic algorithms are asked for" in note for note in searched.notes())
 
@@ -250,7 +251,7 @@ def test_within_a_capture_only_what_was_searched_before_is_in_force(monkeypatch)
     searched, x = library(device=GPU), torch.ones(1, 4, 8, 8)
 
     def within(*given):
-        with searched.in_force(*given):
+        with searched.in_force(NONE, *given):
             return flags()
 
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
@@ -260,7 +261,7 @@ def test_within_a_capture_only_what_was_searched_before_is_in_force(monkeypatch)
     assert within((x[:, :, :4],), {"timestep": x}) == AS_TORCH_COMES
     assert any("nothing can be searched while a graph is captured" in note for note in searched.notes())
     # Without the library there is nothing to search.
-    with library("none").in_force(x):
+    with library("none").in_force(NONE, x):
         assert flags() == WITHOUT
 
 
@@ -280,6 +281,22 @@ def test_without_the_library_the_vae_keeps_it(monkeypatch):
     installed.restore()
     assert "forward" not in unet.__dict__
     assert [vae.encoder, vae.decoder] == convolution_library.models_in(vae, library(), is_vae=True)
+
+
+def test_without_the_library_channels_last_convolutions_would_be_copied_and_keep_it(monkeypatch):
+    without, unet = library("none"), tiny_unet()
+    installed = convolution_library.install([unet], without, has_vae=False)
+    unet.to(memory_format=torch.channels_last)
+    with seen_by_convolutions(monkeypatch) as seen:
+        call(unet)
+    assert set(seen) == {AS_TORCH_COMES}
+    assert any("1 call ran as torch is set, because its convolutions are channels-last" in n for n in installed.notes())
+    installed.restore()
+    (note,) = convolution_library.install([unet], without, has_vae=False).notes()
+    assert note.startswith("UNet2DConditionModel is called with the library as torch is set: its convolutions are")
+    assert "forward" not in unet.__dict__
+    # What is searched is searched in the layout that is there.
+    assert library().why_not(unet) is None
 
 
 def test_on_a_cpu_onednn_stays_on_since_it_is_more_than_convolutions():

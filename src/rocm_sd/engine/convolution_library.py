@@ -144,18 +144,25 @@ class Library:
 
     @property
     def serves_a_vae(self) -> bool:
-        """Without the library a 3x3 convolution unfolds its input to nine times the memory: 1.2 GB at the end of a
-        decoder for 512x512 in 16 bits, of which the VAE's plan knows nothing. A UNet's largest has 24 MB.
+        """Without the library a 3x3 convolution unfolds its input to nine times the memory: 1.2 GB at the end of the
+        decoder of SD 1.5 for 512x512 in 16 bits, of which the VAE's plan knows nothing. Its UNet's largest has 71 MB.
         """
         return self._choice.implementation == _SEARCHED
 
+    def why_not(self, model: nn.Module) -> str | None:
+        """Why this model is called as torch is set; asked anew at each call, since a layout may change."""
+        if self._choice.implementation != _WITHOUT or not _is_channels_last(model):
+            return None
+        # Torch's own convolution would copy every input and every weight to the other layout, at every call.
+        return f"its convolutions are channels-last, and without {self._name} contiguous ones were timed"
+
     @contextmanager
-    def in_force(self, *call: Any) -> Iterator[None]:
+    def in_force(self, model: nn.Module, *call: Any) -> Iterator[None]:
         """`call`: its arguments, by which a call in a capture is known to have been searched before."""
         if self._wanted is None or torch.compiler.is_compiling():
             yield
             return
-        reason = self._why_not(call) or _PROCESS.begin(self._wanted)
+        reason = self.why_not(model) or self._why_no_search(call) or _PROCESS.begin(self._wanted)
         if reason is not None:
             self._left[reason] += 1
             yield
@@ -165,7 +172,7 @@ class Library:
         finally:
             _PROCESS.end()
 
-    def _why_not(self, call: tuple[Any, ...]) -> str | None:
+    def _why_no_search(self, call: tuple[Any, ...]) -> str | None:
         if self._choice.implementation != _SEARCHED:
             return None
         if torch.backends.cudnn.deterministic or torch.are_deterministic_algorithms_enabled():
@@ -182,8 +189,8 @@ class Library:
     def _capturing(self) -> bool:
         return self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
-    def notes(self) -> list[str]:
-        """What is in force and why; nothing where nothing was measured."""
+    def notes(self, model: nn.Module | None = None) -> list[str]:
+        """What is in force and why, for one model or for any; nothing where nothing was measured."""
         choice, name = self._choice, self._name
         if choice.source != "measured here":
             return []
@@ -194,18 +201,28 @@ class Library:
         way = f"without {name}"
         if choice.implementation == _SEARCHED:
             way = f"with what {name} finds by a search at the first call of each size"
-        kept = _why_kept(set_by_hand())
+        kept = _why_kept(set_by_hand()) or (None if model is None else self.why_not(model))
         if kept is not None:
             told = [f"convolutions run as torch is set, because {kept}; {way} they were faster ({choice.why})"]
         else:
             told = [f"convolutions run {way} ({choice.why})"]
-        return told + [f"{calls} calls ran as torch is set, because {why}" for why, calls in self._left.items()]
+        return told + [
+            f"{count} call{'' if count == 1 else 's'} ran as torch is set, because {why}"
+            for why, count in self._left.items()
+        ]
 
     def notes_of_a_vae(self) -> list[str]:
         """Why a VAE runs as torch is set where other models do not."""
         if self.serves_a_vae or not self.is_wanted:
             return []
         return [f"the VAE's convolutions keep {self._name}: without it they take memory that is not in its plan"]
+
+
+def _is_channels_last(model: nn.Module) -> bool:
+    """By the first convolution with an extent: all of a model are laid out together."""
+    layers = (layer for layer in model.modules() if isinstance(layer, nn.Conv2d) and max(layer.kernel_size) > 1)
+    first = next(layers, None)
+    return first is not None and not first.weight.is_contiguous()
 
 
 def _kinds(value: Any) -> Iterator[Any]:
@@ -246,7 +263,7 @@ def _forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
     inner = steered.bound(self)
     if torch.compiler.is_compiling():
         return inner(*args, **kwargs)
-    with steered.library.in_force(args, kwargs):
+    with steered.library.in_force(self, args, kwargs):
         return inner(*args, **kwargs)
 
 
@@ -270,10 +287,13 @@ def install(models: Iterable[nn.Module], library: Library, *, has_vae: bool) -> 
     """Inside of recordings, which then cost nothing more, and inside of accelerate's hooks: before either is placed."""
     held, left = [], []
     for model in models if library.is_wanted else ():
-        if _steer(model, library):
+        kind, reason = type(model).__name__, library.why_not(model)
+        if reason is not None:
+            left.append(f"{kind} is called with the library as torch is set: {reason}")
+        elif _steer(model, library):
             held.append(ref(model))
         else:
-            left.append(f"{type(model).__name__} runs as in the pipeline that shares it and was optimised before")
+            left.append(f"{kind} runs as in the pipeline that shares it and was optimised before")
 
     def notes() -> list[str]:
         told = library.notes() if held or not library.is_wanted else []

@@ -7,8 +7,11 @@ import torch
 from torch import nn
 
 from measured_library import AS_TORCH_COMES, FIGURES, SEARCHED, WITHOUT, flags, measure, seen_by_convolutions
+from rocm_sd.engine import convolution_library
+from rocm_sd.engine.convolution_library import Library
 from rocm_sd.integrations.a1111.switch import SWITCH
 from rocm_sd.ops.registry import forget_choices
+from rocm_sd.tuning import Choice, layers
 
 ON = (True, "auto", "exact")
 OFF = (False, "auto", "exact")
@@ -60,6 +63,20 @@ def test_the_halves_of_the_vae_are_called_with_it(host, script, monkeypatch):
             decoder(torch.ones(1, 4, 4, 4))
         assert seen == [expected]
     assert "forward" not in decoder.__dict__
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_without_the_library_where_convolutions_are_contiguous(host, script, channels_last, monkeypatch):
+    """As on a GPU: a CPU is not left without oneDNN."""
+    found = Library(Choice("none", source="measured here", why=FIGURES), torch.device("cuda"))
+    monkeypatch.setattr(convolution_library, "choose", lambda _device: found)
+    layout = Choice("channels_last" if channels_last else "torch", why="timed")
+    monkeypatch.setattr(layers, "choose", lambda *_: layout)
+    with seen_by_convolutions(monkeypatch) as seen:
+        pictures(host, script, ON)
+    assert (WITHOUT in seen) is not channels_last
+    assert bool(said("because its convolutions are channels-last")) is channels_last
+    assert said("the VAE's convolutions keep cuDNN")
 
 
 def test_the_hosts_own_setting_stays(host, script, monkeypatch):

@@ -6,6 +6,7 @@ something only where the wish, the model or what the model is allowed has change
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from weakref import ref
@@ -118,7 +119,8 @@ class _Optimized:
 
     def call(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The UNet's own forward, from a recording where one fits, with the library that was measured to be faster."""
-        with self.library.in_force(args, kwargs):
+        unet = self.unet()
+        with nullcontext() if unet is None else self.library.in_force(unet, args, kwargs):
             return self._called(original, args, kwargs)
 
     def _called(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -255,7 +257,7 @@ class Switch:
             f"{count} {kind}: replaced" if why is None else f"{count} {kind}: left alone, because {why}"
             for (kind, why), count in counted.items()
         ]
-        told += [*on.library.notes(), *(on.library.notes_of_a_vae() if on.wish.vae else ())]
+        told += [*on.library.notes(on.unet()), *(on.library.notes_of_a_vae() if on.wish.vae else ())]
         note = None if on.recorded is None else on.recorded.note()
         if PERMISSION.unet is not None:
             told.append(f"the UNet runs as the host has it: {PERMISSION.unet}")

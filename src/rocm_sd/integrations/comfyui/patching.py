@@ -179,7 +179,7 @@ def _use_library(clone: Any, record: Record) -> None:
         return
 
     def wrapper(executor: Any, *args: Any, **kwargs: Any) -> Any:
-        with library.in_force(args, kwargs):
+        with library.in_force(executor.class_obj, args, kwargs):
             return executor(*args, **kwargs)
 
     clone.add_wrapper_with_key(the("comfy.patcher_extension").WrappersMP.DIFFUSION_MODEL, KEY, wrapper)

@@ -73,7 +73,7 @@ def compiled_ahead(model: nn.Module, name: str, record: Record, library: Library
     ready: set[torch.dtype] = set()
 
     def call(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        with library.in_force(x) if library.serves_a_vae else nullcontext():
+        with library.in_force(self, x) if library.serves_a_vae else nullcontext():
             return called(self, x, *args, **kwargs)
 
     def called(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
