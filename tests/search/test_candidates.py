@@ -7,7 +7,7 @@ from misbehaving import CANDIDATES
 from rocm_sd.ops import OPS
 from rocm_sd.search import candidates as module
 from rocm_sd.search.candidates import Candidate, candidates, extras, hash_of, operation, operations
-from rocm_sd.search.pipeline import MEMORY_FORMAT
+from rocm_sd.search.pipeline import CONVOLUTION_LIBRARY, MEMORY_FORMAT
 from rocm_sd.tuning import Choice
 
 CPU = torch.device("cpu")
@@ -42,6 +42,14 @@ def test_settings_of_a_pipeline_are_candidates_too():
     assert [str(c) for c in candidates(MEMORY_FORMAT, {}, CPU)] == ["torch", "channels_last"]
     assert [str(c) for c in candidates(operation("convolution_library"), {}, CPU)] == ["torch", "none"]
     assert set(OPS) < set(operations())
+
+
+def test_a_search_of_miopen_is_not_timed_beside_stock_which_it_would_be(monkeypatch):
+    why_not = CONVOLUTION_LIBRARY.implementation("searched").why_not
+    monkeypatch.setattr(torch.version, "hip", None)
+    assert why_not({}, torch.device("cuda")) is None
+    monkeypatch.setattr(torch.version, "hip", "7.1.0")
+    assert "keeps what MIOpen found first" in why_not({}, torch.device("cuda"))
 
 
 def test_a_package_adds_candidates(installed, caplog):

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from rocm_sd import arch
-from rocm_sd.engine import denoising, levels, vae, warmup
+from rocm_sd.engine import convolution_library, denoising, levels, vae, warmup
 from rocm_sd.engine.installed import Installed
 from rocm_sd.engine.levels import LEVELS
 from rocm_sd.engine.parts import EVERYTHING, Parts
@@ -80,6 +80,8 @@ def optimize_with(target: Target, level: str, quality: str, parts: Parts) -> Tar
     installed = [Installed(tuple, lambda: undo(changes))]
     if channels_last:
         installed.append(_channels_last(modules, layout.why))
+    if parts.convolution_library:
+        installed.append(_convolution_library(modules, device))
     if graphs:
         installed.append(denoising.install(target, denoising.recorded_models(target), parts))
     notes = []
@@ -155,6 +157,16 @@ def _channels_last(modules: list[tuple[str, nn.Module]], why: str) -> Installed:
                 weight.data = weight.data.contiguous()
 
     return Installed(lambda: (f"{len(relaid)} convolutions run channels-last ({why})",), restore)
+
+
+def _convolution_library(modules: list[tuple[str, nn.Module]], device: torch.device) -> Installed:
+    library = convolution_library.choose(device)
+    models = [
+        model
+        for name, module in modules
+        for model in convolution_library.models_in(module, library, is_vae=_is_vae(name, module))
+    ]
+    return convolution_library.install(models, library, has_vae=any(_is_vae(*each) for each in modules))
 
 
 def _held(layer: nn.Conv2d) -> torch.Tensor | None:

@@ -26,6 +26,7 @@ class Parts:
     rules: frozenset[str] | None = None
     stock_ops: frozenset[str] = frozenset()
     channels_last: bool = True
+    convolution_library: bool = True
     packed: bool = True
     hoisted: bool = True
     recorded: bool = True

@@ -1,8 +1,9 @@
 """Settings of a whole pipeline as ops of their own, timed on the convolutions that its UNet makes in one step.
 
 `memory_format`: contiguous (torch) or channels-last. `convolution_library`: as torch is set (torch); `searched`, where
-cuDNN or MIOpen tries its algorithms instead of taking the one that it guesses (MIOpen's immediate mode); `none`,
-without the library (oneDNN on a CPU). The VAE runs once a picture and the UNet at every step, so the UNet decides.
+cuDNN tries its algorithms instead of taking the one that it guesses; `none`, without the library (MIOpen on ROCm,
+oneDNN on a CPU). What is clearly faster is put to use by engine/convolution_library.py. The VAE runs once a picture and
+the UNet at every step, so the UNet decides.
 """
 
 from __future__ import annotations
@@ -123,7 +124,11 @@ def _anywhere(_problem: Problem, _device: torch.device) -> str | None:
 
 
 def _searched_why_not(_problem: Problem, device: torch.device) -> str | None:
-    return None if device.type == "cuda" else f"a tensor on {device.type}: there is nothing to search"
+    if device.type != "cuda":
+        return f"a tensor on {device.type}: there is nothing to search"
+    # ATen's Conv_miopen.cpp looks its findings up by the sizes alone: stock, which runs first, would be timed twice,
+    # and every fortieth time luck would have MIOpen search through all that it has at the user's first picture.
+    return "torch keeps what MIOpen found first for a size, with or without a search" if torch.version.hip else None
 
 
 def _setting(name: str, summary: str, *implementations: Implementation) -> Op:

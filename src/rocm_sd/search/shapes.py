@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-import rocm_sd
 from rocm_sd import settings
 from rocm_sd.bench import workloads
 from rocm_sd.bench.gate import free_memory
+from rocm_sd.engine.optimization import optimize_with
+from rocm_sd.engine.parts import Parts
 from rocm_sd.errors import DeviceUnavailable, InvalidOption, Unsupported
 from rocm_sd.models.source import EMBEDDED
 from rocm_sd.ops import OPS
@@ -173,7 +174,8 @@ def _draw_rewritten(made: workloads.Workload, batch: int, seen: Watched) -> None
                 with settings.stock_implementations(frozenset(OPS)):
                     made.picture(pipe, batch, steps=1)
             else:
-                rocm_sd.optimize(pipe)
+                # The picture is thrown away: nothing is to be searched for it.
+                optimize_with(pipe, "auto", "exact", Parts(convolution_library=False))
                 _once_a_picture(pipe.vae, seen, made.facts.steps)
                 made.picture(pipe, batch, steps=2)
         seen.each = 1

@@ -33,9 +33,9 @@ def judge(_facts: Facts, answer: Mapping[str, Any]) -> Finding:
         )
         means = "Decoding a picture, and perhaps every step of it, takes longer than it must."
         fix = Fix(
-            "rocm-sd tune measures each convolution both ways and remembers the faster. In your own code: "
-            "with torch.backends.cudnn.flags(enabled=False) around the part that is slow. In ComfyUI leave "
-            "COMFYUI_ENABLE_MIOPEN unset.",
+            "rocm-sd tune measures the convolutions of a step both ways, and rocm-sd then uses the faster for the "
+            "UNet. For the VAE, in your own code: with torch.backends.cudnn.flags(enabled=False) around the part "
+            "that is slow, which needs more memory. In ComfyUI leave COMFYUI_ENABLE_MIOPEN unset.",
             commands=("rocm-sd tune",),
         )
         return Finding(Status.PROBLEM, says, means, fix, measured)

@@ -6,6 +6,7 @@ something only where the wish, the model or what the model is allowed has change
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from weakref import ref
@@ -15,7 +16,7 @@ from torch import nn
 
 import rocm_sd
 from rocm_sd import arch
-from rocm_sd.engine import denoising, warmup
+from rocm_sd.engine import convolution_library, denoising, warmup
 from rocm_sd.engine.memory import free_memory
 from rocm_sd.integrations.a1111 import host, messages, transformer_blocks, unet_blocks, vae_blocks
 from rocm_sd.integrations.a1111.class_forwards import LoraNetworks, identities, why_not_layers
@@ -26,6 +27,8 @@ from rocm_sd.tuning import environment, layers
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from rocm_sd.engine.installed import Installed
 
 __all__ = ["SWITCH", "Switch", "Wish", "why_not_model"]
 
@@ -73,6 +76,8 @@ class _Optimized:
         self.changes: list[Change] = []
         self._relaid: list[torch.Tensor] = []
         self._hook: Any = None
+        self.library = convolution_library.choose(self.device)
+        self._steered: Installed | None = None
         self.recorded: RecordedCalls | None = None
         self._lora = LoraNetworks(unet)
         self._kinds = {type(module) for module in unet.modules() if type(module).__module__.startswith(("ldm", "sgm"))}
@@ -92,6 +97,9 @@ class _Optimized:
         rules = [rule for rule in rules if rule.on_cpu or self.device.type != "cpu"]
         for part in parts:
             self.changes += apply(part, rules, not_channels_last=reason)
+        # The UNet's own forward is asked for through `call`; nobody asks for those of the VAE's halves.
+        halves = [half for part in parts[1:] for half in convolution_library.models_in(part, self.library, is_vae=True)]
+        self._steered = convolution_library.install(halves, self.library, has_vae=len(parts) > 1)
         self._hook = unet.register_forward_pre_hook(lambda _module, _args: self._before_call())
 
     def _before_call(self) -> None:
@@ -110,7 +118,12 @@ class _Optimized:
             messages.say(f"the UNet runs as the host has it: {reason}")
 
     def call(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The UNet's own forward, from a recording where one fits."""
+        """The UNet's own forward, from a recording where one fits, with the library that was measured to be faster."""
+        unet = self.unet()
+        with nullcontext() if unet is None else self.library.in_force(unet, args, kwargs):
+            return self._called(original, args, kwargs)
+
+    def _called(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         unet = self.unet()
         sd_model = self.model()
         if self.recorded is None or unet is None or not self._records_now(sd_model):
@@ -137,6 +150,8 @@ class _Optimized:
             self._hook.remove()
         if self.recorded is not None:
             self.recorded.clear()
+        if self._steered is not None:
+            self._steered.restore()
         undo(self.changes)
         for weight in self._relaid:
             weight.data = weight.data.contiguous()
@@ -242,6 +257,7 @@ class Switch:
             f"{count} {kind}: replaced" if why is None else f"{count} {kind}: left alone, because {why}"
             for (kind, why), count in counted.items()
         ]
+        told += [*on.library.notes(on.unet()), *(on.library.notes_of_a_vae() if on.wish.vae else ())]
         note = None if on.recorded is None else on.recorded.note()
         if PERMISSION.unet is not None:
             told.append(f"the UNet runs as the host has it: {PERMISSION.unet}")

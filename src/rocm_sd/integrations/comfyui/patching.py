@@ -10,7 +10,7 @@ import copy
 from typing import TYPE_CHECKING, Any
 
 from rocm_sd import arch
-from rocm_sd.engine import denoising, warmup
+from rocm_sd.engine import convolution_library, denoising, warmup
 from rocm_sd.engine.levels import LEVELS
 from rocm_sd.engine.optimization import CHANNELS_LAST, QUALITIES
 from rocm_sd.errors import InvalidOption, Unsupported
@@ -82,6 +82,8 @@ def optimize_model(patcher: Any, level: str, quality: str) -> Any:
     _patch(clone, record, unet, (*unet_blocks.RULES, *transformer_blocks.RULES), f"{_UNET}.")
     _lay_out(clone, record, lambda model: model.diffusion_model)
     device = clone.load_device
+    # Before the graph's wrapper, and so around it: what wraps the model inside of that keeps steps from being recorded.
+    _use_library(clone, record)
     if level == "memory":
         record.notes.append("steps are not recorded as graphs: level memory holds no memory for them")
     elif denoising.is_wanted(device, allowed=True):
@@ -103,9 +105,11 @@ def optimize_vae(vae: Any, level: str) -> Any:
     clone, record = _begin(patcher, "VAE", level, "exact")
     _patch(clone, record, model, vae_blocks.RULES, "")
     _lay_out(clone, record, lambda first_stage: first_stage)
+    library = convolution_library.choose(clone.load_device)
+    record.sources.append(library.notes if library.serves_a_vae else library.notes_of_a_vae)
     for name in ("decode", "encode"):
         if name not in clone.object_patches and hasattr(model, name):
-            clone.add_object_patch(name, compiled_ahead(model, name, record))
+            clone.add_object_patch(name, compiled_ahead(model, name, record, library))
     if level != "auto":
         record.notes.append("how much is decoded at once, and tiling, are ComfyUI's own at every level")
     copied = copy.copy(vae)
@@ -166,6 +170,19 @@ def _lay_out(clone: Any, record: Record, part: Any) -> None:
     injection = the("comfy.patcher_extension").PatcherInjection(inject=laid.inject, eject=laid.eject)
     clone.set_injections(KEY, [injection])
     record.sources.append(laid.notes)
+
+
+def _use_library(clone: Any, record: Record) -> None:
+    library = convolution_library.choose(clone.load_device)
+    record.sources.append(library.notes)
+    if not library.is_wanted:
+        return
+
+    def wrapper(executor: Any, *args: Any, **kwargs: Any) -> Any:
+        with library.in_force(executor.class_obj, args, kwargs):
+            return executor(*args, **kwargs)
+
+    clone.add_wrapper_with_key(the("comfy.patcher_extension").WrappersMP.DIFFUSION_MODEL, KEY, wrapper)
 
 
 def _record_steps(clone: Any, record: Record, graph: StepGraph) -> None:

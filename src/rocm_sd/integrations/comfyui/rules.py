@@ -5,6 +5,7 @@ A rule's forward answers None where the host's own is to run: nothing has been c
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from types import MethodType
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from rocm_sd.engine.convolution_library import Library
     from rocm_sd.integrations.comfyui.record import Record
 
 __all__ = ["BlockRule", "compiled_ahead", "find", "is_ours", "replacement"]
@@ -63,11 +65,18 @@ def replacement(rule: BlockRule, module: nn.Module, record: Record) -> MethodTyp
     return MethodType(forward, module)
 
 
-def compiled_ahead(model: nn.Module, name: str, record: Record) -> MethodType:
-    """For `add_object_patch`: the model's own method, whose kernels are compiled side by side before its first use."""
+def compiled_ahead(model: nn.Module, name: str, record: Record, library: Library) -> MethodType:
+    """For `add_object_patch`: the model's own method, whose kernels are compiled side by side before its first use.
+
+    It runs with the library's measured setting, if that serves a VAE.
+    """
     ready: set[torch.dtype] = set()
 
     def call(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        with library.in_force(self, x) if library.serves_a_vae else nullcontext():
+            return called(self, x, *args, **kwargs)
+
+    def called(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         method = getattr(type(self), name)
         if x.dtype not in ready:
             ready.add(x.dtype)
