@@ -69,9 +69,10 @@ def test_no_part_is_left_without_work():
 
 
 @pytest.mark.parametrize("gfx", EMULATED)
-def test_the_second_pass_moves_whole_lines(gfx):
+def test_parts_and_the_second_pass_move_whole_lines(gfx):
     x, weight, _, _, residual, stride, padding = arguments((1, 64, 8, 8), 128, 3)
-    _, second = executed(gfx, 3, x, weight, None, None, residual, stride, padding)
+    first, second = executed(gfx, 3, x, weight, None, None, residual, stride, padding)
+    assert first.counters.bytes_stored == first.counters.lines_stored * 128 == 3 * 64 * 128 * 4
     counters = second.counters
     assert counters.coalescing_efficiency >= 0.9
     assert counters.bytes_loaded == 64 * 128 * (3 * 4 + 2)

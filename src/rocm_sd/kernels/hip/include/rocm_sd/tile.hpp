@@ -198,6 +198,9 @@ struct sums_tile {
     }
     ROCM_SD_DEVICE void store(int row, int column, float value) const { data[place(row, column)] = value; }
 
+    /// Four sums; the column is a multiple of four.
+    ROCM_SD_DEVICE vector_of<float, 4> load4(int row, int column) const { return load<4>(data + place(row, column)); }
+
     /// Eight sums; the column is a multiple of eight.
     ROCM_SD_DEVICE vector_of<float, 8> load8(int row, int column) const {
         const vector_of<float, 4> low = load<4>(data + place(row, column));
