@@ -30,6 +30,10 @@ def configs(gfx):
     return conv2d.TILES[archs.get(gfx).matrix_unit]
 
 
+def narrow(gfx):
+    return conv2d.NARROW_TILES[archs.get(gfx).matrix_unit]
+
+
 def run(launcher, config, x, weight, bias, add, residual, stride, padding, beside=None):
     x = joined(x, beside).contiguous(memory_format=torch.channels_last)
     out = conv2d_op._allocate(x, weight, stride, padding)
@@ -179,6 +183,44 @@ def test_four_channels_ask_for_a_third_of_the_lines_that_single_values_do(gfx):
     assert fours.lds_bank_conflicts == 0
 
 
+@pytest.mark.parametrize("gfx", toolchain.TARGETS)
+def test_every_narrow_tile_passes_the_gates(gfx):
+    # What a narrow tile is for, and what takes the most registers.
+    for config in narrow(gfx):
+        for case in ("last of a UNet", "3x3, bfloat16", "first of a VAE"):
+            assert [gate.sentence for gate in gates_of(gfx, config, case) if gate.ok is False] == []
+
+
+@pytest.mark.parametrize("gfx", EMULATED)
+def test_narrow_tiles_of_few_channels_and_of_more_than_they_have(gfx):
+    for config in narrow(gfx):
+        for cout, dtype in ((3, torch.float16), (4, torch.bfloat16), (40, torch.float16)):
+            counters = executed(gfx, config, *arguments((2, 80, 7, 11), cout, 3, dtype=dtype))
+            assert counters.lds_bank_conflicts == 0
+
+
+@pytest.mark.parametrize("gfx", EMULATED)
+def test_a_narrow_tile_multiplies_a_fraction_and_moves_whole_lines(gfx):
+    # No padding, whole tiles, and as many filters as columns: every byte is asked for by one lane.
+    config = narrow(gfx)[0]
+    few = arguments((1, 64, 10, 18), config.block_n, 3, padding=0, adds=False)
+    counters = executed(gfx, config, *few)
+    assert counters.bytes_loaded == counters.lines_loaded * 128 == (128 + config.block_n) * 9 * 64 * 2
+    assert counters.lds_bank_conflicts == 0
+    wide = executed(gfx, configs(gfx)[-1], *few)
+    assert counters.matrix_flops * 64 == wide.matrix_flops * config.block_n
+
+
+def test_narrow_tiles_are_tried_where_all_channels_fit_in_one():
+    def widths(gfx, cout):
+        problem = {"pixels": 8192, "cin": 320, "cout": cout, "kernel": 3}
+        return {config["block_n"] for config in KERNELS.space(problem, archs.get(gfx))}
+
+    assert widths("gfx1100", 4) == widths("gfx1201", 16) == {16, 64, 128}
+    assert widths("gfx942", 4) == widths("gfx1030", 32) == {32, 64, 128}
+    assert widths("gfx1100", 17) == widths("gfx942", 33) == {64, 128}
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_the_convolution_of_gfx1030(dtype, tmp_path):
     """The emulator does not know it; its products are made of instructions that gfx1100 has too."""
@@ -191,13 +233,14 @@ def test_the_convolution_of_gfx1030(dtype, tmp_path):
         def launch(self, kernel, grid, arguments):
             super().launch(replace(kernel, source=file), grid, arguments)
 
-    given = arguments((1, 72, 5, 6), 40, 3, dtype=dtype)
-    launcher = Launcher("gfx1100")
-    out = run(launcher, configs("gfx1030")[-1], *given)
-    stock = OP.implementations[0].run(*given, config={})
-    require("conv2d of gfx1030", out, OP.verification.reference(*in_float64(given)), stock)
-    assert launcher.run.calls[0].counters.matrix_flops == 0
-    assert launcher.run.calls[0].counters.lds_bank_conflicts == 0
+    for config in (configs("gfx1030")[-1], narrow("gfx1030")[-1]):
+        given = arguments((1, 72, 5, 6), 40, 3, dtype=dtype)
+        launcher = Launcher("gfx1100")
+        out = run(launcher, config, *given)
+        stock = OP.implementations[0].run(*given, config={})
+        require("conv2d of gfx1030", out, OP.verification.reference(*in_float64(given)), stock)
+        assert launcher.run.calls[0].counters.matrix_flops == 0
+        assert launcher.run.calls[0].counters.lds_bank_conflicts == 0
 
 
 @pytest.mark.parametrize("gfx", EMULATED)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_hip_conv2d import OP, arguments, configs, run
+from test_hip_conv2d import OP, arguments, configs, narrow, run
 from test_hip_kernels import EMULATED, EmulatedLauncher
 
 from rocm_sd.kernels.hip import toolchain
@@ -23,10 +23,10 @@ PROMISES = {
 }
 
 
-def executed(gfx, split_k, *given):
+def executed(gfx, split_k, *given, tile=None):
     launcher = EmulatedLauncher(gfx)
     with launcher.run._allocations:
-        out = run(launcher, replace(configs(gfx)[-1], split_k=split_k), *given)
+        out = run(launcher, replace(tile or configs(gfx)[-1], split_k=split_k), *given)
     # The parts too are written before they are read: the emulator notices what was not.
     launcher.run.require_written(out)
     exact = OP.verification.reference(*in_float64(given))
@@ -45,6 +45,16 @@ def test_both_kernels_of_a_split_convolution_pass_the_gates(gfx):
     assert [call.kernel for call in launcher.run.calls] == ["conv2d_split", "conv2d_finish"]
 
 
+@pytest.mark.parametrize("gfx", toolchain.TARGETS)
+def test_parts_of_narrow_tiles_pass_the_gates(gfx):
+    for config in narrow(gfx):
+        launcher = EmulatedLauncher(gfx, execute=False)
+        run(launcher, replace(config, split_k=4), *arguments((1, 64, 8, 8), 4, 3))
+        first = launcher.run.calls[0]
+        broken = [gate.sentence for gate in check(report(first.code), PROMISES[first.kernel]) if gate.ok is False]
+        assert (first.kernel, broken) == ("conv2d_split", [])
+
+
 @pytest.mark.parametrize("gfx", EMULATED)
 def test_parts_begin_within_a_tap_and_the_last_is_shorter(gfx):
     # 9 taps of 80 channels: 18 steps, in parts of 5, 5, 5 and 3.
@@ -60,6 +70,14 @@ def test_parts_of_odd_channels(gfx):
     executed(gfx, 2, *arguments((1, 27, 3, 4), 5, 3, dtype=torch.bfloat16))
 
 
+@pytest.mark.parametrize("gfx", EMULATED)
+def test_parts_of_narrow_tiles(gfx):
+    for tile in narrow(gfx):
+        first, _ = executed(gfx, 3, *arguments((2, 64, 5, 9), 4, 3), tile=tile)
+        assert first.grid[1] == 3
+        assert first.counters.lds_bank_conflicts == 0
+
+
 def test_no_part_is_left_without_work():
     # 9 steps in 4 parts of 3 are 3 parts; of one step there is one part, and no second pass.
     first, _ = executed("gfx1201", 4, *arguments((1, 16, 4, 4), 16, 3, adds=False))
@@ -69,9 +87,10 @@ def test_no_part_is_left_without_work():
 
 
 @pytest.mark.parametrize("gfx", EMULATED)
-def test_the_second_pass_moves_whole_lines(gfx):
+def test_parts_and_the_second_pass_move_whole_lines(gfx):
     x, weight, _, _, residual, stride, padding = arguments((1, 64, 8, 8), 128, 3)
-    _, second = executed(gfx, 3, x, weight, None, None, residual, stride, padding)
+    first, second = executed(gfx, 3, x, weight, None, None, residual, stride, padding)
+    assert first.counters.bytes_stored == first.counters.lines_stored * 128 == 3 * 64 * 128 * 4
     counters = second.counters
     assert counters.coalescing_efficiency >= 0.9
     assert counters.bytes_loaded == 64 * 128 * (3 * 4 + 2)

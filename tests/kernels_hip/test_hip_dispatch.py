@@ -320,7 +320,9 @@ def test_hip_has_a_hash_of_its_launcher_its_source_and_every_header(monkeypatch)
     read = environment._bytes
     own = ("layer_norm_residual.hip", "wave.hpp", "launch.py", "layer_norm_residual.py")
     several = ("conv2d.hip", "conv2d_split.hip", "conv2d_finish.hip", "conv2d_finish.py")
-    for op, changed in (*((OP, name) for name in own), *((OPS["conv2d"], name) for name in several)):
+    parts = ("linear_residual.hip", "linear_split.hip", "linear_split.py", "conv2d_finish.hip")
+    changes = ((OP, own), (OPS["conv2d"], several), (OPS["linear_residual"], parts))
+    for op, changed in ((op, name) for op, names in changes for name in names):
         monkeypatch.setattr(environment, "_bytes", lambda path, end=changed: read(path) + b"/" * (path.name == end))
         kernel_hash.cache_clear()
         assert op.kernel_hash("hip") not in hashes, changed

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from rocm_sd.kernels.hip.launch import Launcher
 
-__all__ = ["TILES", "Conv2dConfig", "launch", "require_reach"]
+__all__ = ["NARROW_TILES", "TILES", "Conv2dConfig", "launch", "require_reach"]
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,16 @@ TILES: Mapping[MatrixUnit, tuple[Conv2dConfig, ...]] = {
     MatrixUnit.WMMA_GFX11: (_LARGE, _TALL, _SMALL),
     MatrixUnit.WMMA_GFX12: (_LARGE, _TALL, _SMALL),
     MatrixUnit.MFMA: (Conv2dConfig(128, 128, 64, 2, 4, 1, 32), _TALL, _SMALL),
+}
+# For the last layer of a UNet or a VAE, of three or four channels: of 64 columns nearly all would be thrown away.
+_16 = (Conv2dConfig(128, 16, 64, 4, 1, 1, 16), Conv2dConfig(64, 16, 64, 4, 1, 1, 16))
+# With 16 columns waves of 64 have more lanes than runs of sums, and those of dot products meet in the banks of LDS.
+_32 = (Conv2dConfig(128, 32, 64, 4, 1, 1, 16), Conv2dConfig(64, 32, 64, 4, 1, 1, 16))
+NARROW_TILES: Mapping[MatrixUnit, tuple[Conv2dConfig, ...]] = {
+    MatrixUnit.DOT: _32,
+    MatrixUnit.WMMA_GFX11: _16,
+    MatrixUnit.WMMA_GFX12: _16,
+    MatrixUnit.MFMA: _32,
 }
 
 

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     from rocm_sd.kernels.hip.launch import Launcher
 
-__all__ = ["launch"]
+__all__ = ["launch", "launch_rows"]
 
 _THREADS = 256  # as in conv2d_finish.hip
 _WIDEST = 4  # float32 values in 16 bytes
@@ -29,8 +29,29 @@ def launch(
 
     `parts` are dense float32, the rest is of one dtype.
     """
-    N, Cout, H, W = out.shape
-    width = access_width(parts.element_size(), Cout, tensors=(parts, bias, add, residual, out))
+    N, _, H, W = out.shape
+    _launch(parts, out, bias, add, residual, N, H * W, launcher)
+
+
+def launch_rows(
+    parts: torch.Tensor, y: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None, launcher: Launcher
+) -> None:
+    """Fill `y`, [M, N], from parts of a product: rows are the pixels of one picture. y and residual are dense."""
+    _launch(parts, y, bias, None, residual, 1, y.shape[0], launcher)
+
+
+def _launch(
+    parts: torch.Tensor,
+    out: torch.Tensor,
+    bias: torch.Tensor | None,
+    add: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    pictures: int,
+    pixels: int,
+    launcher: Launcher,
+) -> None:
+    channels = parts.shape[2]
+    width = access_width(parts.element_size(), channels, tensors=(parts, bias, add, residual, out))
     width = width if width == _WIDEST else 1
     parameters = (
         ("element", element_of(out)),
@@ -42,6 +63,6 @@ def launch(
     )
     launcher.launch(
         Kernel("conv2d_finish", "conv2d_finish", parameters),
-        (ceil_div(H * W * Cout, _THREADS * width), N, 1),
-        (parts, bias, add, residual, out, H * W, N * H * W, Cout),
+        (ceil_div(pixels * channels, _THREADS * width), pictures, 1),
+        (parts, bias, add, residual, out, pixels, pictures * pixels, channels),
     )

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rocm_sd.arch import MatrixUnit
 from rocm_sd.kernels.hip.gemm import WIDEST, GemmConfig
-from rocm_sd.kernels.hip.launch import Kernel, access_width, element_of
+from rocm_sd.kernels.hip.launch import Kernel, access_width, ceil_div, element_of
+from rocm_sd.kernels.hip.linear_split import launch as launch_parts
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -18,8 +20,11 @@ if TYPE_CHECKING:
 __all__ = ["TILES", "LinearResidualConfig", "launch"]
 
 
+@dataclass(frozen=True)
 class LinearResidualConfig(GemmConfig):
-    """block_m rows by block_n columns of y."""
+    """block_m rows by block_n columns of y; `linear_residual` takes K in `split_k` parts, and nothing else does."""
+
+    split_k: int = 1
 
 
 # Without spills on every architecture of the unit, for both dtypes. A step of 64 values is a cache line of 128 bytes.
@@ -52,17 +57,18 @@ def launch(
     N = weight.shape[0]
     strides = (x.stride(0), weight.stride(0), 0 if residual is None else residual.stride(0), y.stride(0))
     width = access_width(x.element_size(), K, N, *strides, tensors=(x, weight, bias, residual, y))
-    kernel = Kernel(
-        "linear_residual",
-        "linear_residual",
-        (
-            ("element", element_of(x)),
-            *config.parameters,
-            ("wide", int(width == WIDEST)),
-            ("has_bias", int(bias is not None)),
-            ("has_residual", int(residual is not None)),
-        ),
-    )
+    parameters = (("element", element_of(x)), *config.parameters, ("wide", int(width == WIDEST)))
+    steps = ceil_div(K, config.block_k)
+    # Every part must have work: of 9 steps in 4 parts of 3 the fourth would have none, and there are 3 parts.
+    of_part = ceil_div(steps, config.split_k)
+    splits = ceil_div(steps, of_part)
+    # The kernel that adds up goes through values that follow one another.
+    if splits > 1 and y.is_contiguous() and (residual is None or residual.is_contiguous()):
+        launch_parts(x, weight, bias, residual, y, of_part, splits, config, parameters, launcher)
+        return
+    added = (("has_bias", int(bias is not None)), ("has_residual", int(residual is not None)))
     launcher.launch(
-        kernel, (config.tiles(M, N), 1, 1), (x, weight, bias, residual, y, M, N, K, *strides, config.group_m)
+        Kernel("linear_residual", "linear_residual", (*parameters, *added)),
+        (config.tiles(M, N), 1, 1),
+        (x, weight, bias, residual, y, M, N, K, *strides, config.group_m),
     )

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rocm_sd.arch import MatrixUnit
+from rocm_sd.kernels.hip.conv2d import NARROW_TILES as HIP_NARROW_TILES
 from rocm_sd.kernels.hip.conv2d import TILES as HIP_TILES
 from rocm_sd.ops.conv2d import reference
 from rocm_sd.ops.registry import Beside, Bucket, KernelPromise, Kernels, Tuning, Verification, Work
@@ -234,7 +235,10 @@ def _hip_space(problem: Problem, arch: Arch) -> Iterator[Mapping[str, int]]:
     """Each tile of the matrix unit as it is; and with the depth in parts where the tiles are too few."""
     pixels, cin, cout = int(problem["pixels"]), int(problem["cin"]), int(problem["cout"])
     taps, units = int(problem["kernel"]) ** 2, arch.compute_units or 1
-    for config in HIP_TILES.get(arch.matrix_unit or MatrixUnit.NONE, ()):
+    unit = arch.matrix_unit or MatrixUnit.NONE
+    # Of more channels than are in a narrow tile, each further one would read all of x again.
+    narrow = (config for config in HIP_NARROW_TILES.get(unit, ()) if cout <= config.block_n)
+    for config in (*HIP_TILES.get(unit, ()), *narrow):
         parts = _split(config.tiles(pixels, cout), taps * _blocks(cin, config.block_k), units)
         for split_k in sorted({1, parts}):
             yield asdict(replace(config, split_k=split_k))

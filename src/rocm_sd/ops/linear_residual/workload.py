@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -118,11 +118,7 @@ def _space(problem: Problem, arch: Arch) -> Iterator[Mapping[str, int]]:
         spills = arch.matrix_unit is MatrixUnit.TENSOR_CORE and block_m * block_n > 128 * 128
         if spills and problem["residual"]:
             continue
-        # Of a short K the float32 parts are more bytes than the operands; and loading ahead needs four steps.
-        deepest = max(
-            (s for s in (2, 4, 8) if 2 * tiles * s <= 3 * units and k >= max(1024, 4 * s * block_k)), default=1
-        )
-        for split_k in sorted({1, deepest}):
+        for split_k in (1, *_splits(tiles, k, block_k, units)[-1:]):
             yield {
                 "block_m": block_m,
                 "block_n": block_n,
@@ -132,6 +128,12 @@ def _space(problem: Problem, arch: Arch) -> Iterator[Mapping[str, int]]:
                 "warps": warps,
                 "stages": stages,
             }
+
+
+def _splits(tiles: int, k: int, block_k: int, units: int) -> tuple[int, ...]:
+    """In how many parts K may be cut: so many that no more workgroups begin than one and a half times fill the GPU."""
+    # Of a short K the float32 parts are more bytes than the operands; and loading ahead needs four steps.
+    return tuple(s for s in (2, 4, 8) if 2 * tiles * s <= 3 * units and k >= max(1024, 4 * s * block_k))
 
 
 def _work(
@@ -165,19 +167,31 @@ VERIFICATION = Verification(
 
 
 def _hip_space(problem: Problem, arch: Arch) -> Iterator[Mapping[str, int]]:
-    """Each tile of the matrix unit, but those so large that an eighth of the GPU works."""
-    m, n, units = int(problem["m"]), int(problem["n"]), arch.compute_units or 1
+    """Each tile of the matrix unit, but those so large that an eighth of the GPU works; whole, and with K in parts."""
+    m, n, k = int(problem["m"]), int(problem["n"]), int(problem["k"])
+    units = arch.compute_units or 1
     for config in HIP_TILES.get(arch.matrix_unit or MatrixUnit.NONE, ()):
-        if -(-m // config.block_m) * -(-n // config.block_n) * 8 >= units:
-            yield asdict(config)
+        tiles = config.tiles(m, n)
+        if tiles * 8 < units:
+            continue
+        for split_k in (1, *_splits(tiles, k, config.block_k, units)):
+            yield asdict(replace(config, split_k=split_k))
 
 
+_HIP_SMALLEST = HIP_TILES[MatrixUnit.DOT][-1]
 HIP = Kernels(
     module="rocm_sd.kernels.hip.linear_residual",
-    promises={"linear_residual": KernelPromise(uses_dot=True)},
+    promises={
+        "linear_residual": KernelPromise(uses_dot=True),
+        "linear_split": KernelPromise(uses_dot=True),
+        "conv2d_finish": KernelPromise(
+            bound_by_memory=True, narrow_loads_because="what is added is half as wide as the sums beside it"
+        ),
+    },
     # The smallest tile: the one that every matrix unit has.
-    default_config=asdict(HIP_TILES[MatrixUnit.DOT][-1]),
+    default_config=asdict(_HIP_SMALLEST),
     space=_hip_space,
+    small_configs=(asdict(replace(_HIP_SMALLEST, split_k=3)),),
 )
 
 TUNING = Tuning(

@@ -4,30 +4,9 @@
 //
 // Parameters: those of conv2d.hip but for what is added.
 #include "rocm_sd/conv.hpp"
+#include "rocm_sd/epilogue.hpp"
 
 namespace rocm_sd {
-
-template <bool wide>
-struct store_sums {
-    float* sums;
-    int Cout;
-
-    struct fetched {};
-    ROCM_SD_DEVICE fetched fetch(run_of_sums) const { return {}; }
-
-    ROCM_SD_DEVICE void store(run_of_sums at, vector_of<float, 8> values, const fetched&) const {
-        float* to = sums + static_cast<int64>(at.row) * Cout + at.column;
-        if constexpr (wide) {
-            store_if<4>(at.count > 0, to, values.lo);
-            store_if<4>(at.count > 0, to + 4, values.hi);
-        } else {
-#pragma unroll
-            for (int i = 0; i < 8; ++i) {
-                if (i < at.count) to[i] = values[i];
-            }
-        }
-    }
-};
 
 using element = ROCM_SD_ELEMENT;
 using config = gemm_config<ROCM_SD_BLOCK_M, ROCM_SD_BLOCK_N, ROCM_SD_BLOCK_K, ROCM_SD_WAVES_M, ROCM_SD_WAVES_N,

@@ -42,4 +42,28 @@ struct add_bias_and_residual {
     }
 };
 
+/// One of several parts of the sums, as they are, in rows of `columns` values; conv2d_finish.hip adds the parts up.
+template <bool wide>
+struct store_sums {
+    static constexpr bool by_fours = true;
+
+    float* sums;
+    int columns;
+
+    struct fetched {};
+    ROCM_SD_DEVICE fetched fetch(run_of_sums) const { return {}; }
+
+    ROCM_SD_DEVICE void store(run_of_sums at, vector_of<float, 4> values, const fetched&) const {
+        float* to = sums + static_cast<int64>(at.row) * columns + at.column;
+        if constexpr (wide) {
+            store_if<4>(at.count > 0, to, values);
+        } else {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                if (i < at.count) to[i] = values[i];
+            }
+        }
+    }
+};
+
 }  // namespace rocm_sd

@@ -36,6 +36,17 @@ struct run_of_sums {
     int row, column, count;
 };
 
+/// Whether an epilogue takes its sums four by four: those that it writes as float32 are 16 bytes then, and lanes that
+/// stand side by side fill whole cache lines. It says so by `static constexpr bool by_fours = true`.
+template <typename Epilogue>
+constexpr auto takes_fours(int) -> decltype(Epilogue::by_fours) {
+    return Epilogue::by_fours;
+}
+template <typename Epilogue>
+constexpr bool takes_fours(long) {
+    return false;
+}
+
 /// The steps of a factor that lies in memory as rows. Another may come from elsewhere (conv.hpp) by the same four:
 ///     fetch()         starts the loads of the step that it stands at
 ///     advance()       stands at the next step
@@ -106,6 +117,7 @@ struct gemm {
     /// Computes the tile whose first row and column are given. For each run of eight sums of a row it calls
     ///     auto ahead = epilogue.fetch(at);     which reads what the epilogue needs, early, so that the wait is hidden
     ///     epilogue.store(at, sums, ahead);     with at: run_of_sums
+    /// An epilogue that takes_fours gets runs of four instead.
     /// lds: `lds_bytes` bytes, aligned to 16.
     template <typename Epilogue>
     ROCM_SD_DEVICE static void run(
@@ -135,10 +147,11 @@ struct gemm {
 
         // The last products still read what the sums are going to overwrite.
         if (Config::stages == 2) barrier();
+        constexpr int together = takes_fours<Epilogue>(0) ? 4 : 8;
         const auto inside = [&](int row, int column) {
             const int r = first_row + row, c = first_column + column;
-            const int count = r < m ? larger(smaller(n - c, 8), 0) : 0;
-            return run_of_sums{smaller(r, m - 1), Config::wide ? smaller(c, n - 8) : c, count};
+            const int count = r < m ? larger(smaller(n - c, together), 0) : 0;
+            return run_of_sums{smaller(r, m - 1), Config::wide ? smaller(c, n - together) : c, count};
         };
         finish<parts>(sums, tile_sums{static_cast<float*>(lds)}, at, thread, inside, epilogue);
     }
@@ -205,13 +218,14 @@ struct gemm {
     ROCM_SD_DEVICE static void finish(
         const accumulator (&sums)[fragments_m][fragments_n], const tile_sums& tile, position at, int thread,
         Inside inside, Epilogue epilogue) {
-        constexpr int runs = Config::block_n / parts / 8, passes = sums_rows * runs / threads;
+        constexpr int together = takes_fours<Epilogue>(0) ? 4 : 8;
+        constexpr int runs = Config::block_n / parts / together, passes = sums_rows * runs / threads;
         static_assert(passes * threads == sums_rows * runs, "every thread takes the same number of runs");
 #pragma unroll
         for (int i = 0; i < fragments_m; ++i) {
             const auto run = [&](int pass) {
                 const int number = pass * threads + thread, row = number / runs;
-                return inside(row / fragment_m * wave_m + i * fragment_m + row % fragment_m, number % runs * 8);
+                return inside(row / fragment_m * wave_m + i * fragment_m + row % fragment_m, number % runs * together);
             };
             typename Epilogue::fetched ahead[passes];
 #pragma unroll
@@ -226,8 +240,11 @@ struct gemm {
             barrier();
 #pragma unroll
             for (int pass = 0; pass < passes; ++pass) {
-                const int number = pass * threads + thread, row = number / runs, column = number % runs * 8;
-                if constexpr (parts == 1) {
+                const int number = pass * threads + thread, row = number / runs, column = number % runs * together;
+                if constexpr (together == 4) {
+                    static_assert(parts == 1, "two parts are taken eight by eight");
+                    epilogue.store(run(pass), tile.load4(row, column), ahead[pass]);
+                } else if constexpr (parts == 1) {
                     epilogue.store(run(pass), tile.load8(row, column), ahead[pass]);
                 } else {
                     static_assert(parts == 2, "one or two parts");

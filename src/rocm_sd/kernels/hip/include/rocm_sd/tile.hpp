@@ -187,16 +187,21 @@ struct stage {
 template <int Rows, int Columns>
 struct sums_tile {
     static constexpr int bytes = Rows * Columns * 4;
-    static_assert(Columns % 64 == 0, "fours are exchanged within 64 columns");
+    static_assert(Columns % 32 == 0 || Columns == 16, "fours are exchanged within 32 columns");
 
     float* data;
 
     ROCM_SD_DEVICE static int place(int row, int column) {
+        // Two rows of 16 stand where one of 32 would.
+        if constexpr (Columns == 16) return sums_tile<Rows / 2, 32>::place(row / 2, row % 2 * 16 + column);
         const int sixteen = (row ^ (row >> 2) ^ (row >> 3)) & 1, eight = (row >> 1) & 1;
         const int four = ((column >> 5) ^ row) & 1;
         return row * Columns + (column ^ (16 * sixteen + 8 * eight + 4 * four));
     }
     ROCM_SD_DEVICE void store(int row, int column, float value) const { data[place(row, column)] = value; }
+
+    /// Four sums; the column is a multiple of four.
+    ROCM_SD_DEVICE vector_of<float, 4> load4(int row, int column) const { return load<4>(data + place(row, column)); }
 
     /// Eight sums; the column is a multiple of eight.
     ROCM_SD_DEVICE vector_of<float, 8> load8(int row, int column) const {
