@@ -70,8 +70,14 @@ def test_less_memory_at_its_peak(norm):
     plain, ours = decoder(), decoder()
     apply(plain, OTHERS)
     apply(ours, RULES)
-    share = live_peak(lambda: ours(z), z) / live_peak(lambda: plain(z), z)
-    assert share < (0.85 if norm == "triton" else 1.01)
+    peaks = [live_peak(lambda module=module: module(z), z) for module in (plain, ours)]
+    if norm == "triton":
+        # The block that changes the channels was the peak, and so was the sampler before it, whose own input was kept:
+        # of 2.5 large maps of 32 channels 2.25 are left, two for the sampler and its input.
+        large = 32 * 10 * 14 * z.element_size()
+        assert peaks == [2.5 * large, 2.25 * large]
+    else:
+        assert peaks[1] <= 1.01 * peaks[0]
 
 
 @torch.no_grad()
