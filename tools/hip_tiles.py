@@ -9,9 +9,10 @@ from __future__ import annotations
 import sys
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from rocm_sd import arch
+from rocm_sd.arch import MatrixUnit
 from rocm_sd.kernels.hip import (
     attention,
     batched_linear,
@@ -28,15 +29,23 @@ from rocm_sd.kernels.hip import (
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
-    from rocm_sd.arch import MatrixUnit
+    from rocm_sd.arch import Arch
     from rocm_sd.kernels.hip.gemm import GemmConfig
 
 __all__ = ["FILE", "main", "text"]
 
 FILE = toolchain.SOURCES.parent / "library" / "tiles.cmake"
+_DOT_WAVE64 = "dot_wave64"
+T = TypeVar("T")
+
+
+def _by_name(tiles: Mapping[MatrixUnit, T], dot_wave64: T) -> Mapping[str, T]:
+    return {**{unit.name.lower(): found for unit, found in tiles.items()}, _DOT_WAVE64: dot_wave64}
+
+
 # For a library the first and the last: the largest tile, and the one for what does not fill a card with it.
-PRODUCTS: Mapping[str, Mapping[MatrixUnit, tuple[GemmConfig, ...]]] = {
-    module.__name__.rpartition(".")[2]: module.TILES
+PRODUCTS: Mapping[str, Mapping[str, tuple[GemmConfig, ...]]] = {
+    module.__name__.rpartition(".")[2]: _by_name(module.TILES, module.DOT_WAVE64)
     for module in (
         linear_residual, batched_linear, linear_geglu, linear_moments, norm_linear, norm_geglu, conv2d, upsample_conv2d,
     )
@@ -44,8 +53,8 @@ PRODUCTS: Mapping[str, Mapping[MatrixUnit, tuple[GemmConfig, ...]]] = {
 _ABOUT = """\
 # Written by tools/hip_tiles.py from the tiles of the Python launchers; a test holds the two together.
 #
-# The matrix unit of each architecture; by unit and family a large and a small tile, and by the size of a head that of
-# attention, each in the words that the source is compiled with.
+# The matrix unit of each architecture, with waves of 64 if it is none; by unit and family a large and a small tile, and
+# by the size of a head that of attention, each in the words that the source is compiled with.
 """
 
 
@@ -53,7 +62,7 @@ def text() -> str:
     """The whole of the file."""
     header = (toolchain.INCLUDE / "rocm_sd" / "arch.hpp").read_text(encoding="utf-8")
     lines = [
-        f"set(ROCM_SD_UNIT_{name} {_name(found.matrix_unit)})"
+        f"set(ROCM_SD_UNIT_{name} {_name(found)})"
         for name, found in arch.ARCHS.items()
         if found.matrix_unit and f"defined(__{name}__)" in header
     ]
@@ -61,21 +70,23 @@ def text() -> str:
         for unit, configs in tiles.items():
             for size, config in (("large", configs[0]), ("small", configs[-1])):
                 lines.append(_line(unit, family, size, config.parameters))
-    heads = sorted({head for by_head in attention.TILES.values() for head in by_head})
+    of_heads = _by_name(attention.TILES, attention.DOT_WAVE64)
+    heads = sorted({head for by_head in of_heads.values() for head in by_head})
     lines.append(f"set(ROCM_SD_HEADS {' '.join(map(str, heads))})")
-    for unit, by_head in attention.TILES.items():
+    for unit, by_head in of_heads.items():
         for head, choices in by_head.items():
             names = [field.name for field in fields(choices[0])]
             lines.append(_line(unit, "attention", head, [(name, getattr(choices[0], name)) for name in names]))
     return _ABOUT + "\n".join(lines) + "\n"
 
 
-def _name(unit: MatrixUnit) -> str:
-    return unit.name.lower()
+def _name(of: Arch) -> str:
+    unit = of.matrix_unit or MatrixUnit.NONE
+    return _DOT_WAVE64 if unit is MatrixUnit.DOT and of.wave_size == 64 else unit.name.lower()
 
 
-def _line(unit: MatrixUnit, family: str, which: str | int, words: Iterable[tuple[str, object]]) -> str:
-    return f'set(ROCM_SD_TILE_{_name(unit)}_{family}_{which} "{" ".join(f"{key}={value}" for key, value in words)}")'
+def _line(unit: str, family: str, which: str | int, words: Iterable[tuple[str, object]]) -> str:
+    return f'set(ROCM_SD_TILE_{unit}_{family}_{which} "{" ".join(f"{key}={value}" for key, value in words)}")'
 
 
 def main(arguments: list[str]) -> int:

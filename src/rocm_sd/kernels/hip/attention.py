@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from rocm_sd.arch import MatrixUnit
 from rocm_sd.kernels.hip.launch import HipRefused, Kernel, access_width, ceil_div, element_of
+from rocm_sd.kernels.hip.tiles import tiles_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from rocm_sd.arch import Arch
     from rocm_sd.kernels.hip.launch import Launcher
 
-__all__ = ["BY_HEAD", "TILES", "AttentionConfig", "configs", "launch"]
+__all__ = ["BY_HEAD", "DOT_WAVE64", "TILES", "AttentionConfig", "configs", "launch", "tiles"]
 
 LOG2_E = 1.4426950408889634
 _BYTES = 2  # of a value
@@ -106,12 +107,28 @@ TILES: Mapping[MatrixUnit, Mapping[int, tuple[AttentionConfig, ...]]] = {
         512: (AttentionConfig(32, 64, 2, 2, 16, chunk=64, queries_in_lds=1, values_ahead=0),),  # 232, 2
     },
 }
+# Dot products by waves of 64; registers and waves a SIMD on gfx906. Sums become chunks of 64 keys, or 64 columns, so
+# that waves cannot share queries, and of a piece of 40 columns 24 are zeros in the product with the values.
+DOT_WAVE64: Mapping[int, tuple[AttentionConfig, ...]] = {
+    40: (AttentionConfig(128, 64, 8, 1, 16, queries_in_lds=1, values_ahead=0),),  # 103, 2
+    64: (AttentionConfig(128, 64, 8, 1, 16, queries_in_lds=1, values_ahead=0),),  # 101, 2
+    80: (AttentionConfig(128, 64, 8, 1, 16, chunk=40, queries_in_lds=1, values_ahead=0),),  # 101, 2
+    128: (AttentionConfig(128, 64, 8, 1, 16, chunk=64, queries_in_lds=1, values_ahead=0),),  # 99, 2
+    160: (AttentionConfig(64, 64, 4, 1, 16, chunk=40, queries_in_lds=1, values_ahead=0),),  # 143, 1
+    # 209, 1 on half of the SIMDs: LDS has no room for more queries
+    512: (AttentionConfig(32, 64, 2, 1, 16, chunk=64, queries_in_lds=1, values_ahead=0),),
+}
+
+
+def tiles(arch: Arch) -> Mapping[int, tuple[AttentionConfig, ...]]:
+    """By the size of a head."""
+    return tiles_of(TILES, DOT_WAVE64, arch) or {}
 
 
 def configs(head: int, arch: Arch) -> tuple[AttentionConfig, ...]:
     """What is worth a trial, the best by compiled occupancy first."""
-    by_head = TILES.get(arch.matrix_unit) if arch.matrix_unit else None
-    if by_head is None:
+    by_head = tiles(arch)
+    if not by_head:
         raise HipRefused("attention (hip)", f"the architecture {arch.name}: nothing is known of its products")
     if head not in by_head:
         raise HipRefused("attention (hip)", f"heads of {head}", hint=f"There are {', '.join(map(str, by_head))}.")

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 
 from rocm_sd.kernels.hip.gemm import WIDEST
 from rocm_sd.kernels.hip.launch import Kernel, access_width, element_of
-from rocm_sd.kernels.hip.linear_residual import TILES, LinearResidualConfig
+from rocm_sd.kernels.hip.linear_residual import DOT_WAVE64, TILES, LinearResidualConfig
 
 if TYPE_CHECKING:
     import torch
 
     from rocm_sd.kernels.hip.launch import Launcher
 
-__all__ = ["TILES", "LinearResidualConfig", "launch"]
+__all__ = ["DOT_WAVE64", "TILES", "LinearResidualConfig", "launch"]
 
 
 def launch(

@@ -9,15 +9,17 @@ from rocm_sd.arch import MatrixUnit
 from rocm_sd.kernels.hip.conv2d_split import launch as launch_parts
 from rocm_sd.kernels.hip.gemm import WIDEST, GemmConfig
 from rocm_sd.kernels.hip.launch import HipRefused, Kernel, access_width, ceil_div, element_of
+from rocm_sd.kernels.hip.tiles import tiles_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     import torch
 
+    from rocm_sd.arch import Arch
     from rocm_sd.kernels.hip.launch import Launcher
 
-__all__ = ["NARROW_TILES", "TILES", "Conv2dConfig", "launch", "require_reach"]
+__all__ = ["DOT_WAVE64", "NARROW_TILES", "TILES", "Conv2dConfig", "launch", "require_reach", "tiles"]
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,8 @@ TILES: Mapping[MatrixUnit, tuple[Conv2dConfig, ...]] = {
     MatrixUnit.WMMA_GFX12: (_LARGE, _TALL, _SMALL),
     MatrixUnit.MFMA: (Conv2dConfig(128, 128, 64, 2, 4, 1, 32), _TALL, _SMALL),
 }
+# Dot products by waves of 64. 128x128 takes all 256 registers of four waves, and value by value spills.
+DOT_WAVE64 = (Conv2dConfig(128, 64, 64, 2, 2, 1, 16), _TALL, _SMALL)
 # For the last layer of a UNet or a VAE, of three or four channels: of 64 columns nearly all would be thrown away.
 _16 = (Conv2dConfig(128, 16, 64, 4, 1, 1, 16), Conv2dConfig(64, 16, 64, 4, 1, 1, 16))
 # With 16 columns waves of 64 have more lanes than runs of sums, and those of dot products meet in the banks of LDS.
@@ -48,6 +52,10 @@ NARROW_TILES: Mapping[MatrixUnit, tuple[Conv2dConfig, ...]] = {
     MatrixUnit.WMMA_GFX12: _16,
     MatrixUnit.MFMA: _32,
 }
+
+
+def tiles(arch: Arch) -> tuple[Conv2dConfig, ...]:
+    return tiles_of(TILES, DOT_WAVE64, arch) or ()
 
 
 def launch(

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from rocm_sd.arch import MatrixUnit
 from rocm_sd.kernels.hip.gemm import WIDEST, GemmConfig
 from rocm_sd.kernels.hip.launch import HipRefused, Kernel, access_width, element_of
+from rocm_sd.kernels.hip.tiles import tiles_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from rocm_sd.arch import Arch
     from rocm_sd.kernels.hip.launch import Launcher
 
-__all__ = ["BY_UNIT", "TILES", "LinearGegluConfig", "launch"]
+__all__ = ["BY_UNIT", "DOT_WAVE64", "TILES", "LinearGegluConfig", "launch", "tiles"]
 
 
 class LinearGegluConfig(GemmConfig):
@@ -43,13 +44,24 @@ TILES: Mapping[MatrixUnit, tuple[LinearGegluConfig, ...]] = {
         LinearGegluConfig(64, 64, 64, 2, 2, 1, 32),
     ),
 }
+# Dot products by waves of 64. A wave has 64 sums or more of a row: of fewer some lanes would have no column of y.
+DOT_WAVE64 = (
+    LinearGegluConfig(128, 128, 64, 2, 2, 1, 16),
+    LinearGegluConfig(64, 128, 64, 2, 2, 1, 16),
+    LinearGegluConfig(64, 128, 64, 4, 2, 1, 16),
+    LinearGegluConfig(64, 64, 64, 4, 1, 1, 16),
+)
+
+
+def tiles(arch: Arch) -> tuple[LinearGegluConfig, ...]:
+    return tiles_of(TILES, DOT_WAVE64, arch) or ()
 
 
 def _smallest(arch: Arch) -> LinearGegluConfig:
-    tiles = TILES.get(arch.matrix_unit) if arch.matrix_unit else None
-    if tiles is None:
+    found = tiles(arch)
+    if not found:
         raise HipRefused("linear_geglu by HIP", f"the architecture {arch.name}: nothing is known of its products")
-    return tiles[-1]
+    return found[-1]
 
 
 def launch(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from rocm_sd.errors import Unsupported
 from rocm_sd.kernels.hip.gemm import WIDEST
 from rocm_sd.kernels.hip.launch import Kernel, access_width, element_of
-from rocm_sd.kernels.hip.linear_residual import TILES, LinearResidualConfig
+from rocm_sd.kernels.hip.linear_residual import DOT_WAVE64, TILES, LinearResidualConfig
 
 if TYPE_CHECKING:
     import torch
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rocm_sd.kernels.hip.launch import Launcher
     from rocm_sd.kernels.hip.row_moments import RowMoments
 
-__all__ = ["TILES", "LinearResidualConfig", "launch"]
+__all__ = ["DOT_WAVE64", "TILES", "LinearResidualConfig", "launch"]
 
 
 def launch(

@@ -9,15 +9,17 @@ from rocm_sd.arch import MatrixUnit
 from rocm_sd.kernels.hip.gemm import WIDEST, GemmConfig
 from rocm_sd.kernels.hip.launch import Kernel, access_width, ceil_div, element_of
 from rocm_sd.kernels.hip.linear_split import launch as launch_parts
+from rocm_sd.kernels.hip.tiles import tiles_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     import torch
 
+    from rocm_sd.arch import Arch
     from rocm_sd.kernels.hip.launch import Launcher
 
-__all__ = ["TILES", "LinearResidualConfig", "launch"]
+__all__ = ["DOT_WAVE64", "TILES", "LinearResidualConfig", "launch", "tiles"]
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,12 @@ TILES: Mapping[MatrixUnit, tuple[LinearResidualConfig, ...]] = {
         _SMALL,
     ),
 }
+# Dot products by waves of 64. Eight of them leave each 128 registers, in which 128x128 spills; four leave it 256.
+DOT_WAVE64 = (LinearResidualConfig(128, 128, 64, 2, 2, 1, 16), _TALL, _SMALL)
+
+
+def tiles(arch: Arch) -> tuple[LinearResidualConfig, ...]:
+    return tiles_of(TILES, DOT_WAVE64, arch) or ()
 
 
 def launch(

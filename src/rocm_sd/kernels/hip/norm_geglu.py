@@ -6,17 +6,26 @@ from typing import TYPE_CHECKING
 
 from rocm_sd.errors import Unsupported
 from rocm_sd.kernels.hip.launch import Kernel, element_of
+from rocm_sd.kernels.hip.linear_geglu import DOT_WAVE64 as PLAIN_DOT_WAVE64
 from rocm_sd.kernels.hip.linear_geglu import TILES, LinearGegluConfig
 from rocm_sd.kernels.hip.norm_linear import norm_arguments
+from rocm_sd.kernels.hip.tiles import tiles_of
 
 if TYPE_CHECKING:
     import torch
 
+    from rocm_sd.arch import Arch
     from rocm_sd.kernels.hip.launch import Launcher
     from rocm_sd.kernels.hip.norm_linear import Norm
     from rocm_sd.kernels.hip.row_moments import RowMoments
 
-__all__ = ["TILES", "LinearGegluConfig", "launch"]
+__all__ = ["DOT_WAVE64", "TILES", "LinearGegluConfig", "launch", "tiles"]
+
+DOT_WAVE64 = PLAIN_DOT_WAVE64[1:]  # with a norm the large one spills 3 registers in float16
+
+
+def tiles(arch: Arch) -> tuple[LinearGegluConfig, ...]:
+    return tiles_of(TILES, DOT_WAVE64, arch) or ()
 
 
 def launch(

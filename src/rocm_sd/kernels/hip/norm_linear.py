@@ -8,18 +8,21 @@ from rocm_sd.arch import MatrixUnit
 from rocm_sd.errors import Unsupported
 from rocm_sd.kernels.hip.gemm import WIDEST
 from rocm_sd.kernels.hip.launch import Kernel, access_width, element_of
+from rocm_sd.kernels.hip.linear_residual import DOT_WAVE64 as PLAIN_DOT_WAVE64
 from rocm_sd.kernels.hip.linear_residual import TILES as PLAIN_TILES
 from rocm_sd.kernels.hip.linear_residual import LinearResidualConfig
+from rocm_sd.kernels.hip.tiles import tiles_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     import torch
 
+    from rocm_sd.arch import Arch
     from rocm_sd.kernels.hip.launch import Argument, Launcher
     from rocm_sd.kernels.hip.row_moments import RowMoments
 
-__all__ = ["TILES", "LinearResidualConfig", "Norm", "launch", "norm_arguments"]
+__all__ = ["DOT_WAVE64", "TILES", "LinearResidualConfig", "Norm", "launch", "norm_arguments", "tiles"]
 
 # Those of linear_residual, without the tall one on gfx1030, which spills 5 registers in bfloat16. A norm takes 16 to 30
 # registers more: on gfx1100 the large tile leaves room for 6 waves a SIMD and not 8, on the others for as many.
@@ -27,6 +30,11 @@ TILES: Mapping[MatrixUnit, tuple[LinearResidualConfig, ...]] = {
     **PLAIN_TILES,
     MatrixUnit.DOT: (PLAIN_TILES[MatrixUnit.DOT][0], PLAIN_TILES[MatrixUnit.DOT][-1]),
 }
+DOT_WAVE64 = PLAIN_DOT_WAVE64[1:]  # with a norm the large one spills 2 registers in float16
+
+
+def tiles(arch: Arch) -> tuple[LinearResidualConfig, ...]:
+    return tiles_of(TILES, DOT_WAVE64, arch) or ()
 
 
 class Norm(NamedTuple):

@@ -148,10 +148,9 @@ def config_for(rows: int, width: int, heads: int, arch: Arch) -> TransformerBloc
     `rows` counts the tokens of the whole batch. By the architecture's table, and not timed.
     """
     choices = attention.configs(width // heads, arch)
-    unit = arch.matrix_unit
-    if unit is None or unit not in norm_linear.TILES or arch.compute_units is None:
+    linear, geglu = norm_linear.tiles(arch), norm_geglu.tiles(arch)
+    if not linear or arch.compute_units is None:
         raise Unsupported("transformer_block (hip)", f"the architecture {arch.name}")
-    linear, geglu = norm_linear.TILES[unit], norm_geglu.TILES[unit]
     config = TransformerBlockConfig(
         # The products with the fewest tiles, C columns wide, decide for all.
         next((tile for tile in linear if tile.tiles(rows, width) >= arch.compute_units), linear[-1]),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rocm_sd.kernels.hip.conv2d import TILES, Conv2dConfig, require_reach
+from rocm_sd.kernels.hip.conv2d import DOT_WAVE64, TILES, Conv2dConfig, require_reach, tiles
 from rocm_sd.kernels.hip.gemm import WIDEST
 from rocm_sd.kernels.hip.launch import Kernel, access_width, ceil_div, element_of
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from rocm_sd.kernels.hip.launch import Launcher
 
-__all__ = ["TILES", "Conv2dConfig", "launch"]
+__all__ = ["DOT_WAVE64", "TILES", "Conv2dConfig", "launch", "tiles"]
 
 
 def launch(

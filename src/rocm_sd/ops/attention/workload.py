@@ -10,6 +10,7 @@ import torch
 from rocm_sd.arch import MatrixUnit
 from rocm_sd.kernels.hip.attention import BY_HEAD
 from rocm_sd.kernels.hip.attention import TILES as HIP_TILES
+from rocm_sd.kernels.hip.attention import tiles as hip_tiles
 from rocm_sd.ops.attention import reference
 from rocm_sd.ops.registry import Beside, Bucket, KernelPromise, Kernels, Tuning, Verification, Work
 from rocm_sd.ops.samples import Draw, Sample, dtype_name
@@ -225,8 +226,7 @@ HIP_HEADS = tuple(HIP_TILES[MatrixUnit.DOT])
 
 
 def _hip_space(problem: Problem, arch: Arch) -> Iterator[Mapping[str, int]]:
-    by_head = HIP_TILES.get(arch.matrix_unit or MatrixUnit.NONE, {})
-    for config in by_head.get(int(problem["d"]), ()):
+    for config in hip_tiles(arch).get(int(problem["d"]), ()):
         yield asdict(config)
 
 

@@ -10,6 +10,7 @@ import torch
 from rocm_sd.arch import MatrixUnit
 from rocm_sd.kernels.hip.conv2d import NARROW_TILES as HIP_NARROW_TILES
 from rocm_sd.kernels.hip.conv2d import TILES as HIP_TILES
+from rocm_sd.kernels.hip.conv2d import tiles as hip_tiles
 from rocm_sd.ops.conv2d import reference
 from rocm_sd.ops.registry import Beside, Bucket, KernelPromise, Kernels, Tuning, Verification, Work
 from rocm_sd.ops.samples import Draw, Sample, dtype_name
@@ -238,7 +239,7 @@ def _hip_space(problem: Problem, arch: Arch) -> Iterator[Mapping[str, int]]:
     unit = arch.matrix_unit or MatrixUnit.NONE
     # Of more channels than are in a narrow tile, each further one would read all of x again.
     narrow = (config for config in HIP_NARROW_TILES.get(unit, ()) if cout <= config.block_n)
-    for config in (*HIP_TILES.get(unit, ()), *narrow):
+    for config in (*hip_tiles(arch), *narrow):
         parts = _split(config.tiles(pixels, cout), taps * _blocks(cin, config.block_k), units)
         for split_k in sorted({1, parts}):
             yield asdict(replace(config, split_k=split_k))

@@ -9,7 +9,7 @@ import torch
 
 from rocm_sd.arch import MatrixUnit
 from rocm_sd.kernels.hip.linear_geglu import BY_UNIT
-from rocm_sd.kernels.hip.linear_geglu import TILES as HIP_TILES
+from rocm_sd.kernels.hip.linear_geglu import tiles as hip_tiles
 from rocm_sd.ops.conv2d.workload import fitting_stages
 from rocm_sd.ops.linear_geglu import reference
 from rocm_sd.ops.registry import Bucket, KernelPromise, Kernels, Tuning, Verification, Work
@@ -131,7 +131,7 @@ VERIFICATION = Verification(
 def _hip_space(problem: Problem, arch: Arch) -> Iterator[Mapping[str, int]]:
     """Each tile of the matrix unit, but those so large that an eighth of the GPU works."""
     units = arch.compute_units or 1
-    for config in HIP_TILES.get(arch.matrix_unit or MatrixUnit.NONE, ()):
+    for config in hip_tiles(arch):
         if config.tiles(int(problem["m"]), 2 * int(problem["f"])) * 8 >= units:
             yield asdict(config)
 

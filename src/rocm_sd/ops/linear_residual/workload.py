@@ -9,6 +9,7 @@ import torch
 
 from rocm_sd.arch import MatrixUnit
 from rocm_sd.kernels.hip.linear_residual import TILES as HIP_TILES
+from rocm_sd.kernels.hip.linear_residual import tiles as hip_tiles
 from rocm_sd.ops.linear_residual import reference
 from rocm_sd.ops.registry import Bucket, KernelPromise, Kernels, Tuning, Verification, Work
 from rocm_sd.ops.samples import Draw, Sample, dtype_name
@@ -170,7 +171,7 @@ def _hip_space(problem: Problem, arch: Arch) -> Iterator[Mapping[str, int]]:
     """Each tile of the matrix unit, but those so large that an eighth of the GPU works; whole, and with K in parts."""
     m, n, k = int(problem["m"]), int(problem["n"]), int(problem["k"])
     units = arch.compute_units or 1
-    for config in HIP_TILES.get(arch.matrix_unit or MatrixUnit.NONE, ()):
+    for config in hip_tiles(arch):
         tiles = config.tiles(m, n)
         if tiles * 8 < units:
             continue

@@ -9,6 +9,7 @@ import torch
 
 from rocm_sd.arch import MatrixUnit
 from rocm_sd.kernels.hip.upsample_conv2d import TILES as HIP_TILES
+from rocm_sd.kernels.hip.upsample_conv2d import tiles as hip_tiles
 from rocm_sd.ops.conv2d.workload import TILES, fitting_stages
 from rocm_sd.ops.registry import Beside, Bucket, KernelPromise, Kernels, Tuning, Verification, Work
 from rocm_sd.ops.samples import Draw, Sample, dtype_name
@@ -97,7 +98,7 @@ VERIFICATION = Verification(
 def _hip_space(problem: Problem, arch: Arch) -> Iterator[Mapping[str, int]]:
     """Each tile of the matrix unit, but those so large that an eighth of the GPU works: four are for each place."""
     pixels, cout, units = int(problem["pixels"]), int(problem["cout"]), arch.compute_units or 1
-    for config in HIP_TILES.get(arch.matrix_unit or MatrixUnit.NONE, ()):
+    for config in hip_tiles(arch):
         if 4 * config.tiles(pixels, cout) * 8 >= units:
             yield asdict(config)
 

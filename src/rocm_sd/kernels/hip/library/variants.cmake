@@ -8,17 +8,11 @@ set(ROCM_SD_FAMILIES layout_copy upsample layer_norm_residual group_norm_silu li
                      linear_geglu attention conv2d conv2d_split conv2d_finish upsample_conv2d row_moments linear_moments
                      norm_linear norm_geglu)
 set(ROCM_SD_WITHOUT_PRODUCTS layout_copy upsample layer_norm_residual group_norm_silu row_moments)
-# Tiles for dot products are made of waves of 32; of these none is divided evenly by waves of 64.
-set(ROCM_SD_NOT_ON_gfx906 linear_geglu norm_geglu attention)
 set(ROCM_SD_ALL_DTYPES float16 bfloat16 float32)
 set(ROCM_SD_TARGETS gfx1030 gfx90a gfx942 gfx1100 gfx1200 gfx1201)
 
 function(rocm_sd_variants family gfx out)
     set(found)
-    if(family IN_LIST ROCM_SD_NOT_ON_${gfx})
-        set(${out} "" PARENT_SCOPE)
-        return()
-    endif()
     macro(add_variant words)
         list(APPEND found "${family} ${words}|${words}")
     endmacro()
