@@ -5,6 +5,7 @@ The emulator does not know gfx906. Its products are made of instructions that gf
 
 from __future__ import annotations
 
+import itertools
 import re
 from dataclasses import asdict, replace
 
@@ -40,6 +41,7 @@ from rocm_sd.verify.isa import report
 
 GFX906 = archs.get("gfx906")
 MODULES = (attention, conv2d, linear_geglu, linear_residual, norm_geglu, norm_linear, upsample_conv2d)
+_CONV = {"kernel_size": (3,), "padded": (1,), "wide": (0, 1), "wide_out": (0, 1)}
 HEADS = tuple(attention.DOT_WAVE64)
 SMALL = TransformerBlockConfig(norm_linear.DOT_WAVE64[-1], norm_geglu.DOT_WAVE64[-1], attention.DOT_WAVE64[40][0])
 
@@ -162,6 +164,29 @@ def test_every_source_passes_the_gates_for_gfx906():
         assert "flat_store" not in call.code.assembly
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("element", ["half", "bfloat"])
+def test_no_tile_of_gfx906_spills_wide_or_value_by_value(element):
+    products = (
+        (linear_residual, "linear_residual", {"wide": (0, 1), "has_bias": (1,), "has_residual": (1,)}),
+        (linear_residual, "linear_split", {"wide": (0, 1)}),
+        (linear_residual, "batched_linear", {"wide": (0, 1), "has_bias": (1,), "has_residual": (1,)}),
+        (linear_residual, "linear_moments", {"has_bias": (1,), "has_residual": (1,)}),
+        (linear_geglu, "linear_geglu", {"wide": (0, 1), "has_bias": (1,)}),
+        (norm_linear, "norm_linear", {"has_bias": (1,)}),
+        (norm_geglu, "norm_geglu", {"has_bias": (1,)}),
+        (conv2d, "conv2d", {**_CONV, "has_bias": (1,), "has_add": (1,), "has_residual": (1,)}),
+        (conv2d, "conv2d_split", _CONV),
+        (conv2d, "upsample_conv2d", {"wide": (0, 1), "wide_out": (0, 1), "has_bias": (1,)}),
+    )
+    for module, source, choices in products:
+        narrow = conv2d.NARROW_TILES[GFX906.matrix_unit] if source == "conv2d" else ()
+        for config, values in itertools.product((*module.DOT_WAVE64, *narrow), itertools.product(*choices.values())):
+            parameters = {"element": element, **dict(config.parameters), **dict(zip(choices, values, strict=True))}
+            for found in toolchain.compile_source(source, "gfx906", parameters).kernels.values():
+                assert (found.vgpr_spills, found.sgpr_spills, found.scratch) == (0, 0, 0), (source, parameters)
+
+
 # --- numbers ----------------------------------------------------------------------------------------------------------
 
 
@@ -169,8 +194,9 @@ def test_every_source_passes_the_gates_for_gfx906():
     ("D", "dtype"), [(40, torch.float16), (64, torch.bfloat16), (80, torch.bfloat16), (160, torch.float16)], ids=str
 )
 def test_attention_by_waves_of_64(D, dtype, tmp_path):
-    (counters,) = executed(tmp_path, "attention", attention.DOT_WAVE64[D][0], drawn_heads(20, 70, 1, D, dtype))
-    assert counters.bytes_stored == 20 * D * 2
+    for config in attention.DOT_WAVE64[D]:
+        (counters,) = executed(tmp_path, "attention", config, drawn_heads(20, 70, 1, D, dtype))
+        assert counters.bytes_stored == 20 * D * 2
 
 
 @pytest.mark.parametrize("config", linear_geglu.DOT_WAVE64, ids=lambda config: f"{config.block_m}x{config.block_n}")
@@ -210,4 +236,5 @@ def test_products_by_waves_of_64(config, tmp_path):
 @pytest.mark.parametrize("D", HEADS)
 def test_every_head_over_several_blocks_by_waves_of_64(D, tmp_path):
     for dtype in (torch.float16, torch.bfloat16):
-        executed(tmp_path, "attention", attention.DOT_WAVE64[D][0], drawn_heads(150, 205, 2, D, dtype))
+        for config in attention.DOT_WAVE64[D]:
+            executed(tmp_path, "attention", config, drawn_heads(150, 205, 2, D, dtype))

@@ -108,13 +108,18 @@ TILES: Mapping[MatrixUnit, Mapping[int, tuple[AttentionConfig, ...]]] = {
     },
 }
 # Dot products by waves of 64; registers and waves a SIMD on gfx906. Sums become chunks of 64 keys, or 64 columns, so
-# that waves cannot share queries, and of a piece of 40 columns 24 are zeros in the product with the values.
+# that waves cannot share queries, and the product with the values has zeros up to the next 64: 24 columns beside 40,
+# 48 beside 80.
 DOT_WAVE64: Mapping[int, tuple[AttentionConfig, ...]] = {
     40: (AttentionConfig(128, 64, 8, 1, 16, queries_in_lds=1, values_ahead=0),),  # 103, 2
     64: (AttentionConfig(128, 64, 8, 1, 16, queries_in_lds=1, values_ahead=0),),  # 101, 2
-    80: (AttentionConfig(128, 64, 8, 1, 16, chunk=40, queries_in_lds=1, values_ahead=0),),  # 101, 2
+    # 101, 2. Whole, a head leaves LDS for half of the queries: as many lines for each of them, and half of the waves.
+    80: (
+        AttentionConfig(128, 64, 8, 1, 16, chunk=40, queries_in_lds=1, values_ahead=0),
+        AttentionConfig(64, 64, 4, 1, 16, queries_in_lds=1, values_ahead=0),
+    ),
     128: (AttentionConfig(128, 64, 8, 1, 16, chunk=64, queries_in_lds=1, values_ahead=0),),  # 99, 2
-    160: (AttentionConfig(64, 64, 4, 1, 16, chunk=40, queries_in_lds=1, values_ahead=0),),  # 143, 1
+    160: (AttentionConfig(64, 64, 4, 1, 16, chunk=80, queries_in_lds=1, values_ahead=0),),  # 147, 1
     # 209, 1 on half of the SIMDs: LDS has no room for more queries
     512: (AttentionConfig(32, 64, 2, 1, 16, chunk=64, queries_in_lds=1, values_ahead=0),),
 }

@@ -123,5 +123,5 @@ set(ROCM_SD_TILE_dot_wave64_attention_40 "block_m=128 block_n=64 waves_m=8 waves
 set(ROCM_SD_TILE_dot_wave64_attention_64 "block_m=128 block_n=64 waves_m=8 waves_d=1 fragment=16 chunk=0 queries_in_lds=1 values_ahead=0")
 set(ROCM_SD_TILE_dot_wave64_attention_80 "block_m=128 block_n=64 waves_m=8 waves_d=1 fragment=16 chunk=40 queries_in_lds=1 values_ahead=0")
 set(ROCM_SD_TILE_dot_wave64_attention_128 "block_m=128 block_n=64 waves_m=8 waves_d=1 fragment=16 chunk=64 queries_in_lds=1 values_ahead=0")
-set(ROCM_SD_TILE_dot_wave64_attention_160 "block_m=64 block_n=64 waves_m=4 waves_d=1 fragment=16 chunk=40 queries_in_lds=1 values_ahead=0")
+set(ROCM_SD_TILE_dot_wave64_attention_160 "block_m=64 block_n=64 waves_m=4 waves_d=1 fragment=16 chunk=80 queries_in_lds=1 values_ahead=0")
 set(ROCM_SD_TILE_dot_wave64_attention_512 "block_m=32 block_n=64 waves_m=2 waves_d=1 fragment=16 chunk=64 queries_in_lds=1 values_ahead=0")
