@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from rocm_sd import arch
+from rocm_sd.arch.convolution_libraries import convolution_library
 from rocm_sd.engine.installed import Installed
 from rocm_sd.tuning import environment, layers
 from rocm_sd.tuning.choice import STOCK
@@ -132,7 +133,7 @@ class Library:
     def __init__(self, choice: Choice, device: torch.device) -> None:
         self._choice = choice
         self._device = device
-        self._name = "oneDNN" if device.type == "cpu" else "MIOpen" if torch.version.hip else "cuDNN"
+        self._name = convolution_library(device.type).name
         # Of a CPU nothing but convolutions is timed, and oneDNN is more than those.
         self._left_on = choice.implementation == _WITHOUT and device.type == "cpu"
         self._wanted = None if self._left_on else _WANTED.get(choice.implementation)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 
+from rocm_sd.arch.convolution_libraries import convolution_library
 from rocm_sd.ops.registry import Implementation, Op, Verification
 from rocm_sd.search.calls import Call, TensorSpec
 from rocm_sd.tuning.choice import STOCK
@@ -124,11 +125,7 @@ def _anywhere(_problem: Problem, _device: torch.device) -> str | None:
 
 
 def _searched_why_not(_problem: Problem, device: torch.device) -> str | None:
-    if device.type != "cuda":
-        return f"a tensor on {device.type}: there is nothing to search"
-    # ATen's Conv_miopen.cpp looks its findings up by the sizes alone: stock, which runs first, would be timed twice,
-    # and every fortieth time luck would have MIOpen search through all that it has at the user's first picture.
-    return "torch keeps what MIOpen found first for a size, with or without a search" if torch.version.hip else None
+    return convolution_library(device.type).no_search_because
 
 
 def _setting(name: str, summary: str, *implementations: Implementation) -> Op:
