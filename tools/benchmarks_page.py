@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rocm_sd.bench import kpis, projection
+from rocm_sd.bench.ablation import ROWS, STOCK_ROW
 from rocm_sd.bench.records import FORMAT, Measurement, Record
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ __all__ = ["DOCUMENTS", "TABLES", "fill", "main", "stale"]
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = ("BENCHMARKS.md", "docs/projection.md")
+_ROW_NAMES = frozenset(row.name for row in ROWS)
 _BLOCK = re.compile(r"(<!-- table: (?P<name>[\w-]+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 
 
@@ -101,25 +103,26 @@ def _engines() -> str:
 
 
 def _ablation() -> str:
-    """One table for each record: a row adds one optimisation to those before it."""
+    """One table for each record: a row adds one optimisation to those before it; torch.compile stands beside them."""
     parts = []
     for name, record in _records("ablation-*/*.json"):
-        batches = record.batches
         headings = ["added"]
-        for batch in batches:
-            headings += [f"batch {batch}: ms", "times the row before", "MiB, first run", "MiB, second run"]
+        for batch in record.batches:
+            headings += [f"batch {batch}: ms", "times the row before", "times stock", "MiB, first run", "second run"]
         rows: list[list[str]] = []
         before: dict[int, float] = {}
         for engine in record.engines:
-            row = [engine]
-            for batch in batches:
+            is_row = engine in _ROW_NAMES
+            row = [f"{engine}: stock as it comes" if engine == STOCK_ROW else engine if is_row else f"beside: {engine}"]
+            for batch in record.batches:
                 measured = record.measurement(engine, batch)
                 if measured is None or not measured.ms:
-                    row += [measured.left_out or "" if measured else "", "", "", ""]
+                    row += [measured.left_out or "" if measured else "", "", "", "", ""]
                     continue
-                gain = f"{before[batch] / measured.p50_ms:.2f}" if batch in before else ""
+                gain = f"{before[batch] / measured.p50_ms:.2f}" if batch in before and is_row else ""
                 before[batch] = measured.p50_ms
-                row += [f"{measured.p50_ms:.0f}", gain, _mib(measured.first_run_mib), _mib(measured.second_run_mib)]
+                peaks = (_mib(measured.first_run_mib), _mib(measured.second_run_mib))
+                row += [f"{measured.p50_ms:.0f}", gain, _compared(record, measured, STOCK_ROW), *peaks]
             rows.append(row)
         facts = record.workload
         told = f"{facts.name}, {facts.steps} steps, {facts.weights} weights, on {record.machine.device}"
