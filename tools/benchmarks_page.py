@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rocm_sd.bench import kpis, projection
-from rocm_sd.bench.ablation import ROWS, STOCK_ROW
-from rocm_sd.bench.records import FORMAT, Measurement, Record
+from rocm_sd.bench.ablation import STOCK_ROW
+from rocm_sd.bench.records import BESIDE, FORMAT, Measurement, Record
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -24,7 +24,6 @@ __all__ = ["DOCUMENTS", "TABLES", "fill", "main", "stale"]
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = ("BENCHMARKS.md", "docs/projection.md")
-_ROW_NAMES = frozenset(row.name for row in ROWS)
 _BLOCK = re.compile(r"(<!-- table: (?P<name>[\w-]+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 
 
@@ -112,7 +111,7 @@ def _ablation() -> str:
         rows: list[list[str]] = []
         before: dict[int, float] = {}
         for engine in record.engines:
-            is_row = engine in _ROW_NAMES
+            is_row = engine != BESIDE
             row = [f"{engine}: stock as it comes" if engine == STOCK_ROW else engine if is_row else f"beside: {engine}"]
             for batch in record.batches:
                 measured = record.measurement(engine, batch)

@@ -13,6 +13,7 @@ import torch
 
 from rocm_sd.bench import runner
 from rocm_sd.bench.engines import BUILT_IN, Engine, stock
+from rocm_sd.bench.records import BESIDE
 from rocm_sd.engine.optimization import optimize_with
 from rocm_sd.engine.parts import EVERYTHING, Parts
 
@@ -103,8 +104,7 @@ ROWS: tuple[Row, ...] = (
 )
 
 
-# Not a row of the ablation, but what its last one is held against.
-_BESIDE = tuple(engine for engine in BUILT_IN if engine.name == "compile")
+_BESIDE = tuple(engine for engine in BUILT_IN if engine.name == BESIDE)
 
 
 def run(

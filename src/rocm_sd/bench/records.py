@@ -16,9 +16,11 @@ from typing import Any
 
 from rocm_sd.errors import RocmSdError
 
-__all__ = ["FORMAT", "Comparison", "Machine", "Measurement", "Record", "UnreadableRecord", "WorkloadFacts"]
+__all__ = ["BESIDE", "FORMAT", "Comparison", "Machine", "Measurement", "Record", "UnreadableRecord", "WorkloadFacts"]
 
 FORMAT = "rocm-sd-bench/1"
+# In an ablation it is no row, but what the last one is held against.
+BESIDE = "compile"
 
 
 class UnreadableRecord(RocmSdError):

@@ -61,6 +61,7 @@ def engines(*, batches: tuple[int, ...] = (1, 8), **more: object) -> Record:
 
 def ablation() -> Record:
     rows = {"stock": 1690.0, "channels-last": 1400.0, "GroupNorm": 1402.0, "GEGLU": 1430.0, "step graph": 280.0}
+    rows["compile"] = 410.0
     found = [measurement(name, batch, ms * batch**0.8) for batch in (1, 8) for name, ms in rows.items()]
     return Record("ablation", WORKLOAD, CARD, "rocm-sd bench sd15-512 --ablation", "2026-01-02T03:04:05", tuple(found))
 

@@ -157,6 +157,16 @@ def test_what_has_no_data_is_a_sentence(name):
     assert "Type: rocm-sd" in html or name == "memory"
 
 
+def test_an_engine_beside_the_ablation_is_no_row_of_it():
+    html = section(html_of(made_up.ablation()), "ablation")
+    row = re.search(r"<tr><th scope=\"row\">compile</th>(.*?)</tr>", html)
+    assert row
+    # 410 ms are neither 0.68 times the step graph nor what another optimisation took away.
+    assert "0.68" not in row[1]
+    assert "410 ms ·" not in html
+    assert "compile is no such row" in html
+
+
 def test_an_interrupted_run_says_so():
     assert "The run was interrupted; this is what it has." in html_of(made_up.engines(complete=False))
 

@@ -109,7 +109,10 @@ def bars(title: str, rows: Sequence[Bar], *, unit: str, mark: tuple[float, str] 
 
 @dataclass(frozen=True)
 class Step:
-    """One row of a waterfall: from what it was before to what it is. `decided` is false inside the spread."""
+    """One row of a waterfall: from what it was before to what it is. `decided` is false inside the spread.
+
+    Without `before` a row stands for itself.
+    """
 
     name: str
     before: float | None
@@ -134,7 +137,7 @@ def waterfall(title: str, steps: Sequence[Step], *, unit: str) -> Svg:
             kind = "undecided" if not step.decided else "ours" if step.after <= before else "worse"
             width = scale(max(step.after, before)) - scale(least)
             parts.append(_bar(scale(least), y + 22, width, f"bar {kind}", f"{step.name}: {step.told}"))
-        if number + 1 < len(steps):
+        if number + 1 < len(steps) and steps[number + 1].before is not None:
             parts.append(line(scale(step.after), y + 22 + BAR, scale(step.after), y + ROW + 22, "thread"))
     return chart(title, "; ".join(f"{s.name}: {s.told}" for s in steps), bottom + AXIS, *parts)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from rocm_sd.bench.records import BESIDE
 from rocm_sd.bench.report.charts import Bar, Step, bars, waterfall
 from rocm_sd.bench.report.parts import Card, Figure, Headline, Section, Table, ratio_words, shown, times
 
@@ -193,6 +194,8 @@ def ablation(records: Sequence[Record]) -> Section:
         "One optimisation is added a row. Grey is the time that is left, colour is what the row took away. A pale end "
         "is a difference inside the spread: nothing can be said about it."
     )
+    if any(BESIDE in record.engines for record in chosen):
+        lead += f" {BESIDE} is no such row: it was timed beside them."
     return Section("ablation", title, lead, tuple(f for f in figures if f), commands=commands_of(chosen))
 
 
@@ -207,13 +210,14 @@ def _waterfall(record: Record, batch: int) -> Figure | None:
             why = m.left_out or "not timed yet"
             rows.append((m.engine, *[None] * 6, f"no speed: {why}"))
             continue
-        gained = _step(record, m, before) if before else None
+        above = None if m.engine == BESIDE else before
+        gained = _step(record, m, above) if above else None
         whole = _step(record, m, first) if first else None
         decided = gained is None or gained.verdict != "no difference"
         told = f"{shown(m.p50_ms)} ms"
         if gained:
             told += f" · {times(gained.ratio)}" if decided else " · no difference"
-        steps.append(Step(m.engine, before.p50_ms if before else None, m.p50_ms, told, decided))
+        steps.append(Step(m.engine, above.p50_ms if above else None, m.p50_ms, told, decided))
         rows.append(
             (
                 m.engine, shown(m.p50_ms), gained and ratio_words(gained.ratio), gained and _interval(gained),
