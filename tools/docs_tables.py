@@ -19,6 +19,7 @@ import typer
 
 from rocm_sd import arch, errors
 from rocm_sd.arch.types import UNCONFIRMED
+from rocm_sd.bench.ablation import ROWS
 from rocm_sd.bench.records import FORMAT, Record
 from rocm_sd.cli.main import app
 from rocm_sd.kernels.hip import transformer_block
@@ -38,7 +39,7 @@ ROOT = Path(__file__).resolve().parents[1]
 OURS = "rocm-sd"
 DOCUMENTS = (
     "README.md", "docs/index.md", "docs/settings.md", "docs/cli.md", "docs/architectures.md", "docs/operators.md",
-    "docs/engine.md", "docs/level-2-templates.md", "docs/transformer-block.md",
+    "docs/engine.md", "docs/level-2-templates.md", "docs/transformer-block.md", "docs/benchmarking.md",
 )  # fmt: skip
 _BLOCK = re.compile(r"(<!-- table: (?P<name>[\w-]+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 
@@ -190,6 +191,11 @@ def _of_old_record(record: dict[str, Any]) -> Iterable[tuple[str, ...]]:
 
 def _shown_engine(name: str) -> str:
     return f"**{name}**" if name == OURS else name
+
+
+def _ablation_rows() -> str:
+    rows = [(f"`{row.name}`", row.what, "" if row.on_cpu is None else f"not there: {row.on_cpu}") for row in ROWS]
+    return _table(("row", "what it adds to those before it", "on a CPU"), rows)
 
 
 def _at_the_limit(op: str, rows: list[dict[str, Any]]) -> str:
@@ -416,6 +422,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "ops": _ops,
     "speeds": _speeds,
     "engine": _engine,
+    "ablation-rows": _ablation_rows,
     "hip-compiled": _hip_compiled,
     "hip-lines": _hip_lines,
     "settings": _settings,
