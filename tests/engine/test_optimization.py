@@ -9,7 +9,10 @@ import torch
 
 import rocm_sd
 from pipelines import tiny_pipeline, tiny_unet, tiny_vae
+from rocm_sd.arch import ARCHS
 from rocm_sd.engine import levels
+from rocm_sd.engine.optimization import optimize_with
+from rocm_sd.engine.parts import Parts
 from rocm_sd.errors import InvalidOption, Unsupported
 from rocm_sd.tuning import Choice
 from rocm_sd.verify import numerics
@@ -114,6 +117,48 @@ def test_where_convolutions_keep_their_layout_nothing_is_replaced_and_the_reason
     assert not told.replaced
     assert {c.left_because for c in told.left_alone} == {"its convolutions keep their layout (slower on Radeon)"}
     assert torch.equal(latents(pipe), stock)
+
+
+def optimized_as_on_an_h200(pipe, monkeypatch, step_graph):
+    """The rules and the layout of sm_90, on tensors of a CPU."""
+    monkeypatch.setattr("rocm_sd.engine.optimization.arch.detect", lambda _device: ARCHS["sm_90"])
+    monkeypatch.setenv("ROCM_SD_STEP_GRAPH", step_graph)
+    return rocm_sd.report(rocm_sd.optimize(pipe))
+
+
+def laid_out_channels_last(module):
+    first = next(each for each in module.modules() if isinstance(each, torch.nn.Conv2d) and each.kernel_size == (3, 3))
+    return first.weight.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_a_card_that_waits_for_its_host_keeps_stocks_unet_without_graphs(pipe, monkeypatch, tmp_path):
+    stock = latents(pipe)
+    told = optimized_as_on_an_h200(pipe, monkeypatch, "0")
+    assert {change.path.split(".")[0] for change in told.replaced} == {"vae"}
+    left = {change.left_because for change in told.left_alone if change.path.startswith("unet")}
+    assert len(left) == 1
+    assert "without a graph an H200 waits for its host" in left.pop()
+    assert not laid_out_channels_last(pipe.unet)
+    assert laid_out_channels_last(pipe.vae)
+    assert torch.equal(latents(pipe), stock)
+    other = tiny_pipeline(tmp_path)
+    told = optimized_as_on_an_h200(other, monkeypatch, "1")
+    assert {change.path.split(".")[0] for change in told.replaced} == {"unet", "vae"}
+    assert laid_out_channels_last(other.unet)
+
+
+def test_an_architecture_that_was_not_timed_without_graphs_has_its_usual_rules(pipe, monkeypatch):
+    monkeypatch.setattr("rocm_sd.engine.optimization.arch.detect", lambda _device: ARCHS["gfx942"])
+    monkeypatch.setenv("ROCM_SD_STEP_GRAPH", "0")
+    told = rocm_sd.report(rocm_sd.optimize(pipe))
+    assert {change.path.split(".")[0] for change in told.replaced} == {"unet", "vae"}
+
+
+def test_a_row_of_an_ablation_has_the_rules_that_it_names_without_a_graph(pipe, monkeypatch):
+    monkeypatch.setattr("rocm_sd.engine.optimization.arch.detect", lambda _device: ARCHS["sm_90"])
+    optimize_with(pipe, "performance", "exact", Parts(rules=frozenset({"resblock"}), hoisted=False, recorded=False))
+    replaced = {(change.path.split(".")[0], change.rule) for change in rocm_sd.report(pipe).replaced}
+    assert ("unet", "resblock") in replaced
 
 
 def test_a_pipeline_that_has_moved_since_is_told_so(pipe, monkeypatch):

@@ -16,8 +16,8 @@ from rocm_sd.engine.levels import LEVELS
 from rocm_sd.engine.parts import EVERYTHING, Parts
 from rocm_sd.engine.reporting import Report
 from rocm_sd.errors import InvalidOption, Unsupported
-from rocm_sd.rewrite import RULES, RULES_FOR_GRAPHS, apply, undo
-from rocm_sd.tuning import environment, layers
+from rocm_sd.rewrite import RULES, RULES_FOR_GRAPHS, Rule, apply, undo
+from rocm_sd.tuning import Choice, environment, layers, lookup
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -65,21 +65,20 @@ def optimize_with(target: Target, level: str, quality: str, parts: Parts) -> Tar
     device = decision.device
     architecture = arch.detect(device)
     layout = layers.choose("memory_format", architecture.name, {}, environment.current(device), "")
-    channels_last = layout.implementation == CHANNELS_LAST and parts.channels_last
-    reason = None if channels_last else f"its convolutions keep their layout ({layout.why})"
     graphs = (parts.recorded or parts.hoisted) and denoising.is_wanted(device, allowed=decision.graphs)
     if graphs:
         warmup.start(device)
-    available = (*RULES, *RULES_FOR_GRAPHS) if graphs else RULES
-    if parts.rules is not None:
-        available = tuple(rule for rule in (*RULES, *RULES_FOR_GRAPHS) if rule.name in parts.rules)
+    available = _available(parts, graphs=graphs)
     rules = [rule for rule in available if rule.on_cpu or device.type != "cpu"]
-    changes = [
-        change for name, module in modules for change in apply(module, rules, prefix=name, not_channels_last=reason)
-    ]
+    of_steps = layout if graphs or parts.rules is not None else _without_graphs(layout, architecture)
+    relaid, changes = [], []
+    for name, module in modules:
+        reason = _why_layout_is_kept(layout if _is_vae(name, module) else of_steps, parts)
+        changes += apply(module, rules, prefix=name, not_channels_last=reason)
+        relaid += [] if reason else [module]
     installed = [Installed(tuple, lambda: undo(changes))]
-    if channels_last:
-        installed.append(_channels_last(modules, layout.why))
+    if relaid:
+        installed.append(_channels_last(relaid, layout.why))
     if parts.convolution_library:
         installed.append(_convolution_library(modules, device))
     if graphs:
@@ -120,6 +119,26 @@ def report(target: Any) -> Report:
     return replace(state.report, notes=(*told, *state.report.notes))
 
 
+def _available(parts: Parts, *, graphs: bool) -> tuple[Rule, ...]:
+    if parts.rules is not None:
+        return tuple(rule for rule in (*RULES, *RULES_FOR_GRAPHS) if rule.name in parts.rules)
+    return (*RULES, *RULES_FOR_GRAPHS) if graphs else RULES
+
+
+def _why_layout_is_kept(layout: Choice, parts: Parts) -> str | None:
+    if layout.implementation == CHANNELS_LAST and parts.channels_last:
+        return None
+    return f"its convolutions keep their layout ({layout.why})"
+
+
+def _without_graphs(layout: Choice, architecture: arch.Arch) -> Choice:
+    """Of models that are called at every step: what the data say of a card that waits for its host where each kernel is
+    launched from Python. What a user has measured does not say it: that is the card's own time.
+    """
+    shipped = lookup("memory_format", architecture.name, {"graphs": "none"})
+    return shipped if shipped.source == "bucket" else layout
+
+
 def _weakly_held(target: Any) -> bool:
     return isinstance(target, nn.Module) or hasattr(target, "components")
 
@@ -140,10 +159,10 @@ def _modules(target: Any) -> Iterator[tuple[str, nn.Module]]:
             yield name, component
 
 
-def _channels_last(modules: list[tuple[str, nn.Module]], why: str) -> Installed:
+def _channels_last(modules: list[nn.Module], why: str) -> Installed:
     # The others had that layout, or have none to change.
     relaid = []
-    for _, module in modules:
+    for module in modules:
         for layer in module.modules():
             weight = getattr(layer, "weight", None)
             if isinstance(layer, nn.Conv2d) and weight is not None and weight.is_contiguous() and weight.numel():
