@@ -272,6 +272,8 @@ def test_ctrl_c_keeps_the_turns_and_what_the_card_had_told(work, tmp_path, quick
             try:
                 return next(calls)(draw)
             except StopIteration:
+                # On disk at once: a run that is killed here keeps it, too.
+                assert Record.load(record_file(tmp_path, work.name, "ablation")).measurements[0].card_ms == 1.0
                 raise KeyboardInterrupt from None
 
         patch.setattr(runner, "card_ms", interrupted)
