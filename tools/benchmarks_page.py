@@ -54,6 +54,10 @@ def _mib(value: float | None) -> str:
     return "" if value is None else f"{value:.0f}"
 
 
+def _card_ms(measured: Measurement) -> str:
+    return "" if measured.card_ms is None else f"{measured.card_ms:.0f}"
+
+
 def _compared(record: Record, measured: Measurement, against: str) -> str:
     for one in record.comparisons:
         if (one.engine, one.against, one.batch) == (measured.engine, against, measured.batch):
@@ -106,8 +110,10 @@ def _ablation() -> str:
     parts = []
     for name, record in _records("ablation-*/*.json"):
         headings = ["added"]
+        with_card = {measured.batch for measured in record.measurements if measured.card_ms is not None}
         for batch in record.batches:
-            headings += [f"batch {batch}: ms", "times the row before", "times stock", "MiB, first run", "second run"]
+            headings += [f"batch {batch}: ms", *(["card ms"] if batch in with_card else [])]
+            headings += ["times the row before", "times stock", "MiB, first run", "second run"]
         rows: list[list[str]] = []
         before: dict[int, float] = {}
         for engine in record.engines:
@@ -116,12 +122,13 @@ def _ablation() -> str:
             for batch in record.batches:
                 measured = record.measurement(engine, batch)
                 if measured is None or not measured.ms:
-                    row += [measured.left_out or "" if measured else "", "", "", "", ""]
+                    row += [measured.left_out or "" if measured else "", *[""] * (4 + (batch in with_card))]
                     continue
                 gain = f"{before[batch] / measured.p50_ms:.2f}" if batch in before and is_row else ""
                 before[batch] = measured.p50_ms
                 peaks = (_mib(measured.first_run_mib), _mib(measured.second_run_mib))
-                row += [f"{measured.p50_ms:.0f}", gain, _compared(record, measured, STOCK_ROW), *peaks]
+                row += [f"{measured.p50_ms:.0f}", *([_card_ms(measured)] if batch in with_card else [])]
+                row += [gain, _compared(record, measured, STOCK_ROW), *peaks]
             rows.append(row)
         facts = record.workload
         told = f"{facts.name}, {facts.steps} steps, {facts.weights} weights, on {record.machine.device}"

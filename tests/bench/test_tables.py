@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from rocm_sd.bench import tables
-from rocm_sd.bench.records import Comparison, Machine, Measurement, Record, WorkloadFacts
+from rocm_sd.bench.records import INTERVALS, Comparison, Machine, Measurement, Record, WorkloadFacts
 
 FACTS = WorkloadFacts("sd15-512", "sd15", "random", 512, 512, 50, "DDIMScheduler", 7.5, "float16", 1e12)
 MACHINE = Machine("A card", "gfx1100", 96, 24576, None, "Linux", {"torch": "2.13"})
@@ -108,3 +108,33 @@ def test_an_op_is_told_by_its_call():
     row = tables.rows(record)[0]
     assert (row["batch"], row["images/s"]) == ("conv2d b", "")
     assert "conv2d b" in shown(record)
+
+
+def test_the_card_s_own_time_is_a_column_where_a_row_has_it():
+    with_it = replace(RECORD, measurements=(STOCK, replace(OURS, card_ms=412.34), WRONG))
+    heads, _, stock, ours, wrong = (line for line in tables.markdown(with_it).splitlines() if line.startswith("|"))
+    place = heads.split(" | ").index("card ms")
+    assert [row.split(" | ")[place] for row in (stock, ours, wrong)] == ["", "412.3", ""]
+    assert next(csv.DictReader(io.StringIO(tables.csv_text(replace(with_it, measurements=(OURS,))))))["card ms"] == ""
+    assert [row["card ms"] for row in csv.DictReader(io.StringIO(tables.csv_text(with_it)))] == ["", "412.3", ""]
+    told = shown(with_it, width=80)
+    assert "412.3" in told
+    assert "card" not in tables.markdown(RECORD).replace("A card", "")
+    assert "card" not in shown(RECORD).replace("A card", "")
+    # In a narrow terminal it takes the mean's place, and names are not torn.
+    named = replace(with_it, measurements=tuple(replace(m, engine="residual epilogues") for m in (STOCK, OURS)))
+    named = replace(named, measurements=(named.measurements[0], replace(named.measurements[1], card_ms=412.34)))
+    assert "│ residual" in shown(named, width=80)
+    assert "average" in shown(RECORD)
+    assert "average" not in told
+
+
+def test_a_time_of_the_card_is_not_told_of_what_was_left_out():
+    assert "99.5" not in tables.markdown(replace(RECORD, measurements=(replace(WRONG, card_ms=99.5),)))
+
+
+def test_below_the_table_stands_what_an_interval_is():
+    assert f"- {INTERVALS}" in tables.markdown(RECORD)
+    assert INTERVALS in shown(RECORD)
+    assert INTERVALS not in tables.markdown(replace(RECORD, comparisons=()))
+    assert "95% interval" not in tables.markdown(RECORD) + shown(RECORD)

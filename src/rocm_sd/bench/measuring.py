@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from rocm_sd import arch
-from rocm_sd.bench.records import Comparison
+from rocm_sd.bench.records import TURNS_FOR_95, Comparison
 
 try:
     import resource
@@ -49,7 +49,7 @@ LEAST_TURNS = 4
 # The least and the greatest of n values bracket the true median with a chance of 1 - 2^(1-n), and no resampling of them
 # knows more: eight are the first to reach 99%. In 3000 simulations, draws that should cover 95% covered 93.4 to 94.8%
 # from six and seven turns, and 94.5 to 96.4% from eight to twenty.
-_LEAST_TURNS_FOR_DRAWS = 8
+_LEAST_TURNS_FOR_DRAWS = TURNS_FOR_95
 
 
 class Stopwatch:
@@ -215,7 +215,7 @@ def interleaved(
 
 
 def compare(engine: str, against: str, batch: int, ours: Sequence[float], theirs: Sequence[float]) -> Comparison:
-    """How many times as fast `ours` is: the ratio of the medians, with a 95% interval over whole turns.
+    """How many times as fast `ours` is: the ratio of the medians, with the `interval` over whole turns.
 
     "no difference" while the interval contains 1; while the difference is smaller than the spread, that is the median
     distance of a single turn's ratio from the middle one; and with fewer than four turns, which cannot tell.

@@ -16,11 +16,17 @@ from typing import Any
 
 from rocm_sd.errors import RocmSdError
 
-__all__ = ["BESIDE", "FORMAT", "Comparison", "Machine", "Measurement", "Record", "UnreadableRecord", "WorkloadFacts"]
+__all__ = [
+    "BESIDE", "FORMAT", "INTERVALS", "TURNS_FOR_95", "Comparison", "Machine", "Measurement", "Record",
+    "UnreadableRecord", "WorkloadFacts",
+]  # fmt: skip
 
 FORMAT = "rocm-sd-bench/1"
 # In an ablation it is no row, but what the last one is held against.
 BESIDE = "compile"
+# What `low` and `high` of a comparison are; measuring.py has the reason.
+TURNS_FOR_95 = 8
+INTERVALS = "Intervals are of 95% from eight turns on; of fewer they are the extremes that the turns allow."
 
 
 class UnreadableRecord(RocmSdError):
@@ -69,7 +75,7 @@ class Measurement:
     `error` is that of the final latents against a float32 run, relative to its norm; `stock_error` is stock's in the
     same run. `first_picture_s` is what is waited for once: from the call that makes the engine ready to its first
     picture; `warm_up_s` goes on until its time settles. `floor_ms` is the least time that the arithmetic of one
-    batch can take on this card.
+    batch can take on this card; `card_ms` is how long the card was busy with one batch, without the gaps.
     """
 
     engine: str
@@ -90,6 +96,7 @@ class Measurement:
     stock_error: float | None = None
     left_out: str | None = None
     notes: tuple[str, ...] = ()
+    card_ms: float | None = None
 
     @property
     def average_ms(self) -> float:
@@ -127,8 +134,8 @@ class Measurement:
 class Comparison:
     """How many times as fast `engine` is as `against`, turn by turn of one interleaved run.
 
-    `low` and `high` are a 95% interval. `verdict`: "faster", "slower" or "no difference", which is all that can be said
-    while the interval contains 1.
+    `low` and `high` are a 95% interval, or of fewer than eight turns the extremes that they allow. `verdict`: "faster",
+    "slower" or "no difference", which is all that can be said while the interval contains 1.
     """
 
     engine: str
@@ -162,6 +169,11 @@ class Record:
 
     def measurement(self, engine: str, batch: int) -> Measurement | None:
         return next((m for m in self.measurements if m.engine == engine and m.batch == batch), None)
+
+    def turns(self, compared: Comparison) -> int:
+        """How many turns a comparison of this record rests on."""
+        found = (self.measurement(name, compared.batch) for name in (compared.engine, compared.against))
+        return min(0 if one is None else len(one.ms) for one in found)
 
     @property
     def batches(self) -> tuple[int, ...]:

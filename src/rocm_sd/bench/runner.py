@@ -1,7 +1,8 @@
 """Engines side by side in one interleaved run: right first, then timed; what is measured is never lost.
 
 For each batch size: exact latents, each engine made ready and compared with them, then pictures in turns. An engine
-that is wrong, crashes or runs out of memory is left out with the reason, and the others go on.
+that is wrong, crashes or runs out of memory is left out with the reason, and the others go on. The card's own time, if
+it is asked for, is measured after all turns of all batch sizes: no turn is timed in a process that a profiler was in.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
 from rocm_sd import arch
+from rocm_sd.bench.card_time import card_ms
 from rocm_sd.bench.gate import PICTURES, STEPS, Gate, free_memory
 from rocm_sd.bench.machine import machine
 from rocm_sd.bench.measuring import Stopwatch, compare, interleaved, settled
@@ -25,7 +27,7 @@ from rocm_sd.bench.resuming import keep_older, record_file, unfinished
 from rocm_sd.bench.sensors import Readings, watch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
     from pathlib import Path
 
     import torch
@@ -43,6 +45,7 @@ STOCK, OURS = "stock", "rocm-sd"
 _SETTLING = 4  # pictures, for the estimate
 _SAVE_EVERY_S = 5.0
 _SENSED_S = 2.0
+_NO_CARD_TIME = "no card time: "
 _FOLDERS = re.compile(r"(?:[A-Za-z]:)?(?:[\\/][\w.~@+-]+)+[\\/](?=[\w.~@+-])")
 
 
@@ -63,12 +66,13 @@ def run(
     cold: bool = False,
     command: str = "",
     against: str = STOCK,
+    card_times: bool = False,
     progress: Progress | None = None,
 ) -> Record:
     """Measure, and keep the record in `record_file(out, ...)` up to date. Ctrl-C leaves one that can be resumed.
 
     Every engine is compared with the one called `against`. The numerics gate compares with a stock pipeline of its own,
-    whether or not that is among the engines.
+    whether or not that is among the engines. `card_times`: how long the device is busy is measured too, of one batch.
     """
     repeats = repeats or default_repeats(workload.device)
     planned = {
@@ -84,7 +88,7 @@ def run(
     earlier = unfinished(file, record) if resume else None
     if earlier is None:
         keep_older(file)
-    return _Run(workload, engines, batches, repeats, cold, against, earlier or record, file, progress).go()
+    return _Run(workload, engines, batches, repeats, cold, against, card_times, earlier or record, file, progress).go()
 
 
 def _now() -> str:
@@ -106,6 +110,7 @@ class _Run:
         repeats: int,
         cold: bool,
         against: str,
+        card_times: bool,
         record: Record,
         file: Path,
         progress: Progress | None,
@@ -114,20 +119,31 @@ class _Run:
         self.device, self.record, self.file, self.against = workload.device, record, file, against
         self.measured = {(one.engine, one.batch): one for one in record.measurements}
         self.stopwatch = Stopwatch(self.device, cold=cold)
-        self._progress = progress
+        self._progress, self._with_card_times = progress, card_times
         # Of one engine: its gate, its first two pictures, its warm-up and its turns; of the batch the gate's own two.
         gate = PICTURES * min(STEPS, workload.facts.steps)
         self._engine_share = gate + (2 + _SETTLING + repeats) * workload.facts.steps
         self._gate_share = 3 * gate
         self._total = sum(batch * (self._gate_share + len(engines) * self._engine_share) for batch in batches)
+        if card_times:
+            self._total += sum(batch * len(engines) * self._card_share(batch) for batch in batches)
         self._done, self._saved_at = 0.0, 0.0
 
     def go(self) -> Record:
         try:
             for number, batch in enumerate(self.batches):
-                self._batch(batch)
+                ready = self._batch(batch)
                 shares = self._gate_share + len(self.engines) * self._engine_share
                 self._reach(sum(each * shares for each in self.batches[: number + 1]), f"batch {batch}")
+                if batch == self.batches[-1]:
+                    # The last turn is taken, and the pipelines are warm.
+                    self._measure_card_times(batch, ready)
+                ready.clear()
+                _forget_compiled()
+            for batch in self.batches[:-1]:
+                self._measure_card_times(batch, {})
+                _forget_compiled()
+            self._reach(self._total, "done")
             self.save(complete=True)
         except KeyboardInterrupt:
             self.save()
@@ -159,10 +175,11 @@ class _Run:
             ]
         return found
 
-    def _batch(self, batch: int) -> None:
+    def _batch(self, batch: int) -> dict[str, Any]:
+        """Everything but the card's own time. Returns the pipelines that are ready by now, by engine."""
         todo = [engine for engine in self.engines if not self._is_done(engine.name, batch)]
         if not todo:
-            return
+            return {}
         self._advance(0, f"batch {batch}: exact latents")
         try:
             gate = Gate(self.workload, batch)
@@ -170,7 +187,7 @@ class _Run:
             for engine in todo:
                 self._leave_out(engine.name, batch, f"nothing to compare it with: {_told(error)}")
             free_memory()
-            return
+            return {}
         self._advance(self._gate_share * batch, f"batch {batch}")
         ready: dict[str, Any] = {}
         for engine in todo:
@@ -180,11 +197,7 @@ class _Run:
             self.save()
         self._timed(batch, ready)
         self._sensed(batch, ready)
-        ready.clear()
-        if "torch._dynamo" in sys.modules:
-            # Compiled code of this batch size would keep its pipelines, and its limit of recompilations counts it.
-            sys.modules["torch._dynamo"].reset()
-        free_memory()
+        return ready
 
     def _is_done(self, engine: str, batch: int) -> bool:
         found = self.measured.get((engine, batch))
@@ -218,9 +231,8 @@ class _Run:
                 self._leave_out(engine.name, batch, verdict.wrong, verdict.error, gate.stock_error)
                 return None
             started = time.perf_counter()
-            budget_s = 3.0 if self.device.type == "cpu" else 20.0
             with watch(self.device) as readings:
-                settled(drawn, self.stopwatch, budget_s=budget_s, before=[second_ms])
+                settled(drawn, self.stopwatch, budget_s=self._warm_up_budget_s, before=[second_ms])
             settled_s = time.perf_counter() - started
             self._advance(_SETTLING * steps * batch, f"batch {batch}: {engine.name} is warm")
         except Exception as error:  # noqa: BLE001 -- whatever ails one engine, the others go on
@@ -236,6 +248,10 @@ class _Run:
         # A resumed run finds compiled kernels: the first one's warm-up is the true one.
         self.measured.setdefault((engine.name, batch), fresh)
         return pipe
+
+    @property
+    def _warm_up_budget_s(self) -> float:
+        return 3.0 if self.device.type == "cpu" else 20.0
 
     def _remember_memory(self, engine: str, batch: int, course: Points) -> None:
         """Of the second picture, and of one batch size: the others look alike."""
@@ -308,6 +324,41 @@ class _Run:
                 continue
             self.measured[name, batch] = _with_readings(self.measured[name, batch], readings)
 
+    def _card_share(self, batch: int) -> int:
+        """Of one engine and one picture of the batch: the last batch size is warm already."""
+        return (1 if batch == self.batches[-1] else 2 + _SETTLING) * self.workload.facts.steps
+
+    def _measure_card_times(self, batch: int, ready: Mapping[str, Any]) -> None:
+        """What is missing of them. An engine that is not `ready` is warmed up again; it has passed the gate before."""
+        for engine in self.engines:
+            found = self.measured.get((engine.name, batch))
+            if not self._with_card_times or found is None or not found.ms or found.card_ms is not None:
+                continue
+            self._advance(0, f"batch {batch}: {engine.name}, the card's own time")
+            taken, why = None, "torch.profiler recorded nothing of a device"
+            try:
+                taken = self._card_ms(engine, batch, ready.get(engine.name))
+            except Exception as error:  # noqa: BLE001 -- whatever ails it here, its turns stand
+                why = _told(error)
+            free_memory()
+            notes = tuple(note for note in found.notes if not note.startswith(_NO_CARD_TIME))
+            if taken is None:
+                log.warning("%s at batch %d: %s%s", engine.name, batch, _NO_CARD_TIME, why)
+                notes += (_NO_CARD_TIME + why,)
+            self.measured[engine.name, batch] = replace(found, card_ms=taken, notes=notes)
+            self._advance(self._card_share(batch) * batch, f"batch {batch}: {engine.name}, the card's own time")
+            self.save()
+
+    def _card_ms(self, engine: Engine, batch: int, warm: Any | None) -> float | None:
+        pipe = engine.prepare(self.workload.pipeline()) if warm is None else warm
+
+        def drawn() -> None:
+            self.workload.picture(pipe, batch)
+
+        if warm is None:
+            settled(drawn, self.stopwatch, budget_s=self._warm_up_budget_s)
+        return card_ms(drawn)
+
     def _leave_out(
         self, name: str, batch: int, why: str, error: float | None = None, stock_error: float | None = None
     ) -> None:
@@ -328,6 +379,13 @@ class _Run:
         self._done = min(max(self._done, done), self._total)
         if self._progress:
             self._progress(self._done, self._total, what)
+
+
+def _forget_compiled() -> None:
+    """Compiled code of one batch size would keep its pipelines, and torch's limit of recompilations counts it."""
+    if "torch._dynamo" in sys.modules:
+        sys.modules["torch._dynamo"].reset()
+    free_memory()
 
 
 def _with_readings(measured: Measurement, readings: Readings) -> Measurement:

@@ -64,7 +64,7 @@ _WORKLOAD = _object(
 )
 _FIGURES = (
     "first_picture_s", "warm_up_s", "first_run_mib", "second_run_mib", "power_watt", "clock_mhz", "temperature_c",
-    "floor_ms", "error", "stock_error",
+    "floor_ms", "card_ms", "error", "stock_error",
 )  # fmt: skip
 _MEASUREMENT = _object(
     {

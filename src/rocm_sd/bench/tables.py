@@ -11,6 +11,8 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from rocm_sd.bench.records import INTERVALS
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -21,12 +23,12 @@ if TYPE_CHECKING:
 __all__ = ["COLUMNS", "csv_text", "heading", "markdown", "rich_tables", "rows"]
 
 COLUMNS: tuple[str, ...] = (
-    "engine", "version", "provider", "batch", "average ms", "p50 ms", "p90 ms", "images/s", "it/s", "first-run MiB",
-    "second-run MiB", "first picture s", "warm-up s", "power W", "J/image", "% of floor", "error", "stock's error",
-    "x stock", "x stock low", "x stock high", "verdict", "left out",
+    "engine", "version", "provider", "batch", "average ms", "p50 ms", "p90 ms", "card ms", "images/s", "it/s",
+    "first-run MiB", "second-run MiB", "first picture s", "warm-up s", "power W", "J/image", "% of floor",
+    "error", "stock's error", "x stock", "x stock low", "x stock high", "verdict", "left out",
 )  # fmt: skip
 # A usual terminal has room for a third of them beside each other.
-_SPEED = ("engine", "batch", "average ms", "p50 ms", "p90 ms", "images/s", "it/s", "% of floor")
+_SPEED = ("engine", "batch", "average ms", "p50 ms", "p90 ms", "card ms", "images/s", "it/s", "% of floor")
 # Stock's error stands in its own row.
 _AGAINST = ("engine", "batch", "x stock", "interval", "verdict", "error")
 _PRICE = ("engine", "batch", "first-run MiB", "second-run MiB", "first picture s", "power W", "J/image")
@@ -58,6 +60,7 @@ def _row(record: Record, one: Measurement) -> dict[str, str]:
             "average ms": _milliseconds(one.average_ms),
             "p50 ms": _milliseconds(one.p50_ms),
             "p90 ms": _milliseconds(one.p90_ms),
+            "card ms": "" if one.card_ms is None else _milliseconds(one.card_ms),
             "J/image": _number(one.energy_joule, 1),
             "% of floor": _number(one.floor_percent, 1),
         }
@@ -127,7 +130,9 @@ def rich_tables(record: Record) -> RenderableType:
         groups: tuple[tuple[str, ...], ...] = (("batch", "engine", "provider", *_SPEED[2:]), _AGAINST)
         words = ""
     else:
-        groups = (_SPEED, _AGAINST, _PRICE)
+        # With the card's own time there is no room for the mean: the median stands beside it.
+        dropped = "average ms" if any(row["card ms"] for row in told) else ""
+        groups = (tuple(column for column in _SPEED if column != dropped), _AGAINST, _PRICE)
         words = "; ".join(dict.fromkeys(f"{row['engine']}: {row['version']}, by {row['provider']}" for row in told))
     parts: list[RenderableType] = [Text(line) for line in (heading(record), words) if line]
     shown = (_table(columns, told, record.kind) for columns in groups)
@@ -169,6 +174,8 @@ def _notes(record: Record) -> list[str]:
     ]
     notes += [f"{one.engine}{_where(record, one)}: {note}" for one in record.measurements for note in one.notes]
     notes += record.notes
+    if record.comparisons:
+        notes.append(INTERVALS)
     if any(c.verdict == "no difference" for c in record.comparisons):
         notes.append("no difference: the interval contains 1, or the difference is smaller than the spread.")
     if not record.complete:

@@ -33,12 +33,19 @@ class GpuTrace:
         self.host("aten::conv2d", start, end, **shapes)
 
     def kernel(
-        self, name: str, launched: float, start: float, end: float, launch: str = "hipLaunchKernel", cat: str = "kernel"
+        self,
+        name: str,
+        launched: float,
+        start: float,
+        end: float,
+        launch: str = "hipLaunchKernel",
+        cat: str = "kernel",
+        stream: int = 7,
     ) -> None:
         number = next(self._numbers)
         self.host(launch, launched, launched + 1, cat="cuda_runtime", correlation=number)
-        event = {"ph": "X", "cat": cat, "name": name, "pid": 0, "tid": 7, "ts": start, "dur": end - start}
-        self.events.append({**event, "args": {"correlation": number, "stream": 7, "device": 0}})
+        event = {"ph": "X", "cat": cat, "name": name, "pid": 0, "tid": stream, "ts": start, "dur": end - start}
+        self.events.append({**event, "args": {"correlation": number, "stream": stream, "device": 0}})
 
     @property
     def values(self) -> dict[str, Any]:

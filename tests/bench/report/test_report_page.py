@@ -15,6 +15,7 @@ import pytest
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
+from rocm_sd.bench.records import INTERVALS
 from rocm_sd.bench.report import Inputs, page, read, render
 from rocm_sd.bench.report.pictures import UnreadablePicture
 from rocm_sd.bench.report.pictures import read as read_picture
@@ -98,6 +99,24 @@ def test_headlines_are_ratios_with_their_intervals_in_words():
     assert "2.13.0" in html
 
 
+def few_turns(record):
+    """The same with seven turns, one fewer than an interval of 95% is drawn from."""
+    return replace(record, measurements=tuple(replace(m, ms=m.ms[:7]) for m in record.measurements))
+
+
+def test_extremes_of_few_turns_are_not_called_an_interval_of_95_percent():
+    html = section(html_of(few_turns(made_up.engines())), "summary")
+    assert "95% interval" not in html
+    assert "Extremes of fewer than eight turns: " in html
+    assert "Extremes of" not in section(html_of(made_up.engines()), "summary")
+    for name, record in (("speed", made_up.engines()), ("ablation", made_up.ablation())):
+        shown = section(html_of(few_turns(record)), name)
+        assert ">interval</th>" in shown
+        assert "95% interval" not in shown
+        assert INTERVALS in shown
+    assert "intervals are 95%" not in html_of()
+
+
 def test_a_difference_inside_the_spread_is_called_none():
     record = made_up.engines(batches=(1,))
     ours = replace(record.comparisons[2], ratio=1.01, low=0.98, high=1.04, verdict="no difference")
@@ -171,6 +190,27 @@ def test_an_engine_beside_the_ablation_is_no_row_of_it():
     assert len(re.findall(r"<title>step graph: 281 ms", html)) == 2
     assert len(re.findall(r"<title>compile: 407 ms", html)) == 1
     assert "compile is no such row" in html
+
+
+def test_the_card_s_own_time_has_a_waterfall_where_it_was_measured():
+    record = made_up.ablation()
+    without = section(html_of(record), "ablation")
+    assert "own time" not in without
+    assert "card ms" not in without
+    card = {"stock": 400.0, "channels-last": 320.0, "GroupNorm": 250.0, "GEGLU": 260.0, "compile": 300.0}
+    measured = tuple(replace(m, card_ms=card.get(m.engine) if m.batch == 1 else None) for m in record.measurements)
+    html = section(html_of(replace(record, measurements=measured)), "ablation")
+    assert html.count("<figure") == without.count("<figure") + 1, "batch 8 has none"
+    assert "The card&#39;s own time: sd15-512, batch 1, on Test Card" in html
+    assert "torch.profiler" in html
+    drawn = html.split("The card&#39;s own time: sd15-512, batch 1", maxsplit=1)[1]
+    assert "channels-last: 320 ms · 1.25" in drawn
+    row = re.search(r"<tr><th scope=\"row\">GroupNorm</th>(.*?)</tr>", drawn)
+    assert row
+    assert re.findall(r"<td[^>]*>([^<]*)</td>", row[1])[:3] == ["250", "1.28", "1.60"]
+    # A row for which it is not known is not drawn, and compile has no row above it.
+    assert "step graph" not in drawn.split("</figure>")[0]
+    assert "compile: 300 ms ·" not in drawn
 
 
 def test_an_interrupted_run_says_so():

@@ -28,10 +28,14 @@ _PRIVATE = ("host_name", "traceName", "trace_id")
 
 
 class Recording:
-    """start(), the work, stop(); then `trace` is the Chrome trace as values. The models get their ranges in between."""
+    """start(), the work, stop(); then `trace` is the Chrome trace as values. The models get their ranges in between.
 
-    def __init__(self, model: Any = None) -> None:
-        self._model = model
+    `host=False` records nothing but the device: no ranges and no shapes, and the host is hardly slowed down. Where
+    torch sees no device, the host is recorded all the same.
+    """
+
+    def __init__(self, model: Any = None, *, host: bool = True) -> None:
+        self._model, self._host = model, host
         self._stack: ExitStack | None = None
         self.trace: dict[str, Any] | None = None
 
@@ -42,16 +46,16 @@ class Recording:
     def start(self) -> None:
         if self._stack is not None:
             return
-        activities = [ProfilerActivity.CPU]
-        if torch.cuda.is_available():
-            activities.append(ProfilerActivity.CUDA)
+        on_device = [ProfilerActivity.CUDA] if torch.cuda.is_available() else []
+        activities = on_device if on_device and not self._host else [ProfilerActivity.CPU, *on_device]
         synchronize()
         with ExitStack() as stack:
             # record_shapes: FLOPs and bytes are counted from them.
-            running = stack.enter_context(profile(activities=activities, record_shapes=True))
-            if self._model is not None:
-                stack.enter_context(module_ranges(self._model))
-            stack.enter_context(record_function(REGION))
+            running = stack.enter_context(profile(activities=activities, record_shapes=self._host))
+            if self._host:
+                if self._model is not None:
+                    stack.enter_context(module_ranges(self._model))
+                stack.enter_context(record_function(REGION))
             self._running = running
             self._stack = stack.pop_all()
 
@@ -64,12 +68,21 @@ class Recording:
         stack.close()
         self.trace = _exported(self._running)
 
+    def _drop(self) -> None:
+        """After an exception, Ctrl-C perhaps: nobody asks for the trace, and writing one may take seconds, or fail."""
+        stack, self._stack = self._stack, None
+        if stack is not None:
+            stack.close()
+
     def __enter__(self) -> Self:
         self.start()
         return self
 
-    def __exit__(self, *_exception: object) -> None:
-        self.stop()
+    def __exit__(self, kind: type[BaseException] | None, *_exception: object) -> None:
+        if kind is None:
+            self.stop()
+        else:
+            self._drop()
 
 
 def synchronize() -> None:

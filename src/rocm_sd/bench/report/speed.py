@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from rocm_sd.bench.records import BESIDE
+from rocm_sd.bench.records import BESIDE, INTERVALS, TURNS_FOR_95
 from rocm_sd.bench.report.charts import Bar, Step, bars, waterfall
 from rocm_sd.bench.report.parts import Card, Figure, Headline, Section, Table, ratio_words, shown, times
 
@@ -69,7 +69,8 @@ def _headline(record: Record, c: Comparison) -> Headline:
         sentence = f"{c.engine} is slower than {c.against}: {ratio_words(c.ratio)} times its speed, {pictures}."
     else:
         sentence = f"{c.engine} is {ratio_words(c.ratio)} times as fast as {c.against}, {pictures}."
-    detail = f"95% interval {_interval(c)}. {record.workload.name} on {record.machine.device}."
+    kind = "95% interval" if record.turns(c) >= TURNS_FOR_95 else "Extremes of fewer than eight turns:"
+    detail = f"{kind} {_interval(c)}. {record.workload.name} on {record.machine.device}."
     return Headline(times(c.ratio), sentence, detail, verdict=c.verdict)
 
 
@@ -92,7 +93,7 @@ def cards(records: Sequence[Record]) -> tuple[Card, ...]:
 
 _COLUMNS = (
     "engine", "version", "provider", "average ms", "p50 ms", "p90 ms", "images/s", "it/s", "times stock",
-    "95% interval", "first picture s", "warm-up s", "power W", "J/image", "clock MHz", "°C",
+    "interval", "first picture s", "warm-up s", "power W", "J/image", "clock MHz", "°C",
     "% of floor", "error vs fp32", "note",
 )  # fmt: skip
 
@@ -167,7 +168,8 @@ def speed(records: Sequence[Record]) -> Section:
             figures.append(Figure(title, chart, table, (*_notes(record), *reasons)))
     lead = (
         "Pictures a second, whole pictures from noise to pixels; the engines took turns in one run. The value is the "
-        "median time of a batch, then how many times as fast as stock it is, with its 95% interval: the whisker."
+        "median time of a batch, then how many times as fast as stock it is, with its interval: the whisker. "
+        f"{INTERVALS}"
     )
     return Section("speed", "Speed against engines", lead, tuple(figures), commands=commands_of(chosen))
 
@@ -189,14 +191,20 @@ def ablation(records: Sequence[Record]) -> Section:
         return Section(
             "ablation", title, missing="No ablation was recorded. Type: rocm-sd bench sd15-512 --ablation --batch 1,8"
         )
-    figures = [_waterfall(record, batch) for record in chosen for batch in record.batches]
+    figures = [draw(record, batch) for record in chosen for batch in record.batches for draw in (_waterfall, _card)]
     lead = (
         "One optimisation is added a row. Grey is the time that is left, colour is what the row took away. A pale end "
-        "is a difference inside the spread: nothing can be said about it."
+        f"is a difference inside the spread: nothing can be said about it. {INTERVALS}"
     )
     if any(BESIDE in record.engines for record in chosen):
         lead += f" {BESIDE} is no such row: it was timed beside them."
     return Section("ablation", title, lead, tuple(f for f in figures if f), commands=commands_of(chosen))
+
+
+_CARD_TIME = (
+    "How long the card was busy with one batch, gaps left out: what a row saves the card, whether or not it waits for "
+    "the host. One batch was recorded by torch.profiler, after all turns; it has no interval, and no end here is pale."
+)
 
 
 def _waterfall(record: Record, batch: int) -> Figure | None:
@@ -228,11 +236,37 @@ def _waterfall(record: Record, batch: int) -> Figure | None:
     if not steps:
         return None
     headings = (
-        "with", "p50 ms", "times the row above", "95% interval", "times the first row", "first-run MiB",
+        "with", "p50 ms", "times the row above", "interval", "times the first row", "first-run MiB",
         "second-run MiB", "note",
     )  # fmt: skip
     table = Table.of(title, headings, rows, text=(0, 7))
     return Figure(title, waterfall(title, steps, unit="ms"), table, _notes(record))
+
+
+def _card(record: Record, batch: int) -> Figure | None:
+    """The same rows by the card's own time, where it was measured."""
+    title = f"The card's own time: {record.workload.name}, batch {batch}, on {record.machine.device}"
+    steps: list[Step] = []
+    rows: list[tuple[object, ...]] = []
+    first: float | None = None
+    before: float | None = None
+    for m in (m for m in record.measurements if m.batch == batch and _usable(m) and m.card_ms):
+        assert m.card_ms is not None
+        above = None if m.engine == BESIDE else before
+        gained = above / m.card_ms if above else None
+        told = f"{shown(m.card_ms)} ms" + (f" · {times(gained)}" if gained else "")
+        steps.append(Step(m.engine, above, m.card_ms, told))
+        rows.append(
+            (
+                m.engine, shown(m.card_ms), gained and ratio_words(gained), first and ratio_words(first / m.card_ms),
+                shown(m.p50_ms),
+            )
+        )  # fmt: skip
+        first, before = first or m.card_ms, m.card_ms
+    if not steps:
+        return None
+    headings = ("with", "card ms", "times the row above", "times the first row", "p50 ms")
+    return Figure(title, waterfall(title, steps, unit="ms"), Table.of(title, headings, rows), (_CARD_TIME,))
 
 
 def _step(record: Record, m: Measurement, before: Measurement) -> Comparison:
