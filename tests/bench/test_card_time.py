@@ -257,9 +257,24 @@ def test_a_resumed_run_fills_in_what_is_missing_and_times_nothing_again(work, tm
     assert sorted(prepared) == sorted("ab" * len(batches))[:-1]
     assert again.complete
     assert again.measurement("b", 1).card_ms == 77.0
-    assert again.measurement("a", 1).card_ms == float(missing)
+    assert again.measurement("a", 1).card_ms == 1.0
     assert [replace(m, card_ms=None) for m in again.measurements] == list(whole.measurements)
     assert again.comparisons == whole.comparisons
+
+
+def test_where_no_later_batch_has_turns_left_the_warm_pipelines_are_recorded(work, tmp_path, quick, monkeypatch):
+    whole = measure(work, tmp_path, batches=(1, 2), card_times=False)
+    kept = tuple(m for m in whole.measurements if m.batch == 2)
+    replace(whole, complete=False, measurements=kept).save(record_file(tmp_path, work.name, "ablation"))
+    profiler, prepared = Profiler(monkeypatch), []
+    engines = [engine(name, lambda pipe, name=name: prepared.append(name) or pipe) for name in "ab"]
+    again = measure(work, tmp_path, engines, (1, 2))
+    assert profiler.events == ["turn"] * 4 + ["recorded"] * 4
+    # Once for the turns and the record of the first batch size, once for the record of the second.
+    assert prepared == ["a", "b", "a", "b"]
+    assert {(m.engine, m.batch): m.card_ms for m in again.measurements} == {
+        ("a", 1): 1.0, ("b", 1): 2.0, ("a", 2): 3.0, ("b", 2): 4.0,
+    }  # fmt: skip
 
 
 def test_ctrl_c_keeps_the_turns_and_what_the_card_had_told(work, tmp_path, quick, monkeypatch):

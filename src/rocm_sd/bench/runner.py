@@ -135,7 +135,7 @@ class _Run:
                 ready = self._batch(batch)
                 shares = self._gate_share + len(self.engines) * self._engine_share
                 self._reach(sum(each * shares for each in self.batches[: number + 1]), f"batch {batch}")
-                if batch == self.batches[-1]:
+                if not any(self._missing(each) for each in self.batches[number + 1 :]):
                     # The last turn is taken, and the pipelines are warm.
                     self._measure_card_times(batch, ready)
                 ready.clear()
@@ -177,7 +177,7 @@ class _Run:
 
     def _batch(self, batch: int) -> dict[str, Any]:
         """Everything but the card's own time. Returns the pipelines that are ready by now, by engine."""
-        todo = [engine for engine in self.engines if not self._is_done(engine.name, batch)]
+        todo = self._missing(batch)
         if not todo:
             return {}
         self._advance(0, f"batch {batch}: exact latents")
@@ -198,6 +198,10 @@ class _Run:
         self._timed(batch, ready)
         self._sensed(batch, ready)
         return ready
+
+    def _missing(self, batch: int) -> list[Engine]:
+        """Engines that have turns to take."""
+        return [engine for engine in self.engines if not self._is_done(engine.name, batch)]
 
     def _is_done(self, engine: str, batch: int) -> bool:
         found = self.measured.get((engine, batch))
