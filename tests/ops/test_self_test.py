@@ -12,6 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rocm_sd import ops
+from rocm_sd.engine import warmup
 from rocm_sd.kernels import triton as triton_kernels
 from rocm_sd.ops import registry, self_test
 from rocm_sd.ops.registry import OPS, Implementation, Op, Verification
@@ -251,6 +252,57 @@ def test_one_that_was_only_noted_is_still_found_to_be_wrong(monkeypatch):
         patch.setattr(triton_kernels, "skips_launches", lambda: True)
         assert op.choose(PROBLEM, CPU).implementation == "fast"
     assert op.choose(PROBLEM, CPU).implementation == "torch"
+
+
+def test_what_was_only_noted_can_be_tested_before_it_is_used_for_real(monkeypatch):
+    op, unused = make_op(_definition), make_op(_definition, "not_asked_for")
+    with monkeypatch.context() as patch:
+        patch.setattr(triton_kernels, "skips_launches", lambda: True)
+        op.choose(PROBLEM, CPU)
+        self_test.note(unused, "float16", CPU)
+        op.calls.clear()
+        unused.calls.clear()
+        # Still inside: nothing can be tested, and nothing is forgotten.
+        self_test.catch_up()
+        assert op.calls == []
+    self_test.catch_up()
+    assert op.calls == [(1000, torch.float16), (2 * MILLION, torch.float16)]
+    # What no model has asked for is not run: it might not even come back.
+    assert unused.calls == []
+    self_test.catch_up()
+    assert op.choose(PROBLEM, CPU).implementation == "fast"
+    assert len(op.calls) == 2
+
+
+def test_a_wrong_one_that_was_noted_is_set_aside_before_it_is_used(monkeypatch):
+    op = make_op(_nan)
+    with monkeypatch.context() as patch:
+        patch.setattr(triton_kernels, "skips_launches", lambda: True)
+        op.choose(PROBLEM, CPU)
+    self_test.catch_up()
+    assert [each.candidate for each in user_database().quarantined()] == ["fast"]
+    assert op.choose(PROBLEM, CPU).implementation == "torch"
+
+
+def test_kernels_compiled_ahead_are_tested_before_the_model_needs_its_memory(monkeypatch):
+    precompile = pytest.importorskip("rocm_sd.kernels.triton.precompile")
+    op, order = make_op(_definition), []
+    monkeypatch.setattr(warmup, "_compiles", lambda _device: True)
+    monkeypatch.setattr(precompile, "start", lambda: None)
+
+    def passed():
+        return user_database().has_passed("silu", "fast", current(CPU), op.kernel_hash("fast"), "float16")
+
+    def run():
+        order.append("noted")
+        assert op.choose(PROBLEM, CPU).implementation == "fast"
+        assert not passed()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(precompile, "_cores", lambda: 2)
+        warmup.compile_kernels(run, CPU, torch.float16)
+    assert order == ["noted"]
+    assert passed()
 
 
 def test_nothing_is_tested_while_a_call_is_traced():

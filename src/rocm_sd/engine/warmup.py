@@ -44,5 +44,8 @@ def compile_kernels(run: Callable[[], object], device: torch.device, dtype: torc
             # The scheduler's step and the VAE come later, each with ops to be tested before their first use.
             if dtype in _TESTED:
                 note_self_tests(dtype_name(dtype), device)
+        from rocm_sd.ops import self_test  # noqa: PLC0415 -- where nothing is compiled, nothing was noted
+
+        self_test.catch_up()
         if done.compiled:
             log.info("%s", done)

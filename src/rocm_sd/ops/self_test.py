@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     _Key = tuple[str, str, Environment, str]
 
-__all__ = ["Verdict", "forget", "note", "verdict"]
+__all__ = ["Verdict", "catch_up", "forget", "note", "verdict"]
 
 log = logging.getLogger("rocm_sd")
 
@@ -65,12 +65,28 @@ class Verdict:
 
 _known: dict[tuple[Any, ...], Verdict] = {}
 _noted: set[tuple[str, str, str]] = set()
+# What a model has used without a test, since its launches were only noted: op, candidate, dtype and device.
+_unseen: dict[tuple[str, str, str, torch.device], Op] = {}
 
 
 def forget() -> None:
     """What this process knows; the database keeps its own."""
     _known.clear()
     _noted.clear()
+    _unseen.clear()
+
+
+def catch_up() -> None:
+    """Test now what was used while launches were only noted.
+
+    Inside the model's real call each test would need its memory beside the model's: in a VAE at the peak of a picture.
+    """
+    for key in list(_unseen):
+        # Another thread may have been here first.
+        op = _unseen.pop(key, None)
+        if op is not None:
+            _, candidate, dtype, device = key
+            verdict(op, candidate, {"dtype": dtype}, device)
 
 
 def verdict(op: Op, candidate: str, problem: Problem, device: torch.device) -> Verdict:
@@ -113,6 +129,7 @@ def _now(op: Op, candidate: str, dtype: str, device: torch.device, key: _Key) ->
         return Verdict("later", busy)
     if triton_kernels.skips_launches():
         _note_launches(op, candidate, dtype, device)
+        _unseen[op.name, candidate, dtype, device] = op
         return Verdict("unseen")
     database, lasting = user_database(), True
     deaths = database.begin_trial(*key)
