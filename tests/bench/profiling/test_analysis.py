@@ -1,16 +1,18 @@
 from __future__ import annotations
 
+import io
 import json
 
 import pytest
 import torch
+from rich.console import Console
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from traces import GpuTrace
 
 from rocm_sd import arch
-from rocm_sd.bench.profiling import ROCmSDProfiler, analyse, findings, load, read
-from rocm_sd.bench.profiling.analysis import family_work, pieces
+from rocm_sd.bench.profiling import ROCmSDProfiler, analyse, findings, load, read, tables
+from rocm_sd.bench.profiling.analysis import Analysis, Part, family_work, pieces
 from rocm_sd.bench.profiling.capture import Recording
 from rocm_sd.bench.profiling.families import (
     ATTENTION,
@@ -129,6 +131,60 @@ def test_slow_paths_in_words():
     assert [found.share for found in told] == sorted((found.share for found in told), reverse=True)
     ours = findings(analyse(read(trace.values), arch.get("gfx942")), "rocm-sd")
     assert "rocm_sd.report(pipe)" in next(found.next for found in ours if "idle" in found.sentence)
+
+
+def test_a_gpu_that_waits_between_graphs_is_not_told_to_capture_them():
+    trace = GpuTrace((0, 100))
+    trace.host("a", 1, 3)
+    trace.kernel("Cijk_x", 2, 2, 52, launch="hipGraphLaunch")
+    for engine in ("rocm-sd", "compile"):
+        (idle,) = findings(analyse(read(trace.values), arch.get("gfx942")), engine)
+        assert idle.sentence == "the GPU is idle 50% of the time: it waits for the host between graphs"
+        assert "--batch" in idle.next
+
+
+def h200_profile():
+    """Figures as wide as those of SDXL, eight pictures at once, on an H200."""
+    families = (
+        Part("GEMM", 1423.67, 0.414, 2232, 278944.2e9, 1281.97, 1423.67, "compute"),
+        Part("layout copies", 1.07, 0.001, 142),
+        Part("convolution", 279.66, 0.273, 313, 182969.1e9, 186.49, 200.0, "compute"),
+        Part(IDLE, 27.61, 0.027, 0),
+    )
+    both = {"elementwise": 2.0, "convolution": 1.1}
+    name = "void at::native::elementwise_kernel<128, 4, at::native::gpu_kernel_impl_nocast<at::native::direct_copy>>"
+    kernels = (
+        Part("nvjet_sm90_hsh_256x128_64x4_1x2_h_bz_coopA_TNT", 1147.58, 0.144, 12240, families={"GEMM": 147.58}),
+        Part(name, 3.10, 0.003, 39, 1.0, 0.12, 0.5, "memory", families=both),
+    )
+    modules = (Part("unet.down_blocks.0", 1099.56, 0.618, 1, families={"GEMM": 400.0, "norm": 300.0}),)
+    return Analysis("NVIDIA H200", "sm_90", 1021.4, 1021.4, 993.7, families, modules, kernels, on_gpu=True)
+
+
+def test_no_figure_is_cut_off_where_a_terminal_is_narrow():
+    shown = io.StringIO()
+    tables.show(h200_profile(), Console(file=shown, width=80))
+    text = shown.getvalue()
+    assert max(map(len, text.splitlines())) <= 80
+    of_families = (
+        "1423.67",
+        "41.4%",
+        "2232",
+        "196",
+        "1281.97",
+        "90%",
+        "279.66",
+        "27.3%",
+        "654",
+        "186.49",
+        "93%",
+        "72%",
+    )
+    of_kernels = ("1147.58", "14.4%", "12240", "3.10", "0.3%", "39", "24%", "16%")
+    for figure in (*of_families, *of_kernels, "27.61", "1099.56", "61.8%", "compute"):
+        assert figure in text, figure
+    # A name keeps a third of the width, whatever stands beside it.
+    assert "nvjet_sm90_hsh_256x" in text
 
 
 def test_a_busy_gpu_without_copies_has_nothing_that_stands_out():

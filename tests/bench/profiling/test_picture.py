@@ -1,14 +1,17 @@
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 
+import rocm_sd
 from pipelines import tiny_pipeline
 from rocm_sd.bench.engines import chosen
-from rocm_sd.bench.profiling import profile_picture
+from rocm_sd.bench.profiling import picture, profile_picture
+from rocm_sd.bench.profiling.capture import Recording, module_ranges
 from rocm_sd.bench.profiling.families import CONVOLUTION, NORM
+from rocm_sd.bench.profiling.trace import MODULE
+from rocm_sd.errors import Unsupported
+from rocm_sd.rewrite import resblock
 
 CPU = torch.device("cpu")
 # Neither a CPU nor known: the way of a GPU is taken, while everything runs on the CPU.
@@ -39,18 +42,21 @@ def test_an_eager_engine_is_recorded_once_with_its_modules(pipeline):
     assert not any("eagerly" in note for note in told.analysis.notes)
 
 
-def test_where_graphs_are_replayed_modules_come_from_a_second_picture_and_work_from_the_stock_model(pipeline):
-    in_force = []
+def test_where_graphs_are_replayed_modules_come_from_a_second_picture_and_work_from_the_stock_model(
+    pipeline, monkeypatch
+):
+    monkeypatch.setenv("ROCM_SD_STEP_GRAPH", "1")
+    drawn = []
 
     def drawing(pipe):
-        in_force.append(os.environ.get("ROCM_SD_STEP_GRAPH"))
         draw(pipe)
+        told = str(rocm_sd.report(pipe).to_dict()) if is_optimized(pipe) else "stock"
+        drawn.append("graphs" if "of its forward" in told else "stock" if told == "stock" else "rules")
 
     told, stages = profiled(pipeline, "rocm-sd", ELSEWHERE, drawing)
     assert stages[-1] == "its modules"
     # Stock twice, ours once, three timed, one recorded; then without graphs, once to warm up and once recorded.
-    assert in_force == [None] * 7 + ["0"] * 2
-    assert "ROCM_SD_STEP_GRAPH" not in os.environ
+    assert drawn == ["stock"] * 2 + ["graphs"] * 5 + ["rules"] * 2
     assert any("drawn eagerly" in note for note in told.analysis.notes)
     assert any("the stock model's" in note for note in told.analysis.notes)
     assert {"unet", "vae"} <= {part.name for part in told.analysis.modules}
@@ -59,13 +65,39 @@ def test_where_graphs_are_replayed_modules_come_from_a_second_picture_and_work_f
     assert told.analysis.family(NORM).flops is None
 
 
-def test_ctrl_c_keeps_what_was_recorded(pipeline):
-    def drawing(pipe):
-        if os.environ.get("ROCM_SD_STEP_GRAPH") == "0":
-            raise KeyboardInterrupt
-        draw(pipe)
+def is_optimized(pipe):
+    try:
+        return bool(rocm_sd.report(pipe).replaced)
+    except Unsupported:
+        return False
 
-    told, _ = profiled(pipeline, "rocm-sd", ELSEWHERE, drawing)
+
+def test_what_is_profiled_by_module_is_what_the_rules_run(pipeline, monkeypatch):
+    """A hook in a module would send the rules around it back to stock: there are none, and layers that a rule computes
+    itself are never called.
+    """
+    monkeypatch.setattr(resblock, "WORTH_IT_ON_CPU", 0)
+    pipe = rocm_sd.optimize(pipeline())
+    draw(pipe)
+    with module_ranges(pipe):
+        assert not any(m._forward_hooks or m._forward_pre_hooks for m in pipe.unet.modules())
+    recording = Recording(pipe)
+    with recording:
+        draw(pipe)
+    names = {event.get("name", "") for event in recording.trace["traceEvents"]}
+    replaced = {change.path for change in rocm_sd.report(pipe).replaced if change.rule == "resblock"}
+    # A picture from text has no use for the encoder.
+    called = {path for path in replaced if not path.startswith("vae.encoder")}
+    assert len(called) > 4
+    assert {path for path in called if f"{MODULE}{path} (ResnetBlock2D)" in names} == called
+    assert not any(f"{MODULE}{path}.conv1 (Conv2d)" in names for path in called)
+
+
+def test_ctrl_c_keeps_what_was_recorded(pipeline, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(picture, "optimize_with", interrupted)
+    told, _ = profiled(pipeline, "rocm-sd", ELSEWHERE)
     assert told.analysis.family(CONVOLUTION).ms > 0
     assert "interrupted before its modules were known" in told.analysis.notes
-    assert "ROCM_SD_STEP_GRAPH" not in os.environ

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from rocm_sd.bench.profiling.trace import MODULE, REGION, load
@@ -92,31 +93,33 @@ def synchronize() -> None:
 
 @contextmanager
 def module_ranges(model: Any) -> Iterator[None]:
-    """A range of the profiler around every forward, while this is open. `model`: a module, or a Diffusers pipeline."""
-    handles, open_ranges = [], []
+    """A range of the profiler around every forward, while this is open. `model`: a module, or a Diffusers pipeline.
 
-    def before(name: str) -> Any:
-        def enter(_module: nn.Module, _arguments: Any) -> None:
+    torch calls the hooks for every module there is, and no module has one of its own: what `optimize` has replaced
+    leaves modules with hooks to stock, and the profile would be one of stock.
+    """
+    named = {module: f"{MODULE}{name} ({type(module).__name__})" for name, module in _named(model)}
+    open_ranges = []
+
+    def before(module: nn.Module, _arguments: Any) -> None:
+        name = named.get(module)
+        if name is not None:
             opened = record_function(name)
             opened.__enter__()  # type: ignore[no-untyped-call]
             open_ranges.append(opened)
 
-        return enter
-
-    def after(_module: nn.Module, _arguments: Any, _result: Any) -> None:
-        if open_ranges:
+    def after(module: nn.Module, _arguments: Any, _result: Any) -> None:
+        if module in named and open_ranges:
             open_ranges.pop().__exit__(None, None, None)
 
+    entering = register_module_forward_pre_hook(before)
+    # Called after an exception too: a range that stays open would hold everything after it.
+    leaving = register_module_forward_hook(after, always_call=True)
     try:
-        for name, module in _named(model):
-            range_name = f"{MODULE}{name} ({type(module).__name__})"
-            handles.append(module.register_forward_pre_hook(before(range_name)))
-            # Called after an exception too: a range that stays open would hold everything after it.
-            handles.append(module.register_forward_hook(after, always_call=True))
         yield
     finally:
-        for handle in handles:
-            handle.remove()
+        entering.remove()
+        leaving.remove()
 
 
 def _named(model: Any) -> Iterator[tuple[str, nn.Module]]:

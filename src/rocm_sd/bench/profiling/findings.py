@@ -60,11 +60,13 @@ def _idle(analysis: Analysis, *, ours: bool) -> Iterator[Finding]:
     cause = "it waits for the host"
     if analysis.graph_share < 0.5 and analysis.sees_host:
         cause = "launches come from Python"
-    advice = (
-        "See why no graph was captured: print(rocm_sd.report(pipe))"
-        if ours
-        else "Capture the steps as graphs: rocm_sd.optimize(pipe), or rocm-sd profile --engine rocm-sd"
-    )
+    if analysis.graph_share >= 0.5:
+        cause = "it waits for the host between graphs"
+        advice = "What a picture takes the host is the same for more: rocm-sd profile --steps 20, or --batch 4"
+    elif ours:
+        advice = "See why no graph was captured: print(rocm_sd.report(pipe))"
+    else:
+        advice = "Capture the steps as graphs: rocm_sd.optimize(pipe), or rocm-sd profile --engine rocm-sd"
     yield Finding(idle.share, f"the GPU is idle {idle.share:.0%} of the time: {cause}", advice)
 
 

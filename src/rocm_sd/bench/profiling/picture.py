@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -15,9 +13,12 @@ from rocm_sd.bench.profiling.capture import Recording, synchronize
 from rocm_sd.bench.profiling.findings import findings
 from rocm_sd.bench.profiling.tables import annotated
 from rocm_sd.bench.profiling.trace import Trace, read
+from rocm_sd.engine.optimization import optimize_with
+from rocm_sd.engine.parts import Parts
+from rocm_sd.rewrite import RULES, RULES_FOR_GRAPHS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Mapping
 
     import torch
 
@@ -27,12 +28,15 @@ __all__ = ["STAGES", "Profiled", "profile_picture"]
 
 # Stages of the longest way: a GPU, and an engine that replays graphs.
 STAGES = 5
-_STEP_GRAPH = "ROCM_SD_STEP_GRAPH"
 # Engines that run the model's own modules one by one, so that ranges can be put around them.
 _EAGER_ENGINES = ("stock", "channels_last", "xformers")
+# All that a graph replays, called from Python.
+_WITHOUT_GRAPHS = Parts(
+    rules=frozenset(rule.name for rule in (*RULES, *RULES_FOR_GRAPHS)), hoisted=False, recorded=False
+)
 _EAGER = (
-    "modules are those of a second picture, drawn eagerly: kernels are launched one by one, and what needs a graph is "
-    "left out"
+    "modules are those of a second picture, drawn eagerly: kernels are launched one by one, and what graphs have once "
+    "a picture is computed at every step"
 )
 _COUNTED = (
     "FLOPs and floors of convolution, GEMM and attention are the stock model's; the bytes that fusing saves are not "
@@ -79,7 +83,7 @@ def profile_picture(
     if not eager and engine.name == "rocm-sd":
         on_stage("its modules")
         try:
-            modules = _drawn_eagerly(pipe, draw, engine)
+            modules = _drawn_eagerly(pipe, draw)
             notes.append(_EAGER)
         except KeyboardInterrupt:
             notes.append("interrupted before its modules were known")
@@ -99,24 +103,10 @@ def _recorded(pipe: Any, draw: Callable[[Any], object], *, modules: bool = True)
     return recording.trace
 
 
-def _drawn_eagerly(pipe: Any, draw: Callable[[Any], object], engine: Engine) -> Trace:
-    with _no_graphs():
-        pipe = engine.prepare(pipe)
-        draw(pipe)
-        return read(_recorded(pipe, draw))
-
-
-@contextmanager
-def _no_graphs() -> Iterator[None]:
-    before = os.environ.get(_STEP_GRAPH)
-    os.environ[_STEP_GRAPH] = "0"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[_STEP_GRAPH]
-        else:
-            os.environ[_STEP_GRAPH] = before
+def _drawn_eagerly(pipe: Any, draw: Callable[[Any], object]) -> Trace:
+    pipe = optimize_with(pipe, "auto", "exact", _WITHOUT_GRAPHS)
+    draw(pipe)
+    return read(_recorded(pipe, draw))
 
 
 def _milliseconds(call: Callable[[], object]) -> float:

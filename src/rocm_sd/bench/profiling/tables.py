@@ -22,6 +22,12 @@ __all__ = ["annotated", "show"]
 
 _NAME = 64
 _WORDS = ("family", "mostly", "bound by")
+# Where a terminal is narrow, words give way and figures do not. 80 columns hold the widest figures of an H200.
+_WRAPPED = frozenset({"name", "family", "mostly", "of floor"})
+_TWO_LINES = ("GFLOP/s", "TFLOP/s", "floor ms", "of floor", "bound by")
+_HEADS = {head: head.replace(" ", "\n").replace("/", "\n/") for head in _TWO_LINES}
+_LEAST = {"name": 20, "family": 11}
+_MOST = {"family": 13, "of floor": 8}
 _GRAPH = (
     "{share:.0%} of the GPU's time is in replayed graphs, whose kernels belong to no module and no op: by family only"
 )
@@ -70,23 +76,29 @@ def _table(title: str, *columns: str) -> Table:
     table = Table(title=title, title_justify="left")
     for number, column in enumerate(columns):
         is_words = number == 0 or column in _WORDS
-        # Where a terminal is narrow, names give way and figures do not.
-        wraps = column in {"name", "mostly"}
-        table.add_column(column, justify="left" if is_words else "right", no_wrap=not wraps, overflow="fold")
+        table.add_column(
+            _HEADS.get(column, column),
+            justify="left" if is_words else "right",
+            no_wrap=column not in _WRAPPED,
+            overflow="fold",
+            min_width=_LEAST.get(column),
+            max_width=_MOST.get(column),
+        )
     return table
 
 
 def _families(analysis: Analysis) -> Table:
     has_peak = any(part.floor_ms is not None for part in analysis.families)
     has_flops = any(part.flops for part in analysis.families)
-    columns = ["family", "ms", "share", "calls"] + ["GFLOP", "GFLOP/s"] * has_flops
+    rate, per_ms = ("TFLOP/s", 1e9) if analysis.on_gpu else ("GFLOP/s", 1e6)
+    columns = ["family", "ms", "share", "calls"] + [rate] * has_flops
     table = _table("By family", *columns, *(["floor ms", "of floor", "bound by"] if has_peak else []))
     for part in sorted(analysis.families, key=lambda part: (part.name == IDLE, -part.ms)):
         row = [_family_name(part, analysis), f"{part.ms:.2f}", f"{part.share:.1%}", str(part.calls or "")]
         if has_flops:
             # The other families are bound by memory: their FLOP/s say nothing.
             flops = part.flops if part.name in ARITHMETIC and part.ms else None
-            row += [f"{flops / 1e9:.1f}", f"{flops / part.ms / 1e6:.0f}"] if flops else ["", ""]
+            row.append(f"{flops / part.ms / per_ms:.0f}" if flops else "")
         table.add_row(*row, *(_floor(part) if has_peak else []))
     return table
 
