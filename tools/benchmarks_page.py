@@ -54,6 +54,11 @@ def _mib(value: float | None) -> str:
     return "" if value is None else f"{value:.0f}"
 
 
+def _peak(measured: Measurement) -> float | None:
+    """Of the first picture, in which ops are tested and kernels compiled, and of every other: the larger one."""
+    return max((mib for mib in (measured.first_run_mib, measured.second_run_mib) if mib is not None), default=None)
+
+
 def _card_ms(measured: Measurement) -> str:
     return "" if measured.card_ms is None else f"{measured.card_ms:.0f}"
 
@@ -67,7 +72,7 @@ def _compared(record: Record, measured: Measurement, against: str) -> str:
 
 
 def _engines() -> str:
-    """Whole pictures; the records of the script that came before `rocm-sd bench` have quartiles, not intervals."""
+    """Whole pictures."""
     headings = (
         "workload", "card", "engine", "batch", "ms a batch", "times as fast as stock", "first picture s", "peak MiB",
         "record",
@@ -81,27 +86,8 @@ def _engines() -> str:
                 first = "" if measured.first_picture_s is None else f"{measured.first_picture_s:.1f}"
                 rows.append(
                     (told, record.machine.device, measured.engine, measured.batch, f"{measured.p50_ms:.0f}",
-                     _compared(record, measured, "stock"), first, _mib(measured.second_run_mib), f"`{name}`")
+                     _compared(record, measured, "stock"), first, _mib(_peak(measured)), f"`{name}`")
                 )  # fmt: skip
-    for name, values in _found("engine-*/engine-*.json", ROOT):
-        if values.get("format") == FORMAT:
-            continue
-        stock = values["ms"]["stock"][1]
-        batch = re.search(r"batch (\d+)", values["workload"])
-        for engine in values["engines"]:
-            median = values["ms"][engine["engine"]][1]
-            first = engine["optimize_s"] + engine["first_picture_s"]
-            faster = "" if engine["engine"] == "stock" else f"{stock / median:.2f}"
-            if engine["engine"] == "rocm-sd":
-                # Turn by turn, as it was recorded; of the other engines only the medians are.
-                low, middle, high = values["times_as_fast"]["stock"]
-                faster = f"{middle:.2f} ({low:.2f} to {high:.2f})"
-            told = f"`{name}`" + (f", {values['note']}" if "note" in values else "")
-            rows.append(
-                (values["workload"].replace("torch.", ""), values["machine"]["gpu"], engine["engine"],
-                 batch[1] if batch else "", f"{median:.0f}", faster, f"{first:.1f}", _mib(engine["peak_MiB"]),
-                 told)
-            )  # fmt: skip
     return _table(headings, rows, ("workload", "card", "engine", "record")) if rows else "Nothing is recorded yet.\n"
 
 
@@ -202,10 +188,7 @@ def _kpis() -> str:
                 f"{record.workload.name} on {record.machine.device}; `{name}`.\n\n{_table(headings, rows, words)}"
             )
     if not parts:
-        return (
-            "No record is there that could be compared: whole pictures are recorded on one NVIDIA card, in an older "
-            "form. `rocm-sd bench` compares every new record.\n"
-        )
+        return "No record is there that could be compared.\n"
     return "\n".join(parts)
 
 

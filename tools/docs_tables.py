@@ -20,7 +20,7 @@ import typer
 from rocm_sd import arch, errors
 from rocm_sd.arch.types import UNCONFIRMED
 from rocm_sd.bench.ablation import ROWS
-from rocm_sd.bench.records import FORMAT, Record
+from rocm_sd.bench.records import Record
 from rocm_sd.cli.main import app
 from rocm_sd.kernels.hip import transformer_block
 from rocm_sd.ops import OPS
@@ -153,8 +153,7 @@ def _engine() -> str:
     headings = ("workload", "engine", "picture ms", "times as fast as it", "first picture s", "peak MiB")
     rows: list[tuple[str, ...]] = []
     for path in sorted((ROOT / "benchmarks").glob("engine-*/*.json")):
-        values = json.loads(path.read_text(encoding="utf-8"))
-        rows += _of_record(Record.load(path)) if values.get("format") == FORMAT else _of_old_record(values)
+        rows += _of_record(Record.load(path))
     return _table(headings, rows, right=headings[2:])
 
 
@@ -174,19 +173,6 @@ def _of_record(record: Record) -> Iterable[tuple[str, ...]]:
                 told, _shown_engine(measured.engine), f"{measured.p50_ms:.0f}", ratio,
                 f"{measured.first_picture_s:.1f}", f"{peak:.0f}",
             )  # fmt: skip
-
-
-def _of_old_record(record: dict[str, Any]) -> Iterable[tuple[str, ...]]:
-    for engine in record["engines"]:
-        name = engine["engine"]
-        low, middle, high = record["times_as_fast"].get(name, (1, 1, 1))
-        ratio = "" if name == OURS else f"{middle:.2f} ({low:.2f} to {high:.2f})"
-        first = engine["optimize_s"] + engine["first_picture_s"]
-        workload = record["workload"].replace("torch.", "") if name == OURS else ""
-        yield (
-            workload, _shown_engine(name), f"{record['ms'][name][1]:.0f}", ratio, f"{first:.1f}",
-            f"{engine['peak_MiB']:.0f}",
-        )  # fmt: skip
 
 
 def _shown_engine(name: str) -> str:

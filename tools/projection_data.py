@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rocm_sd.bench.records import FORMAT, Record
+from rocm_sd.bench.records import Record
 from rocm_sd.bench.work_items import WorkItem, count
 from rocm_sd.bench.workloads import WORKLOADS
 from rocm_sd.ops import OPS
@@ -24,11 +24,6 @@ DATA = ROOT / "src/rocm_sd/bench/data/work.json"
 # The card that ops were timed on. Another one is another set of efficiencies: they are never mixed.
 CARD = "h200"
 PROJECTED = ("sd15-512", "sdxl-mlperf")
-# How the script that came before the records named its workloads.
-_OLD_NAMES = {"sd15-512": "sd15", "sdxl-mlperf": "sdxl"}
-# They are of a VAE with one layer a block where the published one has two, and of an engine whose GEGLU was an op by
-# itself: the model is held against what was timed.
-_OLD_RECORDS: dict[str, Any] = {"vae_layers": 1, "fused_feed_forward": False}
 # A bias or a residual in the epilogue changes a product's time less than its shape does.
 _EPILOGUE = {"bias", "residual"}
 
@@ -55,21 +50,13 @@ def timed_calls(folder: Path) -> list[Timed]:
 
 
 def picture(workload: str, benchmarks: Path) -> dict[str, Any] | None:
-    """The recorded time of a whole picture by rocm-sd at batch 1; the newer format before the older one."""
+    """The recorded time of a whole picture by rocm-sd at batch 1."""
     for path in sorted((benchmarks / f"engine-{CARD}").glob("*.json")):
-        values = json.loads(path.read_text(encoding="utf-8"))
-        source = str(path.relative_to(benchmarks.parent))
-        if values.get("format") == FORMAT:
-            record = Record.load(path)
-            ours = record.measurement("rocm-sd", 1)
-            if record.workload.name == workload and ours is not None and ours.ms:
-                return {"ms": round(ours.p50_ms, 3), "source": source}
-    old = benchmarks / f"engine-{CARD}" / f"engine-{_OLD_NAMES[workload]}-b1.json"
-    if not old.is_file():
-        return None
-    values = json.loads(old.read_text(encoding="utf-8"))
-    source = str(old.relative_to(benchmarks.parent))
-    return {"ms": round(values["ms"]["rocm-sd"][1], 3), "source": source, "counted": _OLD_RECORDS}
+        record = Record.load(path)
+        ours = record.measurement("rocm-sd", 1)
+        if record.workload.name == workload and ours is not None and ours.ms:
+            return {"ms": round(ours.p50_ms, 3), "source": str(path.relative_to(benchmarks.parent))}
+    return None
 
 
 def _shape(problem: dict[str, Any]) -> tuple[tuple[str, Any], ...]:
@@ -88,14 +75,11 @@ def gather(root: Path = ROOT) -> dict[str, Any]:
     first = json.loads(next(iter(sorted((benchmarks / f"ops-{CARD}").glob("*.json")))).read_text(encoding="utf-8"))
     workloads = {}
     for name in PROJECTED:
-        recorded = picture(name, benchmarks)
-        if recorded is not None and "counted" in recorded:
-            recorded["items"] = [_item(item, timings) for item in count(name, **recorded["counted"])]
         workloads[name] = {
             "model": WORKLOADS[name].family,
             "side": WORKLOADS[name].side,
             "steps": WORKLOADS[name].steps,
-            "picture": recorded,
+            "picture": picture(name, benchmarks),
             "items": [_item(item, timings) for item in count(name)],
         }
     return {
@@ -123,12 +107,7 @@ def text(data: dict[str, Any]) -> str:
         head = {key: value for key, value in workload.items() if key not in {"items", "picture"}}
         lines.append(f"  {json.dumps(name)}: {json.dumps(head)[:-1]},")
         lines += ['   "items": [', *_rows(workload["items"]), "   ],"]
-        recorded = workload["picture"]
-        if recorded is None or "items" not in recorded:
-            lines += [f'   "picture": {json.dumps(recorded)}', "  },"]
-            continue
-        head = {key: value for key, value in recorded.items() if key != "items"}
-        lines += [f'   "picture": {json.dumps(head)[:-1]}, "items": [', *_rows(recorded["items"]), "   ]}", "  },"]
+        lines += [f'   "picture": {json.dumps(workload["picture"])}', "  },"]
     lines[-1] = lines[-1].rstrip(",")
     return "\n".join([*lines, " }", "}"]) + "\n"
 

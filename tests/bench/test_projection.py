@@ -27,20 +27,20 @@ def sd15() -> tuple[work_items.WorkItem, ...]:
 
 
 def test_the_calls_are_those_that_a_profile_of_the_engine_shows():
-    """benchmarks/engine-h200/profile-sd15-b1.txt is of four steps and one decode, by an engine of before."""
-    counted = Counter()
-    for item in work_items.count("sd15-512", vae_layers=1, fused_feed_forward=False):
-        counted[item.part, item.op] += item.count
-    profile = {}
-    for line in (ROOT / "benchmarks/engine-h200/profile-sd15-b1.txt").read_text().splitlines():
-        _, _, count, name = line.split(maxsplit=3)
-        profile[name] = int(count)
-    assert 4 * counted["step", "layer_norm_residual"] == profile["_layer_norm_residual"]
-    assert 4 * counted["step", "geglu"] == profile["_geglu"]
-    assert 4 * counted["step", "guided_step"] == profile["_guided_step"]
-    # Small maps are one kernel, large ones are two: statistics and their use.
-    norms = 4 * counted["step", "group_norm_silu"] + counted["decode", "group_norm_silu"]
-    assert norms == profile["_whole"] + profile["_apply"]
+    """benchmarks/engine-h200/profile-sdxl-b1.txt is of four steps and one decode."""
+    counted: Counter[str] = Counter()
+    for item in work_items.count("sdxl-mlperf"):
+        if item.part == "step":
+            counted[item.op] += item.count
+    profile: Counter[str] = Counter()
+    for line in (ROOT / "benchmarks/engine-h200/profile-sdxl-b1.txt").read_text().splitlines():
+        if not line.startswith("#"):
+            _, calls, _, name = line.split(maxsplit=3)
+            profile[name] += int(calls)
+    library = next(calls for name, calls in profile.items() if "_sdpa_" in name)
+    assert 4 * (counted["layer_norm_residual"] + counted["layer_norm"]) == profile["_layer_norm_residual"]
+    assert 4 * counted["linear_geglu"] == profile["_linear_geglu"] + profile["_geglu"]
+    assert 4 * counted["attention"] == profile["_attend"] + library
 
 
 def test_no_more_is_counted_than_stock_computes_and_only_enlargements_need_less(sd15):
@@ -157,7 +157,7 @@ def test_the_error_is_that_of_the_recorded_picture():
     assert found.measured_ms == picture["ms"]
     # What it is used for has to be of some use: a third at most, on the card that it knows.
     assert found.largest < 34
-    items, families = projection._items_of_picture("sd15-512"), projection.fits()
+    items, families = projection._items("sd15-512"), projection.fits()
     by_items = projection.project_items(items, 50, "sm_90", "sm_90", families).ms
     assert found.as_used == pytest.approx(100 * (by_items / picture["ms"] - 1), abs=1.0)
     assert projection.project("sdxl-mlperf", "gfx942").told_error

@@ -156,12 +156,6 @@ def _items(workload: str) -> tuple[TimedItem, ...]:
     return tuple(TimedItem(**item) for item in _workload(workload)["items"])
 
 
-def _items_of_picture(workload: str) -> tuple[TimedItem, ...]:
-    """What the recorded picture was made of: an older record may be of an engine or a VAE of before."""
-    given = _workload(workload)["picture"].get("items")
-    return _items(workload) if given is None else tuple(TimedItem(**item) for item in given)
-
-
 def _roofline_us(card: arch.Arch, flops: float, moved: float) -> float:
     return arch.roofline(card, flops, moved, DTYPE).seconds * 1e6
 
@@ -314,7 +308,7 @@ def deviation(workload: str) -> Deviation | None:
     picture = _workload(workload).get("picture")
     if picture is None:
         return None
-    card, items, steps = arch.get(_data()["arch"]), _items_of_picture(workload), _workload(workload)["steps"]
+    card, items, steps = arch.get(_data()["arch"]), _items(workload), _workload(workload)["steps"]
 
     def percent(us: Callable[[TimedItem], float]) -> float:
         return 100 * (sum(_parts(items, steps, us)[1]) / float(picture["ms"]) - 1)

@@ -44,24 +44,14 @@ class WorkItem:
     bytes: float
 
 
-def count(
-    workload: str, batch: int = 1, *, vae_layers: int | None = None, fused_feed_forward: bool = True
-) -> tuple[WorkItem, ...]:
-    """Every call of one batch of pictures with classifier-free guidance; text encoders are left out.
-
-    `vae_layers` and `fused_feed_forward` are for records of before: of a VAE with so many layers a block, and of an
-    engine whose GEGLU was an op of its own.
-    """
+def count(workload: str, batch: int = 1) -> tuple[WorkItem, ...]:
+    """Every call of one batch of pictures with classifier-free guidance; text encoders are left out."""
     recipe = WORKLOADS[workload]
     meta = torch.device("meta")
     pipe = architectures.random_pipeline(recipe.family, recipe.scheduler, recipe.prediction, meta, DTYPE)
-    if vae_layers is not None:
-        with meta:
-            pipe.vae = type(pipe.vae).from_config(pipe.vae.config, layers_per_block=vae_layers)
-        nn.Module.to(pipe.vae, DTYPE)
     config = pipe.unet.config
     latents = (batch, config.in_channels, recipe.side // 8, recipe.side // 8)
-    tally = _Tally(fused_feed_forward=fused_feed_forward)
+    tally = _Tally()
     with meta, torch.no_grad():
         both, text = ((2 * batch, *latents[1:]), (2 * batch, TOKENS, config.cross_attention_dim))
         added = None
@@ -91,8 +81,7 @@ def _guided_step(latents: tuple[int, ...]) -> tuple[Any, ...]:
 class _Tally:
     """Counts calls while a model runs; layers that are part of another op are told by their owner."""
 
-    def __init__(self, *, fused_feed_forward: bool) -> None:
-        self.fused_feed_forward = fused_feed_forward
+    def __init__(self) -> None:
         self._counts: Counter[tuple[str, str, tuple[tuple[str, int | str], ...]]] = Counter()
         self._work: dict[tuple[Any, ...], Work] = {}
 
@@ -210,11 +199,7 @@ class _Watch:
             self.tally.call(self.part, "layer_norm_residual", x)
 
     def _geglu(self, _name: str, layer: Any, x: torch.Tensor) -> None:
-        if self.tally.fused_feed_forward:
-            self.tally.call(self.part, "linear_geglu", x, layer.proj.weight, layer.proj.bias)
-        else:
-            self.tally.call(self.part, "linear_residual", x, layer.proj.weight, layer.proj.bias)
-            self.tally.call(self.part, "geglu", x.new_empty(*x.shape[:-1], layer.proj.out_features))
+        self.tally.call(self.part, "linear_geglu", x, layer.proj.weight, layer.proj.bias)
 
     def _skip(self, name: str, _layer: Any, x: torch.Tensor) -> None:
         if name.startswith("up_blocks.") and self.part == "step":
