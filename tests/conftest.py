@@ -58,6 +58,14 @@ def pytest_sessionfinish() -> None:
     gc.unfreeze()
 
 
+@pytest.fixture(autouse=True)
+def _both_layouts_are_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On some CPUs they are not, and nothing is replaced in float32 (tests/engine/test_layout.py): rules are tested on
+    all of them.
+    """
+    monkeypatch.setattr("rocm_sd.engine.layout._why_less_exact", lambda _device: None)
+
+
 @pytest.fixture
 def device() -> torch.device:
     return torch.device("cuda" if HAS_GPU else "cpu")

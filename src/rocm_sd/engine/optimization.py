@@ -12,20 +12,20 @@ from torch import nn
 from rocm_sd import arch
 from rocm_sd.engine import convolution_library, denoising, levels, vae, warmup
 from rocm_sd.engine.installed import Installed
+from rocm_sd.engine.layout import CHANNELS_LAST, choose_layout, convolution_dtype
 from rocm_sd.engine.levels import LEVELS
 from rocm_sd.engine.parts import EVERYTHING, Parts
 from rocm_sd.engine.reporting import Report
 from rocm_sd.errors import InvalidOption, Unsupported
 from rocm_sd.rewrite import RULES, RULES_FOR_GRAPHS, Rule, apply, undo
-from rocm_sd.tuning import Choice, environment, layers, lookup
+from rocm_sd.tuning import Choice, lookup
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
 __all__ = ["LEVELS", "QUALITIES", "optimize", "optimize_with", "report", "restore"]
 
 QUALITIES = ("exact", "high", "balanced")
-CHANNELS_LAST = "channels_last"
 
 Target = TypeVar("Target")
 
@@ -64,21 +64,22 @@ def optimize_with(target: Target, level: str, quality: str, parts: Parts) -> Tar
     decision = levels.decide(target, level)
     device = decision.device
     architecture = arch.detect(device)
-    layout = layers.choose("memory_format", architecture.name, {}, environment.current(device), "")
     graphs = (parts.recorded or parts.hoisted) and denoising.is_wanted(device, allowed=decision.graphs)
     if graphs:
         warmup.start(device)
     available = _available(parts, graphs=graphs)
     rules = [rule for rule in available if rule.on_cpu or device.type != "cpu"]
-    of_steps = layout if graphs or parts.rules is not None else _without_graphs(layout, architecture)
-    relaid, changes = [], []
-    for name, module in modules:
-        reason = _why_layout_is_kept(layout if _is_vae(name, module) else of_steps, parts)
-        changes += apply(module, rules, prefix=name, not_channels_last=reason)
-        relaid += [] if reason else [module]
+    layouts = [
+        (name, module, _layout(name, module, device, one_by_one=not graphs and parts.rules is None))
+        for name, module in modules
+    ]
+    changes = [
+        change
+        for name, module, layout in layouts
+        for change in apply(module, rules, prefix=name, not_channels_last=_why_layout_is_kept(layout, parts))
+    ]
     installed = [Installed(tuple, lambda: undo(changes))]
-    if relaid:
-        installed.append(_channels_last(relaid, layout.why))
+    installed += _relaid((module, layout) for _, module, layout in layouts if not _why_layout_is_kept(layout, parts))
     if parts.convolution_library:
         installed.append(_convolution_library(modules, device))
     if graphs:
@@ -131,11 +132,15 @@ def _why_layout_is_kept(layout: Choice, parts: Parts) -> str | None:
     return f"its convolutions keep their layout ({layout.why})"
 
 
-def _without_graphs(layout: Choice, architecture: arch.Arch) -> Choice:
-    """Of models that are called at every step: what the data say of a card that waits for its host where each kernel is
-    launched from Python. What a user has measured does not say it: that is the card's own time.
+def _layout(name: str, module: nn.Module, device: torch.device, *, one_by_one: bool) -> Choice:
+    """`one_by_one`: each kernel is launched from Python. For a card that waits for its host then, the data may have
+    another layout of models that are called at every step. What a user has measured is the card's own time, and says
+    nothing of it.
     """
-    shipped = lookup("memory_format", architecture.name, {"graphs": "none"})
+    layout = choose_layout(device, convolution_dtype(module))
+    if not one_by_one or _is_vae(name, module):
+        return layout
+    shipped = lookup("memory_format", arch.detect(device).name, {"graphs": "none"})
     return shipped if shipped.source == "bucket" else layout
 
 
@@ -157,6 +162,15 @@ def _modules(target: Any) -> Iterator[tuple[str, nn.Module]]:
     for name, component in components.items():
         if isinstance(component, nn.Module):
             yield name, component
+
+
+def _relaid(models: Iterable[tuple[nn.Module, Choice]]) -> Iterator[Installed]:
+    """One for each reason; most pipelines have one."""
+    by_reason: dict[str, list[nn.Module]] = {}
+    for model, layout in models:
+        by_reason.setdefault(layout.why, []).append(model)
+    for why, modules in by_reason.items():
+        yield _channels_last(modules, why)
 
 
 def _channels_last(modules: list[nn.Module], why: str) -> Installed:

@@ -15,15 +15,14 @@ import torch
 from torch import nn
 
 import rocm_sd
-from rocm_sd import arch
 from rocm_sd.engine import convolution_library, denoising, warmup
+from rocm_sd.engine.layout import CHANNELS_LAST, choose_layout, convolution_dtype
 from rocm_sd.engine.memory import free_memory
 from rocm_sd.integrations.a1111 import host, messages, transformer_blocks, unet_blocks, vae_blocks
 from rocm_sd.integrations.a1111.class_forwards import LoraNetworks, identities, why_not_layers
 from rocm_sd.integrations.a1111.permission import PERMISSION
 from rocm_sd.integrations.a1111.recorded import RecordedCalls
 from rocm_sd.rewrite.apply import Change, apply, undo
-from rocm_sd.tuning import environment, layers
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -166,8 +165,8 @@ def _may_record(level: str, device: torch.device) -> bool:
 
 def _lay_out_channels_last(parts: list[nn.Module], device: torch.device, relaid: list[torch.Tensor]) -> str | None:
     """Lay the convolutions' weights out anew, and note which; the reason, where none is."""
-    layout = layers.choose("memory_format", arch.detect(device).name, {}, environment.current(device), "")
-    if layout.implementation != "channels_last":
+    layout = choose_layout(device, next(filter(None, map(convolution_dtype, parts)), None))
+    if layout.implementation != CHANNELS_LAST:
         return f"its convolutions keep their layout ({layout.why})"
     for layer in (layer for part in parts for layer in part.modules()):
         if isinstance(layer, nn.Conv2d) and layer.weight.is_contiguous() and layer.weight.numel():

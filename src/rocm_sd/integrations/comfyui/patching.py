@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from rocm_sd import arch
 from rocm_sd.engine import convolution_library, denoising, warmup
+from rocm_sd.engine.layout import CHANNELS_LAST, choose_layout, convolution_dtype
 from rocm_sd.engine.levels import LEVELS
-from rocm_sd.engine.optimization import CHANNELS_LAST, QUALITIES
+from rocm_sd.engine.optimization import QUALITIES
 from rocm_sd.errors import InvalidOption, Unsupported
 from rocm_sd.integrations.comfyui import transformer_blocks, unet_blocks, vae_blocks
 from rocm_sd.integrations.comfyui.attention import OPTION, is_our_override, override_for
@@ -22,7 +23,6 @@ from rocm_sd.integrations.comfyui.record import Record
 from rocm_sd.integrations.comfyui.rules import compiled_ahead, find, is_ours, replacement
 from rocm_sd.integrations.comfyui.step_graph import StepGraph
 from rocm_sd.kernels import triton as triton_kernels
-from rocm_sd.tuning import environment, layers
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -161,8 +161,9 @@ def _patch(clone: Any, record: Record, model: nn.Module, rules: Sequence[BlockRu
 
 
 def _lay_out(clone: Any, record: Record, part: Any) -> None:
-    device = clone.load_device
-    layout = layers.choose("memory_format", arch.detect(device).name, {}, environment.current(device), "")
+    # Weights that ComfyUI casts at each call are convolved in the other dtype.
+    dtype = getattr(clone.model, "manual_cast_dtype", None) or convolution_dtype(part(clone.model))
+    layout = choose_layout(clone.load_device, dtype)
     if layout.implementation != CHANNELS_LAST:
         record.notes.append(f"convolutions keep their layout ({layout.why}), and their blocks are ComfyUI's own")
         return
