@@ -25,6 +25,10 @@ hypothesis.settings.load_profile("project")
 # All that imports and collection make stays until the end: to look through it again and again for garbage is in vain.
 gc.disable()
 
+# The same kernels of torch and oneDNN on every machine, here and in processes that tests start; both ask at their first
+# use. With AVX-512 a channels-last convolution sums in another order, and rules are not applied (test_layout.py).
+os.environ["ATEN_CPU_CAPABILITY"], os.environ["ONEDNN_MAX_CPU_ISA"] = "avx2", "AVX2"
+
 HAS_GPU = torch.cuda.is_available()
 if "PYTEST_XDIST_WORKER" in os.environ:
     # One worker a core: with two threads in each of two workers, every barrier waits for a thread that is not running.
@@ -56,14 +60,6 @@ def pytest_collection_finish() -> None:
 def pytest_sessionfinish() -> None:
     # Extension modules look at the exit for what of theirs was never let go.
     gc.unfreeze()
-
-
-@pytest.fixture(autouse=True)
-def _both_layouts_are_exact(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On some CPUs they are not, and nothing is replaced in float32 (tests/engine/test_layout.py): rules are tested on
-    all of them.
-    """
-    monkeypatch.setattr("rocm_sd.engine.layout._why_less_exact", lambda _device: None)
 
 
 @pytest.fixture

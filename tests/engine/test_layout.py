@@ -26,7 +26,7 @@ def summed_in_one_chain(convolved):
 
     def worse(x, weight, wanted):
         y = convolved(x, weight, wanted)
-        chaotic = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)) * 1e-6
+        chaotic = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)) * 5e-6
         return y + chaotic if wanted is torch.channels_last else y
 
     return worse
@@ -45,7 +45,7 @@ def test_a_library_that_sums_in_one_chain_is_told_by_how_much_it_is_worse(monkey
     told = WHY_LESS_EXACT(CPU)
     assert told is not None
     times = float(told.split("convolutions are ")[1].split(" times")[0])
-    assert 2 < times < 20
+    assert 3 < times < 30
 
 
 @pytest.mark.parametrize("value", [float("nan"), 0.0])
