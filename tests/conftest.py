@@ -27,7 +27,8 @@ gc.disable()
 
 # The same kernels of torch and oneDNN on every machine, here and in processes that tests start; both ask at their first
 # use. With AVX-512 a channels-last convolution sums in another order, and rules are not applied (test_layout.py).
-os.environ["ATEN_CPU_CAPABILITY"], os.environ["ONEDNN_MAX_CPU_ISA"] = "avx2", "AVX2"
+os.environ.setdefault("ATEN_CPU_CAPABILITY", "avx2")
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX2")
 
 HAS_GPU = torch.cuda.is_available()
 if "PYTEST_XDIST_WORKER" in os.environ:
