@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import errno
+import inspect
 import json
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 from pathlib import Path
 
@@ -33,6 +35,19 @@ def rocm_sd(*arguments: str) -> int:
 def draw(model: str, out: Path, *more: str) -> int:
     common = ("--model", model, "--size", "16x16", "--steps", "2", "--out", str(out), "--device", "cpu")
     return rocm_sd("generate", "A Frog, on pink!", *common, *more)
+
+
+@pytest.mark.parametrize("verb", [command.callback for command in main.app.registered_commands])
+def test_help_has_examples_and_whole_paragraphs(verb, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert rocm_sd(verb.__name__, "--help") == 0
+    shown = capsys.readouterr().out
+    assert f"\n rocm-sd {verb.__name__}" in shown
+    text = shown.partition("╭")[0]
+    for paragraph in inspect.cleandoc(verb.__doc__).split("\n\n"):
+        # Lines that end with the terminal, not where the source broke them.
+        lines = textwrap.wrap(" ".join(paragraph.split()), 78, break_on_hyphens=False)
+        assert "".join(f"{f' {line}':80}\n" for line in lines) in text
 
 
 def test_info_as_json_tells_the_whole_machine(capsys):

@@ -8,6 +8,7 @@ import torch
 from rich.console import Console
 
 from rocm_sd.cli import main
+from rocm_sd.cli.tune_tables import show_known, show_outcomes
 from rocm_sd.ops import OPS
 from rocm_sd.search.candidates import Candidate as Tried
 from rocm_sd.search.outcome import Failure, Outcome
@@ -112,18 +113,37 @@ def test_a_search_is_stored_listed_and_moved(own_cache, capsys, tmp_path, monkey
 
 
 def test_what_failed_and_what_is_left_is_told_by_name(capsys):
-    from rocm_sd.cli.tune import _show_outcomes
-
     failure = Failure("triton block=256", "crashed by signal 11")
     tried = Outcome("geglu", {"m": 8}, 3, Tried("mine"), 5.0, 10.0, 4, 3, 3, False, (failure,))
     unchecked = Outcome("attention", {"s": 9}, 1, Tried("torch"), None, None, 4, 0, 0, False, (), "too little memory")
-    _show_outcomes(Console(width=200), [tried, unchecked], 12.0, on_cpu=False)
+    show_outcomes(Console(width=200), [tried, unchecked], 12.0, on_cpu=False)
     shown = capsys.readouterr().out
     for words in (
-        "2.00", "1 of 2 problems run faster than stock torch", "1 problems are not searched to the end",
+        "2.00", "1 of 2 problems run faster than stock torch", "1 problem is not searched to the end",
         "left out triton block=256 (geglu m=8): crashed by signal 11", "not searched attention s=9: too little memory",
     ):  # fmt: skip
         assert words in shown
+
+
+def test_figures_are_whole_in_80_columns(capsys):
+    wide = {"pixels": 262144, "cin": 1920, "cout": 1280, "kernel": 3, "stride": 1, "padding": 1, "dtype": "bfloat16"}
+    best = Tried("library_epilogue", {"block_m": 128, "block_n": 256})
+    first, last = (
+        Outcome("conv2d", {**wide, "cin": cin}, 3, best, 104857.6, 314572.8, 4, 3, 3, True, ()) for cin in (64, 1920)
+    )
+    between = Outcome("memory_format", {}, 1, Tried("torch"), 1.5, 1.5, 1, 1, 1, True, ())
+    show_outcomes(Console(width=80), [first, between, last], 12.0, on_cpu=False)
+    known = {"op": "conv2d", "problem": wide, "chosen": "library_epilogue", "us": 104857.6, "stock_us": 314572.8}
+    out = {f"triton {n}": "wrong" for n in range(12)}
+    show_known(Console(width=80), [{**known, "candidates": 144, "left_out": out, "when": "2026-11-16T05:00:00"}])
+    shown = capsys.readouterr().out
+    assert "…" not in shown
+    rows = [line for line in shown.splitlines() if line.startswith("│")]
+    assert {len(row) for row in rows} == {80}
+    # What is of one op stands together, under its name.
+    assert [row.split()[1] for row in rows if "=" not in row] == ["conv2d", "memory_format", "whole", "conv2d"]
+    for figure in ("library_epilogue", "104857.6", "314572.8", "3.00", "144, 12 out", "last on 2026-11-16"):
+        assert figure in shown
 
 
 @pytest.mark.parametrize(

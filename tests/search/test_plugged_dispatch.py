@@ -378,7 +378,7 @@ def test_info_list_and_tune_name_it(brought, capsys, monkeypatch):
 
     from rich.console import Console
 
-    from rocm_sd.cli.tune import _show_outcomes
+    from rocm_sd.cli.tune_tables import show_outcomes
     from rocm_sd.search.outcome import Outcome
 
     assert {extra.op for extra in extras()} == {"geglu", "memory_format"}
@@ -386,7 +386,7 @@ def test_info_list_and_tune_name_it(brought, capsys, monkeypatch):
         Outcome(op, {}, 1, Candidate(name), 5.0, 10.0, 2, 2, 2, True, ())
         for op, name in (("geglu", "mine"), ("memory_format", "odd"))
     ]
-    _show_outcomes(Console(width=200), outcomes, 1.0, on_cpu=False)
+    show_outcomes(Console(width=200), outcomes, 1.0, on_cpu=False)
     shown = capsys.readouterr().out
     assert "geglu mine: of a plug-in. Pictures use it after a test of its own" in shown
     assert "memory_format odd: of a plug-in. It is stored and listed" in shown

@@ -24,7 +24,12 @@ def demo(
     out: Annotated[Path, typer.Option(help="The folder to write to.")] = Path("out"),
     device: Annotated[str | None, typer.Option(help="cuda (AMD and NVIDIA) or cpu. (default: what is there)")] = None,
 ) -> None:
-    """Draw eight prompts with the built-in model, stock and optimised side by side."""
+    """Draw eight prompts with the built-in model, stock and optimised side by side.
+
+    rocm-sd demo
+
+    rocm-sd demo --steps 10 --seed 7 --out pictures
+    """
     from rocm_sd import models
     from rocm_sd.cli.generate import side_by_side
     from rocm_sd.cli.pictures import save_png, save_text, sheet, writable_folder

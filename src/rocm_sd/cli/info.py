@@ -25,7 +25,12 @@ PACKAGES = ("torch", "triton", "diffusers", "transformers", "accelerate", "safet
 def info(
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable, for bug reports and scripts.")] = False,
 ) -> None:
-    """Show the device, the versions and how each op is proven here."""
+    """Show the device, the versions and how each op is proven here.
+
+    rocm-sd info
+
+    rocm-sd info --json > info.json
+    """
     facts = gather()
     if as_json:
         typer.echo(json.dumps(facts, indent=2))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 import sys
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -27,6 +28,9 @@ from rocm_sd.cli.tune import tune
 from rocm_sd.cli.verify import verify
 from rocm_sd.errors import RocmSdError
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
 __all__ = ["app", "run"]
 
 app = typer.Typer(
@@ -38,19 +42,18 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command()(info)
-app.command()(generate)
-app.command()(demo)
-app.command()(quality)
-app.command()(verify)
-app.command()(tune)
-app.command()(bench)
-app.command()(profile)
-app.command()(report)
-app.command(cls=DoctorCommand)(doctor)
-app.command()(export)
-app.command()(install)
-app.command()(uninstall)
+
+
+def _help(verb: Callable[..., None]) -> str:
+    """Its docstring, a paragraph a line: typer keeps the lines of the source, which are longer than most terminals'."""
+    paragraphs = inspect.cleandoc(verb.__doc__ or "").split("\n\n")
+    return "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
+
+
+for _verb in (
+    info, generate, demo, quality, verify, tune, bench, profile, report, doctor, export, install, uninstall,
+):  # fmt: skip
+    app.command(cls=DoctorCommand if _verb is doctor else None, help=_help(_verb))(_verb)
 
 
 def _version(wanted: bool) -> None:

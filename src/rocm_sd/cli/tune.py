@@ -20,8 +20,8 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
-from rich.table import Table
 
+from rocm_sd.cli import tune_tables
 from rocm_sd.errors import InvalidOption, RocmSdError
 
 if TYPE_CHECKING:
@@ -29,10 +29,8 @@ if TYPE_CHECKING:
 
     import torch
 
-    from rocm_sd.search.outcome import Outcome
     from rocm_sd.search.shapes import Traced
     from rocm_sd.tuning.database import Database, Entry
-    from rocm_sd.verify.tuning_files import Found
 
 __all__ = ["tune"]
 
@@ -179,65 +177,10 @@ def _search(
     if as_json:
         typer.echo(json.dumps([outcome.to_dict() for outcome in outcomes], indent=2))
     else:
-        _show_outcomes(Console(), outcomes, took, on_cpu=on.type == "cpu")
+        tune_tables.show_outcomes(Console(), outcomes, took, on_cpu=on.type == "cpu")
     if tuner.interrupted:
         Console(stderr=True).print("Stopped. What was measured is kept; the same command continues.", soft_wrap=True)
         raise typer.Exit(INTERRUPTED)
-
-
-def _show_outcomes(console: Console, outcomes: Sequence[Outcome], took: float, *, on_cpu: bool) -> None:
-    from rocm_sd.ops import OPS
-    from rocm_sd.search.candidates import extras
-
-    measured = [outcome for outcome in outcomes if outcome.measured]
-    table = Table(
-        "op", "problem", "chosen", "us", "stock us", "times stock", title="measured here", title_justify="left"
-    )
-    table.columns[0].no_wrap = True
-    for outcome in measured:
-        cells = (_number(outcome.us), _number(outcome.stock_us), _number(outcome.times_stock, 2))
-        table.add_row(outcome.op, _problem(outcome.problem), escape(str(outcome.chosen)), *cells)
-    console.print(table)
-    faster = sum(1 for outcome in measured if not outcome.chosen.is_stock)
-    now = sum(outcome.now for outcome in outcomes)
-    console.print(
-        f"{faster} of {len(outcomes)} problems run faster than stock torch; {now} measurements in {took:.0f} s.",
-        soft_wrap=True,
-    )
-    waiting = sum(1 for outcome in outcomes if not outcome.complete and not outcome.unchecked)
-    if waiting:
-        console.print(
-            f"{waiting} problems are not searched to the end: the same command continues there.", soft_wrap=True
-        )
-    for outcome in outcomes:
-        where = f"{outcome.op} {_problem(outcome.problem)}"
-        for failure in outcome.failures:
-            console.print(
-                f"[red]left out[/] {escape(f'{failure.candidate} ({where}): {failure.reason}')}", soft_wrap=True
-            )
-        if outcome.unchecked:
-            console.print(f"[yellow]not searched[/] {escape(f'{where}: {outcome.unchecked}')}", soft_wrap=True)
-    added = {(extra.op, extra.implementation.name) for extra in extras()}
-    plugged = [o for o in outcomes if (o.op, o.chosen.implementation) in added]
-    for what, several in (
-        ("Pictures use it after a test of its own, at its first use.", [o for o in plugged if o.op in OPS]),
-        ("It is stored and listed; pictures have the settings of rocm-sd.", [o for o in plugged if o.op not in OPS]),
-    ):
-        names = ", ".join(dict.fromkeys(f"{o.op} {o.chosen.implementation}" for o in several))
-        if names:
-            console.print(escape(f"{names}: of a plug-in. {what}"), soft_wrap=True)
-    if on_cpu:
-        console.print(
-            "On a CPU there is little to choose: kernels are for GPUs, and stock torch is mostly all there is."
-        )
-
-
-def _problem(problem: Any) -> str:
-    return " ".join(f"{name}={value}" for name, value in problem.items()) or "whole pipeline"
-
-
-def _number(value: float | None, digits: int = 1) -> str:
-    return "" if value is None else f"{value:.{digits}f}"
 
 
 def _moved(database: Database, import_: Path | None, export: Path | None) -> None:
@@ -276,7 +219,7 @@ def _list(database: Database, device: str | None, *, as_json: bool) -> None:
     aside = {(one.op, one.candidate, one.kernel_hash) for one in database.quarantined(here)}
     by_problem: dict[tuple[str, str], list[Entry]] = {}
     for entry in database.all(environment=here):
-        by_problem.setdefault((entry.op, _problem(entry.problem)), []).append(entry)
+        by_problem.setdefault((entry.op, tune_tables.described(entry.problem)), []).append(entry)
     rows: list[dict[str, Any]] = []
     for (op, _), entries in by_problem.items():
         usable = [e for e in entries if e.clearly_faster and holds(e)]
@@ -303,13 +246,7 @@ def _list(database: Database, device: str | None, *, as_json: bool) -> None:
     if not rows:
         console.print("Nothing was measured on this card with these versions. Type: rocm-sd tune")
         return
-    table = Table("op", "problem", "chosen", "us", "stock us", "tried", "left out", "when")
-    table.columns[0].no_wrap = True
-    for row in rows:
-        named = " ".join([row["chosen"], *(f"{name}={value}" for name, value in row["config"].items())])
-        cells = (_number(row["us"]), _number(row["stock_us"]), str(row["candidates"]), str(len(row["left_out"])))
-        table.add_row(row["op"], _problem(row["problem"]), escape(named), *cells, row["when"][:10])
-    console.print(table)
+    tune_tables.show_known(console, rows)
 
 
 def _seconds(text: str) -> float:
@@ -363,41 +300,10 @@ def _tune_static(ops: list[str], arch: str | None, out: Path | None, jobs: int |
     if as_json:
         typer.echo(json.dumps([each.to_dict() for each in found], indent=2))
     else:
-        _show(Console(), found, out or static_tuning.DATA)
+        tune_tables.show_static(Console(), found, out or static_tuning.DATA)
     failed = [each.error for each in found if each.error]
     if failed:
         raise RocmSdError(
             f"{len(failed)} of {len(found)} sizes have no usable config: {'; '.join(failed)}.",
             hint="Give the op's space a smaller tile, fewer stages or more warps there: see docs/tuning.md.",
         )
-
-
-def _show(console: Console, found: list[Found], folder: Path) -> None:
-    for op in dict.fromkeys(each.name for each in found):
-        table = Table("arch", "when", "config", "modelled us", "next", "figures", title=op, title_justify="left")
-        table.columns[0].no_wrap = True
-        for each in found:
-            if each.name == op:
-                table.add_row(*_row(each))
-        console.print(table)
-    console.print(f"Modelled, never timed. Written to {escape(str(folder))}", soft_wrap=True)
-
-
-def _row(found: Found) -> tuple[str, ...]:
-    when = " ".join(f"{name} {_limits(limit)}" for name, limit in found.when.items())
-    dropped = ", ".join(f"{count} {reason}" for reason, count in found.dropped.items())
-    if found.error:
-        return found.arch, when, f"[bold red]none[/] of {len(found.candidates)}", "", "", dropped
-    ranked = found.ranked
-    best = ranked[0]
-    figures = f"{best.figures['vgprs']} VGPRs, {best.figures['lds']} B LDS, {best.figures['waves_per_simd']} waves"
-    figures += f"; {len(found.candidates)} compiled" + (f", dropped: {dropped}" if dropped else "")
-    if best.blemishes:
-        figures += f"; [yellow]fails {escape(best.blemishes[0])}[/]"
-    runner_up = f"{ranked[1].modelled_us:.1f}" if len(ranked) > 1 else ""
-    config = " ".join(f"{name}={value}" for name, value in best.config.items())
-    return found.arch, when, config, f"{best.modelled_us:.1f}", runner_up, figures
-
-
-def _limits(limit: object) -> str:
-    return " to ".join(str(end) for end in limit) if isinstance(limit, list) else str(limit)

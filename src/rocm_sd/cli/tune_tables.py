@@ -1,0 +1,137 @@
+"""What `rocm-sd tune` prints: figures are whole in 80 columns, and what is long is folded."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from rich.markup import escape
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+    from pathlib import Path
+
+    from rich.console import Console
+
+    from rocm_sd.search.outcome import Outcome
+    from rocm_sd.verify.tuning_files import Found
+
+__all__ = ["described", "show_known", "show_outcomes", "show_static"]
+
+_CONFIGS = "rocm-sd tune --list --json"
+
+
+def described(values: Mapping[str, object]) -> str:
+    return " ".join(f"{name}={value}" for name, value in values.items()) or "whole pipeline"
+
+
+def show_outcomes(console: Console, outcomes: Sequence[Outcome], took: float, *, on_cpu: bool) -> None:
+    from rocm_sd.ops import OPS
+    from rocm_sd.search.candidates import extras
+
+    measured = [outcome for outcome in outcomes if outcome.measured]
+    rows = (
+        (o.op, o.problem, o.chosen.implementation, _number(o.us), _number(o.stock_us), _number(o.times_stock, 2))
+        for o in measured
+    )
+    console.print(_by_op("measured here", rows, "us", "stock us", "x stock"))
+    faster = sum(1 for outcome in measured if not outcome.chosen.is_stock)
+    now = sum(outcome.now for outcome in outcomes)
+    console.print(
+        f"{faster} of {len(outcomes)} problems run faster than stock torch; {now} measurements in {took:.0f} s. "
+        f"Configs: {_CONFIGS}.",
+        soft_wrap=True,
+    )
+    waiting = sum(1 for outcome in outcomes if not outcome.complete and not outcome.unchecked)
+    if waiting:
+        several = "1 problem is" if waiting == 1 else f"{waiting} problems are"
+        console.print(f"{several} not searched to the end: the same command continues there.", soft_wrap=True)
+    for outcome in outcomes:
+        where = f"{outcome.op} {described(outcome.problem)}"
+        for failure in outcome.failures:
+            console.print(
+                f"[red]left out[/] {escape(f'{failure.candidate} ({where}): {failure.reason}')}", soft_wrap=True
+            )
+        if outcome.unchecked:
+            console.print(f"[yellow]not searched[/] {escape(f'{where}: {outcome.unchecked}')}", soft_wrap=True)
+    added = {(extra.op, extra.implementation.name) for extra in extras()}
+    plugged = [o for o in outcomes if (o.op, o.chosen.implementation) in added]
+    for what, several in (
+        ("Pictures use it after a test of its own, at its first use.", [o for o in plugged if o.op in OPS]),
+        ("It is stored and listed; pictures have the settings of rocm-sd.", [o for o in plugged if o.op not in OPS]),
+    ):
+        names = ", ".join(dict.fromkeys(f"{o.op} {o.chosen.implementation}" for o in several))
+        if names:
+            console.print(escape(f"{names}: of a plug-in. {what}"), soft_wrap=True)
+    if on_cpu:
+        console.print(
+            "On a CPU there is little to choose: kernels are for GPUs, and stock torch is mostly all there is."
+        )
+
+
+def show_known(console: Console, rows: Sequence[Mapping[str, Any]]) -> None:
+    cells = (
+        (row["op"], row["problem"], row["chosen"], _number(row["us"]), _number(row["stock_us"]), _tried(row))
+        for row in rows
+    )
+    last = max(row["when"] for row in rows)[:10]
+    console.print(_by_op(f"measured on this card, last on {last}", cells, "us", "stock us", "tried"))
+    console.print(f"Configs, and why one was left out: {_CONFIGS}.", soft_wrap=True)
+
+
+def _tried(row: Mapping[str, Any]) -> str:
+    out = len(row["left_out"])
+    return f"{row['candidates']}, {out} out" if out else str(row["candidates"])
+
+
+def _by_op(title: str, rows: Iterable[tuple[Any, ...]], *figures: str) -> Table:
+    """Of rows (op, problem, chosen, figures ...): those of one op under its name, in the order of the first of each."""
+    table = Table(title=title, title_justify="left")
+    table.add_column("problem")
+    table.add_column("chosen", no_wrap=True)
+    for figure in figures:
+        table.add_column(figure, justify="right", no_wrap=True)
+    of_op: dict[str, list[tuple[Any, ...]]] = {}
+    for op, *rest in rows:
+        of_op.setdefault(op, []).append(tuple(rest))
+    for op, several in of_op.items():
+        table.add_section()
+        table.add_row(f"[bold]{escape(op)}[/]")
+        for problem, chosen, *cells in several:
+            table.add_row(described(problem), escape(chosen), *cells)
+    return table
+
+
+def _number(value: float | None, digits: int = 1) -> str:
+    return "" if value is None else f"{value:.{digits}f}"
+
+
+def show_static(console: Console, found: list[Found], folder: Path) -> None:
+    for op in dict.fromkeys(each.name for each in found):
+        table = Table("arch", "when", "config", "modelled us", "next", "figures", title=op, title_justify="left")
+        table.columns[0].no_wrap = True
+        for each in found:
+            if each.name == op:
+                table.add_row(*_row(each))
+        console.print(table)
+    console.print(f"Modelled, never timed. Written to {escape(str(folder))}", soft_wrap=True)
+
+
+def _row(found: Found) -> tuple[str, ...]:
+    when = " ".join(f"{name} {_limits(limit)}" for name, limit in found.when.items())
+    dropped = ", ".join(f"{count} {reason}" for reason, count in found.dropped.items())
+    if found.error:
+        return found.arch, when, f"[bold red]none[/] of {len(found.candidates)}", "", "", dropped
+    ranked = found.ranked
+    best = ranked[0]
+    figures = f"{best.figures['vgprs']} VGPRs, {best.figures['lds']} B LDS, {best.figures['waves_per_simd']} waves"
+    figures += f"; {len(found.candidates)} compiled" + (f", dropped: {dropped}" if dropped else "")
+    if best.blemishes:
+        figures += f"; [yellow]fails {escape(best.blemishes[0])}[/]"
+    runner_up = f"{ranked[1].modelled_us:.1f}" if len(ranked) > 1 else ""
+    config = " ".join(f"{name}={value}" for name, value in best.config.items())
+    return found.arch, when, config, f"{best.modelled_us:.1f}", runner_up, figures
+
+
+def _limits(limit: object) -> str:
+    return " to ".join(str(end) for end in limit) if isinstance(limit, list) else str(limit)
