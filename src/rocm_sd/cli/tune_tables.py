@@ -44,8 +44,8 @@ def show_outcomes(console: Console, outcomes: Sequence[Outcome], took: float, *,
     )
     waiting = sum(1 for outcome in outcomes if not outcome.complete and not outcome.unchecked)
     if waiting:
-        several = "1 problem is" if waiting == 1 else f"{waiting} problems are"
-        console.print(f"{several} not searched to the end: the same command continues there.", soft_wrap=True)
+        left = "1 problem is" if waiting == 1 else f"{waiting} problems are"
+        console.print(f"{left} not searched to the end: the same command continues there.", soft_wrap=True)
     for outcome in outcomes:
         where = f"{outcome.op} {described(outcome.problem)}"
         for failure in outcome.failures:
