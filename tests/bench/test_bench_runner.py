@@ -1,15 +1,18 @@
 from __future__ import annotations
 
 import functools
+import gc
 import itertools
 import json
 import logging
+import weakref
+from collections import Counter
 from dataclasses import replace
 
 import pytest
 import torch
 
-from rocm_sd.bench import runner
+from rocm_sd.bench import pipelines, runner
 from rocm_sd.bench.engines import Engine, engines, stock
 from rocm_sd.bench.gate import WRONG, Gate
 from rocm_sd.bench.peaks import PeakMemory
@@ -46,11 +49,11 @@ def spoiled_vae(pipe):
     return pipe
 
 
-def broken_after(calls, error):
-    """A pipeline that draws so many pictures, of every length, and no more."""
+def broken_after(left, error):
+    """Pipelines that draw together as many pictures as the count `left` goes down to, of every length, and no more."""
 
     def prepare(pipe):
-        left, forward = itertools.count(calls, -1), pipe.vae.decode
+        forward = pipe.vae.decode
 
         def decode(*arguments, **named):
             if next(left) <= 0:
@@ -174,14 +177,102 @@ def test_a_crash_of_one_engine_leaves_the_others(work, tmp_path, quick):
 
 
 def test_out_of_memory_in_the_middle_leaves_the_others(work, tmp_path, quick):
-    # The first, the second, the gate's and the warm-up's pictures go well, and one turn.
-    tired = engine("tired", broken_after(5, torch.OutOfMemoryError("tried to allocate 2 GiB")))
+    # The first, the second, the gate's and the warm-up's pictures go well, and then none, alone or not.
+    left = itertools.count(4, -1)
+    tired = engine("tired", broken_after(left, torch.OutOfMemoryError("tried to allocate 2 GiB")))
     record = run(work, [stock, tired], [1], out=tmp_path, repeats=3)
     good, bad = record.measurements
     assert bad.left_out == "out of memory: tried to allocate 2 GiB"
     assert bad.ms == ()
     assert len(good.ms) == 3
     assert record.comparisons == ()
+
+
+class SmallCard:
+    """Has room for so many pipelines. The next one cannot be made, or where `drawing`, cannot draw."""
+
+    def __init__(self, room, *, drawing=False):
+        self.room, self.drawing = room, drawing
+        self.alive, self.made, self.refused = weakref.WeakSet(), Counter(), 0
+
+    def engine(self, name):
+        def prepare(pipe):
+            self.made[name] += 1
+            self.alive.add(pipe.unet)
+            if not self.drawing:
+                self.check()
+                return pipe
+            decode = pipe.vae.decode
+            pipe.vae.decode = lambda *arguments, **named: (self.check(), decode(*arguments, **named))[1]
+            return pipe
+
+        return engine(name, prepare)
+
+    def check(self):
+        gc.collect()
+        if len(self.alive) > self.room:
+            self.refused += 1
+            raise torch.OutOfMemoryError("tried to allocate 2 GiB")
+
+
+SHORT = "batch 1: too little memory for all engines at once; each was made ready anew for its turns"
+
+
+def test_engines_that_do_not_fit_at_once_have_the_memory_one_at_a_time(work, tmp_path, quick, caplog):
+    card = SmallCard(1)
+    seen = []
+    engines_there = [card.engine(name) for name in ("stock", "b", "rocm-sd")]
+    told = {"progress": lambda *step: seen.append(step), "card_times": True}
+    record = run(work, engines_there, [1], out=tmp_path, repeats=4, **told)
+    assert [len(m.ms) for m in record.measurements] == [4, 4, 4]
+    assert record.complete
+    assert record.notes == (SHORT,)
+    assert SHORT in caplog.text
+    assert card.refused == 1, "after the first refusal there is never more than one"
+    assert len(record.comparisons) == 3
+    # The bar never goes back, is not full too early, and ends full.
+    assert [done for done, *_ in seen] == sorted(done for done, *_ in seen)
+    assert seen[-1][0] == pytest.approx(seen[-1][1])
+    assert all(done < total for done, total, what in seen if "made ready again" in what)
+
+
+def test_memory_that_is_short_is_seen_before_it_runs_out(work, tmp_path, quick, monkeypatch):
+    monkeypatch.setattr(pipelines.memory, "free_memory", lambda _device: 2**20)
+    card = SmallCard(1)
+    record = run(work, [card.engine("stock"), card.engine("b")], [1], out=tmp_path, repeats=2)
+    assert record.notes == (SHORT,)
+    assert card.refused == 0
+    # Made ready once, and then before its turns: the second turn begins with the one that the first ended with.
+    assert card.made == {"stock": 3, "b": 2}
+
+
+def test_engines_that_run_out_of_memory_in_their_turns_go_on_one_at_a_time(work, tmp_path, quick, monkeypatch):
+    card = SmallCard(2, drawing=True)
+    real = runner.interleaved
+
+    def crowded(*arguments, **named):
+        card.room = 1
+        return real(*arguments, **named)
+
+    monkeypatch.setattr(runner, "interleaved", crowded)
+    record = run(work, [card.engine("stock"), card.engine("b")], [1], out=tmp_path, repeats=3)
+    assert [len(m.ms) for m in record.measurements] == [3, 3]
+    assert [m.left_out for m in record.measurements] == [None, None]
+    assert (record.notes, card.refused) == ((SHORT,), 1)
+
+
+def test_one_that_does_not_fit_alone_costs_the_others_no_turns(work, tmp_path, quick):
+    def huge(_pipe):
+        raise torch.OutOfMemoryError("tried to allocate 2 TiB")
+
+    card = SmallCard(2)
+    engines_there = [card.engine("stock"), engine("huge", huge), card.engine("b")]
+    record = run(work, engines_there, [1], out=tmp_path, repeats=3)
+    first, bad, last = record.measurements
+    assert bad.left_out == "out of memory: tried to allocate 2 TiB"
+    assert (len(first.ms), len(last.ms)) == (3, 3)
+    assert record.notes == ()
+    assert card.made == {"stock": 2, "b": 1}, "the first made room, and came back"
 
 
 def interrupt(monkeypatch, at):

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
+    from rocm_sd.bench.effort import Progress
     from rocm_sd.bench.records import Record
     from rocm_sd.bench.workloads import Workload
 
@@ -116,7 +117,7 @@ def run(
     resume: bool = True,
     cold: bool = False,
     command: str = "",
-    progress: runner.Progress | None = None,
+    progress: Progress | None = None,
 ) -> Record:
     """All rows in turns, and torch.compile beside them on a GPU; every one is compared with stock as it comes."""
     device = workload.device

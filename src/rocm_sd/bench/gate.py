@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import gc
+import logging
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rocm_sd.engine.memory import is_out_of_memory
 from rocm_sd.errors import NumericsFailure
 
 if TYPE_CHECKING:
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["PICTURES", "STEPS", "WRONG", "Gate", "Verdict", "free_memory"]
 
+log = logging.getLogger("rocm_sd")
 SEEDS = (0, 1)
 # More steps only let random weights drift apart; a wrong kernel shows in the first, what is kept between steps in the
 # second.
@@ -48,8 +51,7 @@ class Gate:
         # Float32 would be compared with itself.
         exact_dtype = torch.float64 if workload.dtype is torch.float32 else torch.float32
         with _full_precision():
-            # One by one: a library's kernel that is wrong for large batches must not be what others are held against.
-            self._latents, self._picture = self._drawn(workload.pipeline(exact_dtype), range(batch))
+            self._latents, self._picture = self._exact(exact_dtype)
         free_memory()
         self.stock_error, self._stock_picture_error = self._errors(workload.pipeline())
         free_memory()
@@ -71,6 +73,19 @@ class Gate:
             if not found <= times * stock + rounding:
                 return Verdict(error, f"{WRONG}: the error {what} is {found:.3g}, stock's is {stock:.3g}")
         return Verdict(error, None)
+
+    def _exact(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        # One by one: a library's kernel that is wrong for large batches must not be what others are held against.
+        alone = range(self._batch)
+        try:
+            return self._drawn(self._workload.pipeline(dtype), alone)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+        # A card with room for the model in half precision need not have it in float32. The roundings are the same.
+        free_memory()
+        log.info("too little memory for the model in %s: its layers come to the card one by one", dtype)
+        return self._drawn(self._workload.pipeline(dtype, by_layers=True), alone)
 
     def _drawn(self, pipe: Any, alone: Sequence[int | None] = (None,)) -> tuple[torch.Tensor, torch.Tensor]:
         """Latents of every seed, and a picture of the first. `alone`: which of the batch, each by itself."""

@@ -196,17 +196,20 @@ def interleaved(
     *,
     repeats: int,
     done: Mapping[str, Sequence[float]] = MappingProxyType({}),
+    before: Callable[[str], None] | None = None,
     on_turn: Callable[[str, float], None] | None = None,
 ) -> dict[str, list[float]]:
     """`repeats` timings of each, in turns, so that what drifts, drifts for all of them alike.
 
-    `done`: timings of the same turns of a run that is resumed; only what is missing is measured. `on_turn` hears of
-    each timing at once, so nothing is lost when a run is interrupted.
+    `done`: timings of the same turns of a run that is resumed; only what is missing is measured. `before` hears of each
+    timing before it begins, and `on_turn` at once when it is taken, so nothing is lost when a run is interrupted.
     """
     times = {name: list(done.get(name, ())) for name in calls}
     for number in range(repeats):
         for name in turn(list(calls), number):
             if len(times[name]) <= number:
+                if before is not None:
+                    before(name)
                 taken = stopwatch.milliseconds(calls[name])
                 times[name].append(taken)
                 if on_turn is not None:

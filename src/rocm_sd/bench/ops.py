@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from rocm_sd.bench.runner import Progress
+    from rocm_sd.bench.effort import Progress
     from rocm_sd.ops.registry import Op
     from rocm_sd.ops.samples import Sample
     from rocm_sd.tuning import Choice

@@ -1,16 +1,15 @@
 """Engines side by side in one interleaved run: right first, then timed; what is measured is never lost.
 
 For each batch size: exact latents, each engine made ready and compared with them, then pictures in turns. An engine
-that is wrong, crashes or runs out of memory is left out with the reason, and the others go on. The card's own time, if
-it is asked for, is measured after all turns of all batch sizes: no turn is timed in a process that a profiler was in.
+that is wrong, crashes or runs out of memory is left out with the reason, and the others go on; where memory is short
+for all of them, each has it alone in its turns. The card's own time, if it is asked for, is measured after all turns of
+all batch sizes: no turn is timed in a process that a profiler was in.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-import re
-import sys
 import time
 from dataclasses import replace
 from datetime import datetime, timezone
@@ -18,10 +17,13 @@ from typing import TYPE_CHECKING, Any
 
 from rocm_sd import arch
 from rocm_sd.bench.card_time import card_ms
-from rocm_sd.bench.gate import PICTURES, STEPS, Gate, free_memory
+from rocm_sd.bench.effort import Effort
+from rocm_sd.bench.failures import Failed, told, without_folders
+from rocm_sd.bench.gate import Gate, free_memory
 from rocm_sd.bench.machine import machine
 from rocm_sd.bench.measuring import Stopwatch, compare, interleaved, settled
 from rocm_sd.bench.peaks import PeakMemory, Points
+from rocm_sd.bench.pipelines import Pipelines, forget_compiled, is_short
 from rocm_sd.bench.records import Comparison, Measurement, Record
 from rocm_sd.bench.resuming import keep_older, record_file, unfinished
 from rocm_sd.bench.sensors import Readings, watch
@@ -32,21 +34,19 @@ if TYPE_CHECKING:
 
     import torch
 
+    from rocm_sd.bench.effort import Progress
     from rocm_sd.bench.engines import Engine
     from rocm_sd.bench.workloads import Workload
-
-    # Done, total, and what is under way: in steps of one picture, so that a bar's estimate holds for every stage.
-    Progress = Callable[[float, float, str], object]
 
 __all__ = ["default_repeats", "run"]
 
 log = logging.getLogger("rocm_sd")
 STOCK, OURS = "stock", "rocm-sd"
-_SETTLING = 4  # pictures, for the estimate
+# Of a pipeline that is made anew for its turn: the first compiles and captures, the second replays.
+_PICTURES_BEFORE_A_TURN = 2
 _SAVE_EVERY_S = 5.0
 _SENSED_S = 2.0
 _NO_CARD_TIME = "no card time: "
-_FOLDERS = re.compile(r"(?:[A-Za-z]:)?(?:[\\/][\w.~@+-]+)+[\\/](?=[\w.~@+-])")
 
 
 def default_repeats(device: torch.device) -> int:
@@ -95,12 +95,6 @@ def _now() -> str:
     return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
-class _Failed(Exception):
-    def __init__(self, engine: str, why: str) -> None:
-        super().__init__(engine)
-        self.engine, self.why = engine, why
-
-
 class _Run:
     def __init__(
         self,
@@ -119,31 +113,26 @@ class _Run:
         self.device, self.record, self.file, self.against = workload.device, record, file, against
         self.measured = {(one.engine, one.batch): one for one in record.measurements}
         self.stopwatch = Stopwatch(self.device, cold=cold)
-        self._progress, self._with_card_times = progress, card_times
-        # Of one engine: its gate, its first two pictures, its warm-up and its turns; of the batch the gate's own two.
-        gate = PICTURES * min(STEPS, workload.facts.steps)
-        self._engine_share = gate + (2 + _SETTLING + repeats) * workload.facts.steps
-        self._gate_share = 3 * gate
-        self._total = sum(batch * (self._gate_share + len(engines) * self._engine_share) for batch in batches)
+        self._with_card_times = card_times
+        self._effort = Effort(workload.facts.steps, len(engines), batches, repeats, _PICTURES_BEFORE_A_TURN, progress)
         if card_times:
-            self._total += sum(batch * len(engines) * self._card_share(batch) for batch in batches)
-        self._done, self._saved_at = 0.0, 0.0
+            self._effort.expect_card_times()
+        self._saved_at = 0.0
 
     def go(self) -> Record:
         try:
             for number, batch in enumerate(self.batches):
                 ready = self._batch(batch)
-                shares = self._gate_share + len(self.engines) * self._engine_share
-                self._reach(sum(each * shares for each in self.batches[: number + 1]), f"batch {batch}")
+                self._effort.finish_batch(batch)
                 if not any(self._missing(each) for each in self.batches[number + 1 :]):
                     # The last turn is taken, and the pipelines are warm.
                     self._measure_card_times(batch, ready)
                 ready.clear()
-                _forget_compiled()
+                forget_compiled()
             for batch in self.batches[:-1]:
                 self._measure_card_times(batch, {})
-                _forget_compiled()
-            self._reach(self._total, "done")
+                forget_compiled()
+            self._effort.finish()
             self.save(complete=True)
         except KeyboardInterrupt:
             self.save()
@@ -180,24 +169,22 @@ class _Run:
         todo = self._missing(batch)
         if not todo:
             return {}
-        self._advance(0, f"batch {batch}: exact latents")
+        self._effort.advance(0, f"batch {batch}: exact latents")
         try:
             gate = Gate(self.workload, batch)
         except Exception as error:  # noqa: BLE001 -- out of memory most likely: without a reference nothing is timed
             for engine in todo:
-                self._leave_out(engine.name, batch, f"nothing to compare it with: {_told(error)}")
+                self._leave_out(engine.name, batch, f"nothing to compare it with: {told(error)}")
             free_memory()
             return {}
-        self._advance(self._gate_share * batch, f"batch {batch}")
-        ready: dict[str, Any] = {}
+        self._effort.advance(self._effort.gate * batch, f"batch {batch}")
+        pipelines = Pipelines(lambda name: self._made_anew(name, batch))
         for engine in todo:
-            pipe = self._prepared(engine, batch, gate)
-            if pipe is not None:
-                ready[engine.name] = pipe
+            self._prepare(engine, batch, gate, pipelines)
             self.save()
-        self._timed(batch, ready)
-        self._sensed(batch, ready)
-        return ready
+        self._timed(batch, pipelines)
+        self._sensed(batch, pipelines)
+        return {} if pipelines.one_at_a_time else pipelines.kept
 
     def _missing(self, batch: int) -> list[Engine]:
         """Engines that have turns to take."""
@@ -207,6 +194,53 @@ class _Run:
         found = self.measured.get((engine, batch))
         return found is not None and (found.left_out is not None or len(found.ms) >= self.repeats)
 
+    def _prepare(self, engine: Engine, batch: int, gate: Gate, pipelines: Pipelines) -> None:
+        """Add the engine's pipeline to those that take turns, or leave it out."""
+        last = self.measured.get((pipelines.names[-1], batch)) if pipelines.names else None
+        free_memory()
+        if pipelines.one_at_a_time:
+            pipelines.give_up()
+        elif last is not None and is_short(self.device, last.first_run_mib):
+            self._one_at_a_time(batch, pipelines)
+            pipelines.give_up()
+        failed = self._tried(engine, batch, gate, pipelines)
+        if failed is not None and failed.is_short_of_memory and pipelines.kept:
+            pipelines.give_up()
+            failed = self._tried(engine, batch, gate, pipelines)
+            if failed is None:
+                self._one_at_a_time(batch, pipelines)
+        if failed is not None:
+            self._leave_out(engine.name, batch, failed.why)
+
+    def _tried(self, engine: Engine, batch: int, gate: Gate, pipelines: Pipelines) -> Failed | None:
+        try:
+            pipe = self._prepared(engine, batch, gate)
+        except Exception as error:  # noqa: BLE001 -- whatever ails one engine, the others go on
+            failed = Failed(engine.name, error)
+        else:
+            if pipe is not None:
+                pipelines.add(engine.name, pipe)
+            return None
+        # Not before: the error's frames keep what was made.
+        free_memory()
+        return failed
+
+    def _one_at_a_time(self, batch: int, pipelines: Pipelines) -> None:
+        note = f"batch {batch}: too little memory for all engines at once; each was made ready anew for its turns"
+        log.warning("%s, which takes longer", note)
+        self.record = replace(self.record, notes=tuple(dict.fromkeys((*self.record.notes, note))))
+        pipelines.one_at_a_time = True
+        self._effort.expect_one_at_a_time(batch)
+
+    def _made_anew(self, name: str, batch: int) -> Any:
+        engine = next(each for each in self.engines if each.name == name)
+        self._effort.advance(0, f"batch {batch}: {name} is made ready again")
+        pipe = engine.prepare(self.workload.pipeline())
+        for _ in range(_PICTURES_BEFORE_A_TURN):
+            self.workload.picture(pipe, batch)
+        self._effort.advance(self._effort.anew * batch, f"batch {batch}: {name} is ready")
+        return pipe
+
     def _prepared(self, engine: Engine, batch: int, gate: Gate) -> Any | None:
         """The engine's pipeline after its warm-up and the gate, or None where it is left out."""
         steps = self.workload.facts.steps
@@ -214,35 +248,30 @@ class _Run:
         def drawn() -> None:
             self.workload.picture(pipe, batch)
 
-        self._advance(0, f"batch {batch}: {engine.name}, first picture")
+        self._effort.advance(0, f"batch {batch}: {engine.name}, first picture")
         free_memory()
         memory = PeakMemory(self.device)
-        try:
-            pipe = self.workload.pipeline()
-            started = time.perf_counter()
-            pipe = engine.prepare(pipe)
-            self.stopwatch.milliseconds(drawn)
-            first_s, first_mib = time.perf_counter() - started, memory.mib()
-            self._advance(steps * batch, f"batch {batch}: {engine.name}, second picture")
-            with memory.over_time() as course:
-                second_ms = self.stopwatch.milliseconds(drawn)
-                second_mib = memory.mib()
-            self._remember_memory(engine.name, batch, course)
-            self._advance(steps * batch, f"batch {batch}: {engine.name}, compared with exact")
-            verdict = gate.check(pipe)
-            self._advance(PICTURES * gate.steps * batch, f"batch {batch}: {engine.name}, warming up")
-            if verdict.wrong:
-                self._leave_out(engine.name, batch, verdict.wrong, verdict.error, gate.stock_error)
-                return None
-            started = time.perf_counter()
-            with watch(self.device) as readings:
-                settled(drawn, self.stopwatch, budget_s=self._warm_up_budget_s, before=[second_ms])
-            settled_s = time.perf_counter() - started
-            self._advance(_SETTLING * steps * batch, f"batch {batch}: {engine.name} is warm")
-        except Exception as error:  # noqa: BLE001 -- whatever ails one engine, the others go on
-            self._leave_out(engine.name, batch, _told(error))
-            free_memory()
+        pipe = self.workload.pipeline()
+        started = time.perf_counter()
+        pipe = engine.prepare(pipe)
+        self.stopwatch.milliseconds(drawn)
+        first_s, first_mib = time.perf_counter() - started, memory.mib()
+        self._effort.advance(self._effort.picture * batch, f"batch {batch}: {engine.name}, second picture")
+        with memory.over_time() as course:
+            second_ms = self.stopwatch.milliseconds(drawn)
+            second_mib = memory.mib()
+        self._remember_memory(engine.name, batch, course)
+        self._effort.advance(self._effort.picture * batch, f"batch {batch}: {engine.name}, compared with exact")
+        verdict = gate.check(pipe)
+        self._effort.advance(self._effort.check * batch, f"batch {batch}: {engine.name}, warming up")
+        if verdict.wrong:
+            self._leave_out(engine.name, batch, verdict.wrong, verdict.error, gate.stock_error)
             return None
+        started = time.perf_counter()
+        with watch(self.device) as readings:
+            settled(drawn, self.stopwatch, budget_s=self._warm_up_budget_s, before=[second_ms])
+        settled_s = time.perf_counter() - started
+        self._effort.advance(self._effort.settling * batch, f"batch {batch}: {engine.name} is warm")
         fresh = Measurement(
             engine.name, engine.version(), engine.provider, batch, (), steps, first_s, first_s + settled_s,
             first_mib, second_mib, floor_ms=self._floor_ms(batch), error=verdict.error, stock_error=gate.stock_error,
@@ -270,35 +299,50 @@ class _Run:
         flops = self.workload.facts.flops
         return None if peak is None or flops is None else batch * flops / peak / 1e9
 
-    def _timed(self, batch: int, ready: dict[str, Any]) -> None:
+    def _timed(self, batch: int, pipelines: Pipelines) -> None:
         def kept(name: str, milliseconds: float) -> None:
             found = self.measured[name, batch]
             self.measured[name, batch] = replace(found, ms=(*found.ms, milliseconds))
-            self._advance(self.workload.facts.steps * batch, f"batch {batch}: {name}, {len(found.ms) + 1}")
+            self._effort.advance(self._effort.picture * batch, f"batch {batch}: {name}, {len(found.ms) + 1}")
             if time.perf_counter() - self._saved_at > _SAVE_EVERY_S:
                 self.save()
 
-        while ready:
-            done = {name: self.measured[name, batch].ms for name in ready}
-            calls = {name: self._call(name, pipe, batch) for name, pipe in ready.items()}
+        while pipelines.names:
+            done = {name: self.measured[name, batch].ms for name in pipelines.names}
+            calls = {name: self._call(name, batch, pipelines) for name in pipelines.names}
             try:
-                interleaved(calls, self.stopwatch, repeats=self.repeats, done=done, on_turn=kept)
-            except _Failed as failed:
-                del ready[failed.engine]
-                self._leave_out(failed.engine, batch, failed.why)
+                interleaved(
+                    calls, self.stopwatch, repeats=self.repeats, done=done,
+                    before=lambda name: self._made_ready(name, pipelines), on_turn=kept,
+                )  # fmt: skip
+            except Failed as failed:
+                name, why, is_short_of_memory = failed.engine, failed.why, failed.is_short_of_memory
             else:
                 return
+            # The error is gone now, and with it the frames that kept memory.
+            if is_short_of_memory and len(pipelines.kept) > 1:
+                self._one_at_a_time(batch, pipelines)
+                pipelines.give_up()
+            else:
+                pipelines.remove(name)
+                self._leave_out(name, batch, why)
 
-    def _call(self, name: str, pipe: Any, batch: int) -> Callable[[], None]:
+    def _made_ready(self, name: str, pipelines: Pipelines) -> None:
+        try:
+            pipelines.of(name)
+        except Exception as error:
+            raise Failed(name, error) from error
+
+    def _call(self, name: str, batch: int, pipelines: Pipelines) -> Callable[[], None]:
         def call() -> None:
             try:
-                self.workload.picture(pipe, batch)
+                self.workload.picture(pipelines.of(name), batch)
             except Exception as error:
-                raise _Failed(name, _told(error)) from error
+                raise Failed(name, error) from error
 
         return call
 
-    def _sensed(self, batch: int, ready: dict[str, Any]) -> None:
+    def _sensed(self, batch: int, pipelines: Pipelines) -> None:
         """Power, clock and temperature of each engine alone, after the turns: a turn may be shorter than a reading.
 
         Of an engine whose warm-up was long enough they are known from there.
@@ -309,28 +353,25 @@ class _Run:
             if self.device.type != "cpu":
                 self.record = replace(
                     self.record,
-                    notes=tuple(dict.fromkeys((*self.record.notes, *map(_without_folders, readings.notes)))),
+                    notes=tuple(dict.fromkeys((*self.record.notes, *map(without_folders, readings.notes)))),
                 )
             return
-        for name, pipe in ready.items():
+        for name in pipelines.names:
             known = self.measured[name, batch]
             if (known.power_watt, known.clock_mhz, known.temperature_c) != (None, None, None):
                 continue
-            self._advance(0, f"batch {batch}: {name}, power and clock")
-            call = self._call(name, pipe, batch)
-            until = time.perf_counter() + _SENSED_S
+            self._effort.advance(0, f"batch {batch}: {name}, power and clock")
+            call = self._call(name, batch, pipelines)
             try:
+                self._made_ready(name, pipelines)
+                until = time.perf_counter() + _SENSED_S
                 with watch(self.device) as readings:
                     while time.perf_counter() < until:
                         self.stopwatch.milliseconds(call)
-            except _Failed as failed:
+            except Failed as failed:
                 self._leave_out(name, batch, failed.why)
                 continue
             self.measured[name, batch] = _with_readings(self.measured[name, batch], readings)
-
-    def _card_share(self, batch: int) -> int:
-        """Of one engine and one picture of the batch: the last batch size is warm already."""
-        return (1 if batch == self.batches[-1] else 2 + _SETTLING) * self.workload.facts.steps
 
     def _measure_card_times(self, batch: int, ready: Mapping[str, Any]) -> None:
         """What is missing of them. An engine that is not `ready` is warmed up again; it has passed the gate before."""
@@ -338,19 +379,19 @@ class _Run:
             found = self.measured.get((engine.name, batch))
             if not self._with_card_times or found is None or not found.ms or found.card_ms is not None:
                 continue
-            self._advance(0, f"batch {batch}: {engine.name}, the card's own time")
+            self._effort.advance(0, f"batch {batch}: {engine.name}, the card's own time")
             taken, why = None, "torch.profiler recorded nothing of a device"
             try:
                 taken = self._card_ms(engine, batch, ready.get(engine.name))
             except Exception as error:  # noqa: BLE001 -- whatever ails it here, its turns stand
-                why = _told(error)
+                why = told(error)
             free_memory()
             notes = tuple(note for note in found.notes if not note.startswith(_NO_CARD_TIME))
             if taken is None:
                 log.warning("%s at batch %d: %s%s", engine.name, batch, _NO_CARD_TIME, why)
                 notes += (_NO_CARD_TIME + why,)
             self.measured[engine.name, batch] = replace(found, card_ms=taken, notes=notes)
-            self._advance(self._card_share(batch) * batch, f"batch {batch}: {engine.name}, the card's own time")
+            self._effort.advance(self._effort.card(batch) * batch, f"batch {batch}: {engine.name}, the card's own time")
             self.save()
 
     def _card_ms(self, engine: Engine, batch: int, warm: Any | None) -> float | None:
@@ -376,21 +417,6 @@ class _Run:
         )  # fmt: skip
         self.save()
 
-    def _advance(self, by: float, what: str) -> None:
-        self._reach(self._done + by, what)
-
-    def _reach(self, done: float, what: str) -> None:
-        self._done = min(max(self._done, done), self._total)
-        if self._progress:
-            self._progress(self._done, self._total, what)
-
-
-def _forget_compiled() -> None:
-    """Compiled code of one batch size would keep its pipelines, and torch's limit of recompilations counts it."""
-    if "torch._dynamo" in sys.modules:
-        sys.modules["torch._dynamo"].reset()
-    free_memory()
-
 
 def _with_readings(measured: Measurement, readings: Readings) -> Measurement:
     return replace(
@@ -399,14 +425,3 @@ def _with_readings(measured: Measurement, readings: Readings) -> Measurement:
         clock_mhz=readings.clock_mhz,
         temperature_c=readings.temperature_c,
     )
-
-
-def _told(error: Exception) -> str:
-    """One line: what a user reads in a table. Folders are not named in a record."""
-    lines = _without_folders(str(error)).strip().splitlines()
-    kind = "out of memory" if type(error).__name__ == "OutOfMemoryError" else type(error).__name__
-    return f"{kind}: {lines[0][:200]}" if lines else kind
-
-
-def _without_folders(text: str) -> str:
-    return _FOLDERS.sub("", text)

@@ -89,13 +89,16 @@ class Workload:
     def name(self) -> str:
         return self.facts.name
 
-    def pipeline(self, dtype: torch.dtype | None = None) -> Any:
-        """A stock pipeline with modules of its own, on the device."""
+    def pipeline(self, dtype: torch.dtype | None = None, *, by_layers: bool = False) -> Any:
+        """A stock pipeline with modules of its own, on the device. `by_layers`: a layer's weights come when it runs."""
         dtype = dtype or self.dtype
         # Weights go to the device at once: a copy on the host would take longer than all that follows.
-        weights = {id(weight): _copied(weight, self.device, dtype) for weight in _weights(self._base)}
-        pipe = copy.deepcopy(self._base, memo=weights).to(self.device, dtype)
+        home = torch.device("cpu") if by_layers else self.device
+        weights = {id(weight): _copied(weight, home, dtype) for weight in _weights(self._base)}
+        pipe = copy.deepcopy(self._base, memo=weights).to(home, dtype)
         pipe.set_progress_bar_config(disable=True)
+        if by_layers:
+            pipe.enable_group_offload(self.device, offload_type="leaf_level")
         return pipe
 
     def picture(
