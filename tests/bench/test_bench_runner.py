@@ -189,16 +189,21 @@ def test_out_of_memory_in_the_middle_leaves_the_others(work, tmp_path, quick):
 
 
 class SmallCard:
-    """Has room for so many pipelines. The next one cannot be made, or where `drawing`, cannot draw."""
+    """Has room for so many pipelines. The next one cannot be made, or where `drawing`, cannot draw.
 
-    def __init__(self, room, *, drawing=False):
-        self.room, self.drawing = room, drawing
+    `compiled` keeps pipelines, as compiled code does until it is forgotten, where it is a list.
+    """
+
+    def __init__(self, room, *, drawing=False, compiled=None):
+        self.room, self.drawing, self.compiled = room, drawing, compiled
         self.alive, self.made, self.refused = weakref.WeakSet(), Counter(), 0
 
     def engine(self, name):
         def prepare(pipe):
             self.made[name] += 1
             self.alive.add(pipe.unet)
+            if self.compiled is not None:
+                self.compiled.append(pipe)
             if not self.drawing:
                 self.check()
                 return pipe
@@ -218,9 +223,10 @@ class SmallCard:
 SHORT = "batch 1: too little memory for all engines at once; each was made ready anew for its turns"
 
 
-def test_engines_that_do_not_fit_at_once_have_the_memory_one_at_a_time(work, tmp_path, quick, caplog):
-    card = SmallCard(1)
-    seen = []
+def test_engines_that_do_not_fit_at_once_have_the_memory_one_at_a_time(work, tmp_path, quick, caplog, monkeypatch):
+    card, seen = SmallCard(1, compiled=[]), []
+    for module in (pipelines, runner):
+        monkeypatch.setattr(module, "forget_compiled", card.compiled.clear)
     engines_there = [card.engine(name) for name in ("stock", "b", "rocm-sd")]
     told = {"progress": lambda *step: seen.append(step), "card_times": True}
     record = run(work, engines_there, [1], out=tmp_path, repeats=4, **told)

@@ -84,7 +84,7 @@ class Gate:
                 raise
         # A card with room for the model in half precision need not have it in float32. The roundings are the same.
         free_memory()
-        log.info("too little memory for the model in %s: its layers come to the card one by one", dtype)
+        log.warning("too little memory for the model in %s: its layers come to the card one by one", dtype)
         return self._drawn(self._workload.pipeline(dtype, by_layers=True), alone)
 
     def _drawn(self, pipe: Any, alone: Sequence[int | None] = (None,)) -> tuple[torch.Tensor, torch.Tensor]:

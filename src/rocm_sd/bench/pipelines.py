@@ -49,10 +49,9 @@ class Pipelines:
         self.names.remove(name)
 
     def give_up(self) -> None:
-        """What is kept is made anew when it is asked for."""
-        if self._kept:
-            self._kept.clear()
-            forget_compiled()
+        """What is kept is made anew when it is asked for; what failed may have left compiled code."""
+        self._kept.clear()
+        forget_compiled()
 
 
 def is_short(device: torch.device, last_mib: float | None) -> bool:

@@ -184,7 +184,9 @@ class _Run:
             self.save()
         self._timed(batch, pipelines)
         self._sensed(batch, pipelines)
-        return {} if pipelines.one_at_a_time else pipelines.kept
+        if pipelines.one_at_a_time:
+            pipelines.give_up()
+        return pipelines.kept
 
     def _missing(self, batch: int) -> list[Engine]:
         """Engines that have turns to take."""
@@ -385,7 +387,10 @@ class _Run:
                 taken = self._card_ms(engine, batch, ready.get(engine.name))
             except Exception as error:  # noqa: BLE001 -- whatever ails it here, its turns stand
                 why = told(error)
-            free_memory()
+            if ready:
+                free_memory()
+            else:
+                forget_compiled()
             notes = tuple(note for note in found.notes if not note.startswith(_NO_CARD_TIME))
             if taken is None:
                 log.warning("%s at batch %d: %s%s", engine.name, batch, _NO_CARD_TIME, why)
