@@ -92,9 +92,12 @@ def _engines() -> str:
 
 
 def _ablation() -> str:
-    """One table for each record: a row adds one optimisation to those before it; torch.compile stands beside them."""
+    """One table for each record, the newest first: a row adds one optimisation to those before it.
+
+    torch.compile stands beside them.
+    """
     parts = []
-    for name, record in _records("ablation-*/*.json"):
+    for name, record in sorted(_records("ablation-*/*.json"), key=lambda found: found[1].when, reverse=True):
         headings = ["added"]
         with_card = {measured.batch for measured in record.measurements if measured.card_ms is not None}
         for batch in record.batches:

@@ -21,7 +21,7 @@ from rocm_sd.bench.profiling.families import (
 )
 from rocm_sd.ops import OPS
 
-RECORDED = Path(__file__).parents[3] / "benchmarks" / "engine-h200" / "profile-sd15-b1.txt"
+RECORDED = Path(__file__).with_name("kernels-sd15-h200.txt")
 
 
 @pytest.mark.parametrize(
