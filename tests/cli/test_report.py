@@ -58,7 +58,7 @@ def test_a_folder_is_searched_and_what_was_left_out_is_named(record, tmp_path, c
 def test_with_nothing_named_the_folder_benchmarks_is_read(record, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert rocm_sd() == 1
-    assert "There is nothing to report on: No record was given." in capsys.readouterr().err
+    assert "There is nothing to report on: no record was given." in capsys.readouterr().err
     (tmp_path / "benchmarks").mkdir()
     assert rocm_sd() == 1
     assert not (tmp_path / "report.html").exists()

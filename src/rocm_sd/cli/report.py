@@ -27,7 +27,9 @@ RUN = "run"
 def report(
     records: Annotated[
         list[Path] | None,
-        typer.Argument(metavar="[RECORD]...", help="Files of rocm-sd bench.", show_default="those of the folder"),
+        typer.Argument(
+            metavar="[RECORD]...", help="Files of rocm-sd bench, or folders.", show_default="those of the folder"
+        ),
     ] = None,
     folder: Annotated[
         Path | None, typer.Option(help="Every record in it. (default: benchmarks, where no record is named)")
@@ -72,7 +74,8 @@ def report(
         with _progress(console, "drawing") as advance:
             drawn = pictures.draw(advance)
     if not (inputs.records or inputs.op_runs or outcomes or given or drawn):
-        where = f"{folder} holds no record" if folder else "No record was given"
+        searched = ", ".join(map(str, [*(records or []), *([folder] if folder else [])]))
+        where = f"no record in {searched}" if searched else "no record was given"
         raise RocmSdError(f"There is nothing to report on: {where}.", hint="Type: rocm-sd bench emoji --out results")
     html = reports.render(reports.page(inputs, outcomes, given, drawn))
     save_text(html, out)

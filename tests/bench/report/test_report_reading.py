@@ -61,6 +61,15 @@ def test_a_folder_is_searched_and_what_is_no_record_is_named(tmp_path):
     assert set(inputs.skipped) == {"notes.json", "broken.json"}
 
 
+def test_folders_may_stand_among_the_files(tmp_path):
+    one = saved(tmp_path, made_up.engines(), "one/engines.json")
+    saved(tmp_path, made_up.engines(), "two/engines.json")
+    (tmp_path / "two" / "notes.json").write_text('{"a": 1}')
+    inputs = read([one, tmp_path / "one", tmp_path / "two"])
+    assert len(inputs.records) == 2
+    assert inputs.skipped == ("notes.json",)
+
+
 def test_a_file_that_is_named_and_in_the_folder_counts_once(tmp_path):
     path = saved(tmp_path, made_up.engines())
     assert len(read([path, path], tmp_path).records) == 1

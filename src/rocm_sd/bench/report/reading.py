@@ -62,13 +62,18 @@ class Inputs:
 
 
 def read(files: Iterable[Path], folder: Path | None = None) -> Inputs:
-    """Files given by name must be readable; of a folder, those that are neither format are skipped and named."""
+    """Files given by name must be readable; of a folder, those that are neither format are skipped and named.
+
+    Among the files there may be folders, too.
+    """
     records: list[Record] = []
     op_runs: list[OpRun] = []
     skipped: list[str] = []
-    named = list(dict.fromkeys(files))
-    found = sorted(folder.rglob("*.json")) if folder else []
-    for path in [*named, *(file for file in found if file not in named)]:
+    given = dict.fromkeys(files)
+    named = [path for path in given if not path.is_dir()]
+    folders = [*(path for path in given if path.is_dir()), *([folder] if folder else [])]
+    found = {file: each for each in folders for file in sorted(each.rglob("*.json")) if file not in named}
+    for path in [*named, *found]:
         values = _json(path) if path in named else _json_or_none(path)
         if isinstance(values, dict) and values.get("format") == FORMAT:
             record = Record.load(path)
@@ -82,7 +87,7 @@ def read(files: Iterable[Path], folder: Path | None = None) -> Inputs:
         elif path in named:
             raise UnreadableRecord(path, f"its format is neither {FORMAT} nor that of benchmarks/ops.py")
         else:
-            skipped.append(str(path.relative_to(folder)) if folder else path.name)
+            skipped.append(str(path.relative_to(found[path])))
     return Inputs(tuple(records), tuple(op_runs), tuple(skipped))
 
 
