@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import re
+from itertools import pairwise
 from xml.etree import ElementTree as ET
 
 import pytest
@@ -164,6 +165,21 @@ def test_without_a_roof_the_points_are_still_drawn():
 
 def test_lines_have_their_highest_value_named():
     svg = lines("t", {"rocm-sd": [(0.0, 1.0), (1.0, 3.0), (2.0, 2.0)]}, unit="MiB")
-    assert len(elements(svg, "line", "trace")) == 2
-    assert "rocm-sd 3.00" in svg
+    assert len(elements(svg, "line", "trace")) == 2 + 1  # and the one in the key
+    assert "rocm-sd: highest 3.00 MiB" in svg
+
+
+def test_no_line_runs_through_the_name_of_another():
+    flat = {name: [(0.0, height), (1.0, height)] for name, height in (("stock", 93.0), ("rocm-sd", 100.0), ("c", 96.0))}
+    svg = lines("t", flat, unit="MiB")
+    traces = elements(svg, "line", "trace")
+    names = [text for text in elements(svg, "text") if "highest" in (text.text or "")]
+    assert len(names) == 3
+    drawn = [float(trace.get("y1")) for trace in traces if percent(trace.get("x2")) > 50]
+    assert len(drawn) == 3
+    assert min(float(name.get("y")) for name in names) - 15 > max(drawn)
+    places = sorted(float(name.get("y")) for name in names)
+    assert min(b - a for a, b in pairwise(places)) >= 15
+    assert places[-1] < float(elements(svg, "svg")[0].get("height"))
+    assert len({trace.get("class") for trace in traces}) == 3
     assert elements(lines("t", {"a": [(0.0, 0.0)]}, unit="MiB"), "svg")

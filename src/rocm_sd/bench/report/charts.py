@@ -14,10 +14,11 @@ if TYPE_CHECKING:
 
 __all__ = ["Bar", "Dot", "Step", "bars", "lines", "roof", "waterfall"]
 
-ROW, BAR, AXIS = 46, 14, 30
+ROW, BAR, AXIS, KEY = 46, 14, 30, 22
 GUTTER = 10.0  # percent: where the values of an upright axis stand, clear of what is drawn
 LONGEST = 30  # characters of a name that fit beside its value on a phone
 NARROWEST = 0.3  # percent: a bar of next to nothing is still seen
+SHADES = ("dark", "medium", "light")  # of lines that are not ours
 
 
 @dataclass(frozen=True)
@@ -200,7 +201,7 @@ def roof(
 
 
 def lines(title: str, series: Mapping[str, Sequence[tuple[float, float]]], *, unit: str, height: float = 300) -> Svg:
-    """Values over seconds, each series with its name at its end."""
+    """Values over seconds. The names stand below: lines of one height would run through them."""
     top, bottom = 24.0, height - 44
     every = [point for points in series.values() for point in points]
     x = Scale(0.0, max((seconds for seconds, _ in every), default=0.0) or 1.0, GUTTER)
@@ -213,12 +214,14 @@ def lines(title: str, series: Mapping[str, Sequence[tuple[float, float]]], *, un
         parts.append(label(_round(value), x(value), bottom + 18, "tick", anchor=anchor))
     parts += [label(unit, 0, top - 10, "axis"), label("seconds", 100, bottom + 38, "axis", anchor="end")]
     told = []
-    for name, points in series.items():
-        kind = "ours" if name == "rocm-sd" else "other"
+    for number, (name, points) in enumerate(series.items()):
+        kind = "ours" if name == "rocm-sd" else SHADES[min(number, len(SHADES) - 1)]
         parts += [line(x(a[0]), y(a[1]), x(b[0]), y(b[1]), f"trace {kind}") for a, b in pairwise(points)]
         highest = max(points, key=lambda point: point[1])
         told.append(f"{name}: highest {shown(highest[1])} {unit} after {shown(highest[0])} s")
-        anchor = "start" if x(highest[0]) < 30 else "end" if x(highest[0]) > 80 else "middle"
-        words = f"{name} {shown(highest[1])}"
-        parts.append(label(words, x(highest[0]), y(highest[1]) - 8, f"name {kind}", anchor=anchor))
-    return chart(title, "; ".join(told), height, *parts)
+        row = height + KEY * number
+        parts += [
+            line(GUTTER, row, GUTTER + 5, row, f"trace {kind}"),
+            label(f"{name}: highest {shown(highest[1])} {unit}", GUTTER + 7, row + 4, f"name {kind}"),
+        ]
+    return chart(title, "; ".join(told), height + KEY * len(series), *parts)
