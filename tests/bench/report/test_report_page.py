@@ -78,6 +78,11 @@ def test_the_page_is_well_formed_and_its_links_lead_somewhere():
     assert set(SECTIONS) <= set(shape.ids)
 
 
+def test_two_records_of_one_workload_are_told_apart_by_their_days():
+    html = html_of(made_up.ablation(), replace(made_up.ablation(), when="2026-03-04T05:06:07"))
+    assert section(html, "ablation").count("; 2026-01-02.") == section(html, "ablation").count("; 2026-03-04.") > 0
+
+
 def test_nothing_is_loaded_from_anywhere():
     html = html_of(made_up.engines(), made_up.ablation(), outcomes=LADDER)
     for tag, values in Shape(html).tags:

@@ -175,7 +175,8 @@ def speed(records: Sequence[Record]) -> Section:
 
 
 def _notes(record: Record) -> tuple[str, ...]:
-    first = (workload_words(record) + ".",)
+    """With the day: two records of one workload have the same title."""
+    first = (f"{workload_words(record)}; {record.when[:10]}.",)
     unfinished = () if record.complete else ("The run was interrupted; this is what it has.",)
     return (*first, *unfinished, *map(str, record.notes))
 
