@@ -50,6 +50,10 @@ def _versions(versions: dict[str, Any], names: Sequence[str] = ("torch", "cuda",
     return ", ".join(f"{name} {versions[name]}" for name in names if versions.get(name))
 
 
+def _file(name: str, record: Record) -> str:
+    return f"`{name}`" if record.complete else f"`{name}` (interrupted)"
+
+
 def _mib(value: float | None) -> str:
     return "" if value is None else f"{value:.0f}"
 
@@ -86,18 +90,15 @@ def _engines() -> str:
                 first = "" if measured.first_picture_s is None else f"{measured.first_picture_s:.1f}"
                 rows.append(
                     (told, record.machine.device, measured.engine, measured.batch, f"{measured.p50_ms:.0f}",
-                     _compared(record, measured, "stock"), first, _mib(_peak(measured)), f"`{name}`")
+                     _compared(record, measured, "stock"), first, _mib(_peak(measured)), _file(name, record))
                 )  # fmt: skip
     return _table(headings, rows, ("workload", "card", "engine", "record")) if rows else "Nothing is recorded yet.\n"
 
 
 def _ablation() -> str:
-    """One table for each record, the newest first: a row adds one optimisation to those before it.
-
-    torch.compile stands beside them.
-    """
+    """One table for each record: a row adds one optimisation to those before it; torch.compile stands beside them."""
     parts = []
-    for name, record in sorted(_records("ablation-*/*.json"), key=lambda found: found[1].when, reverse=True):
+    for name, record in _records("ablation-*/*.json"):
         headings = ["added"]
         with_card = {measured.batch for measured in record.measurements if measured.card_ms is not None}
         for batch in record.batches:
@@ -122,7 +123,7 @@ def _ablation() -> str:
         facts = record.workload
         told = f"{facts.name}, {facts.steps} steps, {facts.weights} weights, on {record.machine.device}"
         versions = _versions(record.machine.versions)
-        parts.append(f"{told} ({versions}); `{name}`.\n\n{_table(headings, rows, ('added',))}")
+        parts.append(f"{told} ({versions}); {_file(name, record)}.\n\n{_table(headings, rows, ('added',))}")
     return "\n".join(parts) if parts else "No ablation is recorded yet.\n"
 
 

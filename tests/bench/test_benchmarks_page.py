@@ -9,7 +9,7 @@ import benchmarks_page
 from rocm_sd.bench.records import Record
 
 ROOT = Path(__file__).parents[2]
-RECORDED = ROOT / "benchmarks/ablation-h200/sd15-512-ablation.json"
+RECORDED = ROOT / "benchmarks/ablation-h200/sd15-512-ablation-earlier.json"
 
 
 def shown(monkeypatch, *records):
@@ -37,3 +37,12 @@ def test_the_ablation_has_the_card_s_own_time_where_it_was_measured(monkeypatch)
     engine = record.engines[0]
     assert rows[0][place] == f"{record.measurement(engine, last).p50_ms / 2:.0f}"
     assert rows[-1][place] == ""
+
+
+def test_an_interrupted_run_is_called_so(monkeypatch):
+    record = Record.load(RECORDED)
+    for table in ("bench-engines", "bench-ablation"):
+        for complete in (True, False):
+            found = [("a.json", replace(record, complete=complete))]
+            monkeypatch.setattr(benchmarks_page, "_records", lambda _pattern, found=found: found)
+            assert ("`a.json` (interrupted)" in benchmarks_page.TABLES[table]()) is not complete
