@@ -22,7 +22,7 @@ class Failed(Exception):
 def told(error: Exception) -> str:
     """One line: what a user reads in a table. Folders are not named in a record."""
     lines = without_folders(str(error)).strip().splitlines()
-    kind = "out of memory" if type(error).__name__ == "OutOfMemoryError" else type(error).__name__
+    kind = "out of memory" if is_out_of_memory(error) else type(error).__name__
     return f"{kind}: {lines[0][:200]}" if lines else kind
 
 

@@ -58,8 +58,8 @@ def report(
 
     _require_jinja2()
     # Everything that is given is read before anything is made, and everything is made before anything is written.
-    folder = _folder(folder, records or [])
-    inputs = reports.read(records or [], folder)
+    named = [*(records or []), *_folder(folder, records or [])]
+    inputs = reports.read(named)
     outcomes = reports.read_ladder(Path(ladder)) if ladder and ladder != RUN else ()
     given = [pictures.read(path) for path in picture or []]
     if out.is_dir():
@@ -74,8 +74,7 @@ def report(
         with _progress(console, "drawing") as advance:
             drawn = pictures.draw(advance)
     if not (inputs.records or inputs.op_runs or outcomes or given or drawn):
-        searched = ", ".join(map(str, [*(records or []), *([folder] if folder else [])]))
-        where = f"no record in {searched}" if searched else "no record was given"
+        where = f"no record in {', '.join(map(str, named))}" if named else "no record was given"
         raise RocmSdError(f"There is nothing to report on: {where}.", hint="Type: rocm-sd bench emoji --out results")
     html = reports.render(reports.page(inputs, outcomes, given, drawn))
     save_text(html, out)
@@ -97,13 +96,13 @@ def _require_jinja2() -> None:
         raise MissingDependency("jinja2", "report")
 
 
-def _folder(folder: Path | None, records: list[Path]) -> Path | None:
+def _folder(folder: Path | None, records: list[Path]) -> list[Path]:
     if folder is None:
         usual = Path("benchmarks")
-        return usual if not records and usual.is_dir() else None
+        return [usual] if not records and usual.is_dir() else []
     if not folder.is_dir():
         raise InvalidOption("--folder", str(folder), [], hint="There is no such folder. Records are files in one.")
-    return folder
+    return [folder]
 
 
 @contextmanager

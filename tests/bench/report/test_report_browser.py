@@ -54,7 +54,7 @@ def full_page(tmp_path_factory) -> Path:
         for arch in ("gfx1100", "gfx942", "gfx1201", "gfx90a", "gfx1030", "gfx1200", "gfx950")
     ]
     picture = read_picture(folder / "p.png")
-    inputs = read(sorted(folder.glob("*.json")), ROOT / "benchmarks/ops-h200")
+    inputs = read([*sorted(folder.glob("*.json")), ROOT / "benchmarks/ops-h200"])
     path = folder / "report.html"
     path.write_text(render(page(inputs, outcomes, [picture], [(picture, picture)])), encoding="utf-8")
     return path

@@ -56,7 +56,7 @@ def test_a_folder_is_searched_and_what_is_no_record_is_named(tmp_path):
     saved(tmp_path, made_up.engines(), "deep/down.json")
     (tmp_path / "notes.json").write_text('{"a": 1}')
     (tmp_path / "broken.json").write_text("{")
-    inputs = read([], tmp_path)
+    inputs = read([tmp_path])
     assert len(inputs.records) == 1
     assert set(inputs.skipped) == {"notes.json", "broken.json"}
 
@@ -72,7 +72,7 @@ def test_folders_may_stand_among_the_files(tmp_path):
 
 def test_a_file_that_is_named_and_in_the_folder_counts_once(tmp_path):
     path = saved(tmp_path, made_up.engines())
-    assert len(read([path, path], tmp_path).records) == 1
+    assert len(read([path, path, tmp_path]).records) == 1
 
 
 @pytest.mark.parametrize(
@@ -96,9 +96,9 @@ def test_a_file_that_is_named_and_in_the_folder_counts_once(tmp_path):
 )
 def test_a_broken_record_is_named_with_what_is_wrong(tmp_path, change, why):
     path = spoiled(tmp_path, change)
-    for arguments in (([path],), ([], tmp_path)):
+    for named in (path, tmp_path):
         with pytest.raises(UnreadableRecord) as failed:
-            read(*arguments)
+            read([named])
         assert str(path) in failed.value.message
         assert why in failed.value.message
 

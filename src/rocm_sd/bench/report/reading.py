@@ -61,18 +61,20 @@ class Inputs:
     skipped: tuple[str, ...] = ()
 
 
-def read(files: Iterable[Path], folder: Path | None = None) -> Inputs:
-    """Files given by name must be readable; of a folder, those that are neither format are skipped and named.
-
-    Among the files there may be folders, too.
-    """
+def read(paths: Iterable[Path]) -> Inputs:
+    """Files given by name must be readable; of a folder, those that are neither format are skipped and named."""
     records: list[Record] = []
     op_runs: list[OpRun] = []
     skipped: list[str] = []
-    given = dict.fromkeys(files)
+    given = dict.fromkeys(paths)
     named = [path for path in given if not path.is_dir()]
-    folders = [*(path for path in given if path.is_dir()), *([folder] if folder else [])]
-    found = {file: each for each in folders for file in sorted(each.rglob("*.json")) if file not in named}
+    found = {
+        file: folder
+        for folder in given
+        if folder.is_dir()
+        for file in sorted(folder.rglob("*.json"))
+        if file not in named
+    }
     for path in [*named, *found]:
         values = _json(path) if path in named else _json_or_none(path)
         if isinstance(values, dict) and values.get("format") == FORMAT:
