@@ -5,7 +5,7 @@ import gc
 import pytest
 import torch
 
-from rocm_sd.engine.recording import record
+from rocm_sd.engine.capture.graph import record
 from rocm_sd.ops import library_scratch
 
 

@@ -14,8 +14,7 @@ import torch
 from rocm_sd.bench import runner
 from rocm_sd.bench.engines import BUILT_IN, Engine, stock
 from rocm_sd.bench.records import BESIDE
-from rocm_sd.engine.optimization import optimize_with
-from rocm_sd.engine.parts import EVERYTHING, Parts
+from rocm_sd.engine import EVERYTHING, Parts, optimize_with
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

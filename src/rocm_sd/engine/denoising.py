@@ -11,11 +11,10 @@ from types import MethodType
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet, ref
 
-from rocm_sd import settings
-from rocm_sd.engine.captured import CapturedForward
+from rocm_sd.engine.capture import CapturedForward
 from rocm_sd.engine.installed import Installed
 from rocm_sd.engine.parts import EVERYTHING, Parts
-from rocm_sd.engine.stepping import hook, unhook
+from rocm_sd.engine.schedule import hook, unhook
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,22 +22,14 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from rocm_sd.engine.runs import Run
+    from rocm_sd.engine.schedule import ScheduleRun
 
-__all__ = ["holds", "install", "is_wanted", "recorded_models"]
+__all__ = ["holds", "install", "recorded_models"]
 
 _CAPTURED: WeakKeyDictionary[nn.Module, CapturedForward] = WeakKeyDictionary()
 _PARTS = ("unet", "transformer", "controlnet", "vae")
 _KINDS = ("UNet2DConditionModel", "ControlNetModel", "ControlNetUnionModel", "SD3Transformer2DModel",
           "SD3ControlNetModel", "FluxTransformer2DModel", "FluxControlNetModel", "Decoder")  # fmt: skip
-
-
-def is_wanted(device: torch.device, *, allowed: bool) -> bool:
-    """On a GPU, where the level allows it, unless switched off; on a CPU only where asked for: it saves no launches."""
-    asked = settings.current().step_graph
-    if device.type == "cpu":
-        return bool(asked)
-    return allowed and asked is not False
 
 
 def install(target: Any, models: Sequence[nn.Module], parts: Parts = EVERYTHING) -> Installed:
@@ -103,12 +94,12 @@ class _Follow:
             self._hooked.add(scheduler)
         return known
 
-    def run(self) -> Run | None:
+    def run(self) -> ScheduleRun | None:
         scheduler = getattr(self._target(), "scheduler", None)
         if scheduler is None:
             return None
         known = self.hook(scheduler)
-        found: Run | None = None if known is None else known.run(scheduler)
+        found: ScheduleRun | None = None if known is None else known.run(scheduler)
         return found
 
     def notes(self) -> list[str]:

@@ -10,9 +10,17 @@ import torch
 from torch import nn
 
 from rocm_sd import arch
-from rocm_sd.engine import convolution_library, denoising, levels, vae, warmup
+from rocm_sd.engine import denoising, levels, vae
+from rocm_sd.engine.capture import graphs_wanted, start_compiling
+from rocm_sd.engine.convolutions import (
+    CHANNELS_LAST,
+    choose_layout,
+    choose_library,
+    convolution_dtype,
+    convolving_models,
+    install_library,
+)
 from rocm_sd.engine.installed import Installed
-from rocm_sd.engine.layout import CHANNELS_LAST, choose_layout, convolution_dtype
 from rocm_sd.engine.levels import LEVELS
 from rocm_sd.engine.parts import EVERYTHING, Parts
 from rocm_sd.engine.reporting import Report
@@ -23,7 +31,7 @@ from rocm_sd.tuning import Choice, lookup
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-__all__ = ["LEVELS", "QUALITIES", "optimize", "optimize_with", "report", "restore"]
+__all__ = ["QUALITIES", "optimize", "optimize_with", "report", "restore"]
 
 QUALITIES = ("exact", "high", "balanced")
 
@@ -64,9 +72,9 @@ def optimize_with(target: Target, level: str, quality: str, parts: Parts) -> Tar
     decision = levels.decide(target, level)
     device = decision.device
     architecture = arch.detect(device)
-    graphs = (parts.recorded or parts.hoisted) and denoising.is_wanted(device, allowed=decision.graphs)
+    graphs = (parts.recorded or parts.hoisted) and graphs_wanted(device, allowed=decision.graphs)
     if graphs:
-        warmup.start(device)
+        start_compiling(device)
     available = _available(parts, graphs=graphs)
     rules = [rule for rule in available if rule.on_cpu or device.type != "cpu"]
     layouts = [
@@ -193,13 +201,11 @@ def _channels_last(modules: list[nn.Module], why: str) -> Installed:
 
 
 def _convolution_library(modules: list[tuple[str, nn.Module]], device: torch.device) -> Installed:
-    library = convolution_library.choose(device)
+    library = choose_library(device)
     models = [
-        model
-        for name, module in modules
-        for model in convolution_library.models_in(module, library, is_vae=_is_vae(name, module))
+        model for name, module in modules for model in convolving_models(module, library, is_vae=_is_vae(name, module))
     ]
-    return convolution_library.install(models, library, has_vae=any(_is_vae(*each) for each in modules))
+    return install_library(models, library, has_vae=any(_is_vae(*each) for each in modules))
 
 
 def _held(layer: nn.Conv2d) -> torch.Tensor | None:

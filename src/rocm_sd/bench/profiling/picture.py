@@ -13,8 +13,7 @@ from rocm_sd.bench.profiling.capture import Recording, synchronize
 from rocm_sd.bench.profiling.findings import findings
 from rocm_sd.bench.profiling.tables import annotated
 from rocm_sd.bench.profiling.trace import Trace, read
-from rocm_sd.engine.optimization import optimize_with
-from rocm_sd.engine.parts import Parts
+from rocm_sd.engine import Parts, optimize_with
 from rocm_sd.rewrite import RULES, RULES_FOR_GRAPHS
 
 if TYPE_CHECKING:

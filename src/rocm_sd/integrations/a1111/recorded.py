@@ -13,11 +13,11 @@ from weakref import ref
 
 import torch
 
-from rocm_sd.engine import warmup
-from rocm_sd.engine.calls import flatten
-from rocm_sd.engine.recording import Recording, record
-from rocm_sd.engine.shelf import Shelf, half_of_the_free_memory
-from rocm_sd.engine.snapshot import Snapshot
+from rocm_sd.engine.capture import warmup
+from rocm_sd.engine.capture.cache import Shelf, half_of_the_free_memory
+from rocm_sd.engine.capture.call import flatten
+from rocm_sd.engine.capture.graph import Recording, record
+from rocm_sd.engine.capture.snapshot import Snapshot
 from rocm_sd.integrations.a1111 import messages
 from rocm_sd.ops import library_scratch
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from rocm_sd.engine.calls import Call
+    from rocm_sd.engine.capture.call import Call
 
 __all__ = ["RecordedCalls"]
 

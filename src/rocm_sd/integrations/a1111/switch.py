@@ -15,9 +15,16 @@ import torch
 from torch import nn
 
 import rocm_sd
-from rocm_sd.engine import convolution_library, denoising, warmup
-from rocm_sd.engine.layout import CHANNELS_LAST, choose_layout, convolution_dtype
-from rocm_sd.engine.memory import free_memory
+from rocm_sd.engine import free_memory
+from rocm_sd.engine.capture import graphs_wanted, start_compiling
+from rocm_sd.engine.convolutions import (
+    CHANNELS_LAST,
+    choose_layout,
+    choose_library,
+    convolution_dtype,
+    convolving_models,
+    install_library,
+)
 from rocm_sd.integrations.a1111 import host, messages, transformer_blocks, unet_blocks, vae_blocks
 from rocm_sd.integrations.a1111.class_forwards import LoraNetworks, identities, why_not_layers
 from rocm_sd.integrations.a1111.permission import PERMISSION
@@ -27,7 +34,7 @@ from rocm_sd.rewrite.apply import Change, apply, undo
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from rocm_sd.engine.installed import Installed
+    from rocm_sd.engine import Installed
 
 __all__ = ["SWITCH", "Switch", "Wish", "why_not_model"]
 
@@ -75,7 +82,7 @@ class _Optimized:
         self.changes: list[Change] = []
         self._relaid: list[torch.Tensor] = []
         self._hook: Any = None
-        self.library = convolution_library.choose(self.device)
+        self.library = choose_library(self.device)
         self._steered: Installed | None = None
         self.recorded: RecordedCalls | None = None
         self._lora = LoraNetworks(unet)
@@ -87,9 +94,9 @@ class _Optimized:
             raise
 
     def _install(self, unet: nn.Module, parts: list[nn.Module]) -> None:
-        records = _may_record(self.wish.level, self.device) and denoising.is_wanted(self.device, allowed=True)
+        records = _may_record(self.wish.level, self.device) and graphs_wanted(self.device)
         if records:
-            warmup.start(self.device)
+            start_compiling(self.device)
             self.recorded = RecordedCalls(unet)
         reason = _lay_out_channels_last(parts, self.device, self._relaid)
         rules = [*unet_blocks.RULES, *vae_blocks.RULES, *(transformer_blocks.RULES if records else ())]
@@ -97,8 +104,8 @@ class _Optimized:
         for part in parts:
             self.changes += apply(part, rules, not_channels_last=reason)
         # The UNet's own forward is asked for through `call`; nobody asks for those of the VAE's halves.
-        halves = [half for part in parts[1:] for half in convolution_library.models_in(part, self.library, is_vae=True)]
-        self._steered = convolution_library.install(halves, self.library, has_vae=len(parts) > 1)
+        halves = [half for part in parts[1:] for half in convolving_models(part, self.library, is_vae=True)]
+        self._steered = install_library(halves, self.library, has_vae=len(parts) > 1)
         self._hook = unet.register_forward_pre_hook(lambda _module, _args: self._before_call())
 
     def _before_call(self) -> None:

@@ -10,10 +10,9 @@ import copy
 from typing import TYPE_CHECKING, Any
 
 from rocm_sd import arch
-from rocm_sd.engine import convolution_library, denoising, warmup
-from rocm_sd.engine.layout import CHANNELS_LAST, choose_layout, convolution_dtype
-from rocm_sd.engine.levels import LEVELS
-from rocm_sd.engine.optimization import QUALITIES
+from rocm_sd.engine import LEVELS, QUALITIES
+from rocm_sd.engine.capture import graphs_wanted, start_compiling
+from rocm_sd.engine.convolutions import CHANNELS_LAST, choose_layout, choose_library, convolution_dtype
 from rocm_sd.errors import InvalidOption, Unsupported
 from rocm_sd.integrations.comfyui import transformer_blocks, unet_blocks, vae_blocks
 from rocm_sd.integrations.comfyui.attention import OPTION, is_our_override, override_for
@@ -86,9 +85,9 @@ def optimize_model(patcher: Any, level: str, quality: str) -> Any:
     _use_library(clone, record)
     if level == "memory":
         record.notes.append("steps are not recorded as graphs: level memory holds no memory for them")
-    elif denoising.is_wanted(device, allowed=True):
+    elif graphs_wanted(device):
         _record_steps(clone, record, StepGraph(unet, level))
-        warmup.start(device)
+        start_compiling(device)
     else:
         record.notes.append(f"steps are not recorded as graphs: {_why_no_graphs(device)}")
     return clone
@@ -105,7 +104,7 @@ def optimize_vae(vae: Any, level: str) -> Any:
     clone, record = _begin(patcher, "VAE", level, "exact")
     _patch(clone, record, model, vae_blocks.RULES, "")
     _lay_out(clone, record, lambda first_stage: first_stage)
-    library = convolution_library.choose(clone.load_device)
+    library = choose_library(clone.load_device)
     record.sources.append(library.notes if library.serves_a_vae else library.notes_of_a_vae)
     for name in ("decode", "encode"):
         if name not in clone.object_patches and hasattr(model, name):
@@ -174,7 +173,7 @@ def _lay_out(clone: Any, record: Record, part: Any) -> None:
 
 
 def _use_library(clone: Any, record: Record) -> None:
-    library = convolution_library.choose(clone.load_device)
+    library = choose_library(clone.load_device)
     record.sources.append(library.notes)
     if not library.is_wanted:
         return

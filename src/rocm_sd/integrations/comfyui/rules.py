@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rocm_sd.engine import warmup
-from rocm_sd.engine.memory import is_out_of_memory
+from rocm_sd.engine import is_out_of_memory
+from rocm_sd.engine.capture import compile_kernels
 from rocm_sd.integrations.comfyui.host import belongs_to_the_host
 from rocm_sd.rewrite import Change
 from rocm_sd.rewrite.layers import untouched
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from rocm_sd.engine.convolution_library import Library
+    from rocm_sd.engine.convolutions import Library
     from rocm_sd.integrations.comfyui.record import Record
 
 __all__ = ["BlockRule", "compiled_ahead", "find", "is_ours", "replacement"]
@@ -81,7 +81,7 @@ def compiled_ahead(model: nn.Module, name: str, record: Record, library: Library
         if x.dtype not in ready:
             ready.add(x.dtype)
             try:
-                warmup.compile_kernels(lambda: method(self, x, *args, **kwargs), x.device, x.dtype)
+                compile_kernels(lambda: method(self, x, *args, **kwargs), x.device, x.dtype)
             except Exception as error:
                 if belongs_to_the_host(error):
                     raise

@@ -17,12 +17,12 @@ from weakref import ref
 
 import torch
 
-from rocm_sd.engine import warmup
-from rocm_sd.engine.calls import Call, flatten
-from rocm_sd.engine.memory import free_memory
-from rocm_sd.engine.recording import Recording, record
-from rocm_sd.engine.shelf import Shelf, half_of_the_free_memory
-from rocm_sd.engine.snapshot import Snapshot
+from rocm_sd.engine import free_memory
+from rocm_sd.engine.capture import warmup
+from rocm_sd.engine.capture.cache import Shelf, half_of_the_free_memory
+from rocm_sd.engine.capture.call import Call, flatten
+from rocm_sd.engine.capture.graph import Recording, record
+from rocm_sd.engine.capture.snapshot import Snapshot
 from rocm_sd.integrations.comfyui.attention import OPTION, is_our_override
 from rocm_sd.integrations.comfyui.dormant import Dormant
 from rocm_sd.integrations.comfyui.host import belongs_to_the_host, say

@@ -7,7 +7,7 @@ import torch
 
 import rocm_sd
 from pipelines import tiny_pipeline
-from rocm_sd.engine import layout
+from rocm_sd.engine.convolutions import layout
 from rocm_sd.tuning import Choice
 
 CPU = torch.device("cpu")

@@ -12,7 +12,8 @@ from peft import LoraConfig
 
 import rocm_sd
 from pipelines import tiny_pipeline, tiny_unet
-from rocm_sd.engine import captured, denoising
+from rocm_sd.engine import denoising
+from rocm_sd.engine.capture import captured
 from rocm_sd.errors import Unsupported
 from rocm_sd.verify import numerics
 
@@ -286,7 +287,7 @@ def test_what_a_failed_capture_held_is_free_before_the_model_answers(unet, monke
     forward = recordings(unet)._function
     seen = []
     monkeypatch.setattr(captured, "record", failing)
-    monkeypatch.setattr("rocm_sd.engine.prepared.record", failing)
+    monkeypatch.setattr("rocm_sd.engine.capture.prepared.record", failing)
     monkeypatch.setattr(
         recordings(unet), "_function", lambda *a, **k: (seen.append(held and held[-1]() is None), forward(*a, **k))[1]
     )

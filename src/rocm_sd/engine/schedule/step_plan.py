@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 
     from rocm_sd.ops.guided_step.tables import StepTable
 
-__all__ = ["Plan", "step_table"]
+__all__ = ["StepPlan", "step_table"]
 
 Generators: TypeAlias = "torch.Generator | list[torch.Generator] | None"
 
 
 @dataclass(frozen=True)
-class Plan:
+class StepPlan:
     """One run of the denoising loop: call k is the model at timesteps[k], then row k of the table.
 
     The first model input is table.first_scale * sample; the row of the last call gives one as well, which nobody needs.
@@ -85,7 +85,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class _Run:
+class _Schedule:
     """A scheduler and the part of its schedule that a loop goes through."""
 
     scheduler: Any
@@ -127,7 +127,7 @@ def _refusal(scheduler: Any, reason: str) -> Unsupported:
     return Unsupported("The step table", f"{type(scheduler).__name__} with {reason}")
 
 
-def _ddim(run: _Run) -> Built:
+def _ddim(run: _Schedule) -> Built:
     if not 0 <= run.eta <= 1:
         raise _refusal(run.scheduler, f"eta={run.eta}")
     alphas, final = run.alphas(run.times), float(run.scheduler.final_alpha_cumprod)
@@ -135,7 +135,7 @@ def _ddim(run: _Run) -> Built:
     return table, [run.eta > 0] * len(run.times), None
 
 
-def _pndm(run: _Run) -> Built:
+def _pndm(run: _Schedule) -> Built:
     alphas, final = run.alphas(run.times), float(run.scheduler.final_alpha_cumprod)
     # Call 1 goes back a stride, which a schedule of less than one, cut by img2img, may not have room for.
     if len(run.times) > 1 and run.times[1] + run.stride >= len(alphas):
@@ -144,7 +144,7 @@ def _pndm(run: _Run) -> Built:
     return table, [False] * len(run.times), None
 
 
-def _lcm(run: _Run) -> Built:
+def _lcm(run: _Schedule) -> Built:
     # A step needs the timestep after its own, and the noise stops by the number of steps, not by the last timestep.
     times = run.every
     if run.scheduler.num_inference_steps != len(times):
@@ -155,18 +155,18 @@ def _lcm(run: _Run) -> Built:
     return left, draws, None
 
 
-def _euler(run: _Run) -> Built:
+def _euler(run: _Schedule) -> Built:
     # Diffusers' older word.
     prediction = "sample" if run.config.prediction_type == "original_sample" else run.config.prediction_type
     return tables.euler(run.levels(), prediction), [False] * len(run.times), None
 
 
-def _euler_ancestral(run: _Run) -> Built:
+def _euler_ancestral(run: _Schedule) -> Built:
     # The last step draws, too, though it multiplies by 0: the generator is left as the scheduler leaves it.
     return tables.euler_ancestral(run.levels(), run.config.prediction_type), [True] * len(run.times), None
 
 
-def _dpm_solver(run: _Run) -> Built:
+def _dpm_solver(run: _Schedule) -> Built:
     config, levels = run.config, run.levels()
     # By the length of the whole schedule, also where img2img leaves a part of it.
     short = config.lower_order_final and len(run.scheduler.timesteps) < 15
@@ -178,7 +178,7 @@ def _dpm_solver(run: _Run) -> Built:
     return table, [sde] * len(run.times), torch.float32 if sde else None
 
 
-def _unipc(run: _Run) -> Built:
+def _unipc(run: _Schedule) -> Built:
     scheduler, config = run.scheduler, run.config
     # Its step reads these two from itself, not from its config.
     if not scheduler.predict_x0 or scheduler.solver_p is not None:
@@ -192,10 +192,10 @@ def _unipc(run: _Run) -> Built:
 class _Known:
     """`options`: every option of the class and its accepted values; None: any, for its step does not read it.
 
-    `indexed`: its step counts by step_index, not by the timestep it is given. `wide_pictures`: as of Plan.
+    `indexed`: its step counts by step_index, not by the timestep it is given. `wide_pictures`: as of StepPlan.
     """
 
-    build: Callable[[_Run], Built]
+    build: Callable[[_Schedule], Built]
     options: Mapping[str, tuple[object, ...] | None]
     indexed: bool = True
     wide_pictures: bool = False
@@ -329,7 +329,7 @@ def step_table(
     timesteps: torch.Tensor | Sequence[float] | int | None = None,
     eta: float = 0.0,
     every: Sequence[float] | None = None,
-) -> Plan:
+) -> StepPlan:
     """The plan of a loop over `timesteps`, or from where the scheduler would begin to its end; Unsupported if none.
 
     To be called after set_timesteps and set_begin_index and before the first step. `timesteps`: a part of the
@@ -350,7 +350,7 @@ def step_table(
         times = all_times[start:]
     if not times:
         raise _refusal(scheduler, "no timestep to run")
-    run = _Run(scheduler, all_times, times, start, float(eta))
+    run = _Schedule(scheduler, all_times, times, start, float(eta))
     if known.indexed:
         of_the_loop = scheduler.timesteps[start : start + len(times)]
         if times != all_times[start : start + len(times)]:
@@ -363,4 +363,6 @@ def step_table(
     if len(rows) != len(times) or not bool(rows.isfinite().all()):
         raise _refusal(scheduler, "noise levels that have no finite step")
     table = replace(table, coefficients=rows, pictures=table.pictures and table.pictures[: len(times)])
-    return Plan(table, of_the_loop, tuple(draws), noise_dtype, start if known.indexed else None, known.wide_pictures)
+    return StepPlan(
+        table, of_the_loop, tuple(draws), noise_dtype, start if known.indexed else None, known.wide_pictures
+    )

@@ -1,7 +1,7 @@
 """A scheduler's `set_timesteps` and `step` on one instance: steps run from a table on the device, without a wait.
 
 Stock's `step` looks its coefficients up by the timestep, for which the host waits for the device in every step. Here a
-plan is made at the first step of a run (schedulers.py), and each step is one `guided_step` of what the pipeline hands
+plan is made at the first step of a run (step_plan.py), and each step is one `guided_step` of what the pipeline hands
 over: the sample is the caller's, whatever a callback has made of it. A scheduler that has no plan steps as it always
 did.
 """
@@ -16,8 +16,8 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from rocm_sd.engine.runs import Run
-from rocm_sd.engine.schedulers import Plan, step_table
+from rocm_sd.engine.schedule.runs import ScheduleRun
+from rocm_sd.engine.schedule.step_plan import StepPlan, step_table
 from rocm_sd.errors import Unsupported
 from rocm_sd.ops import guided_step
 
@@ -89,19 +89,19 @@ class SchedulerHook:
         self.users: set[int] = set()
         self.left_to_stock: str | None = None
         self.planned_steps = 0
-        self._run: Run | None = None
+        self._run: ScheduleRun | None = None
         self._stepper: _Stepper | None = None
         self._steps = 0
         self._over = False
 
-    def run(self, scheduler: Any) -> Run | None:
+    def run(self, scheduler: Any) -> ScheduleRun | None:
         """The run that the scheduler is in; None before `set_timesteps` and after the last step."""
         timesteps = getattr(scheduler, "timesteps", None)
         if self._over or not isinstance(timesteps, torch.Tensor):
             return None
         # A pipeline may have given it other timesteps meanwhile.
         if self._run is None or self._run.timesteps is not timesteps:
-            self._run = Run(timesteps)
+            self._run = ScheduleRun(timesteps)
         return self._run
 
     def set_timesteps(self, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
@@ -136,7 +136,7 @@ class SchedulerHook:
             self.left_to_stock = str(refusal)
             return None
 
-    def _plan(self, scheduler: Any, given: dict[str, Any]) -> Plan:
+    def _plan(self, scheduler: Any, given: dict[str, Any]) -> StepPlan:
         reason, run = _unusual(scheduler, given), self.run(scheduler)
         if reason is None and run is None:
             reason = "no timesteps set"
@@ -179,7 +179,7 @@ def _value(timestep: Any) -> float:
 class _Stepper:
     """One run of a plan."""
 
-    def __init__(self, plan: Plan, device: torch.device) -> None:
+    def __init__(self, plan: StepPlan, device: torch.device) -> None:
         self.plan = plan
         self._table = plan.table.coefficients.to(device, non_blocking=True)
         self._numbers = torch.arange(plan.calls, device=device)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["Run"]
+__all__ = ["ScheduleRun"]
 
 
-class Run:
+class ScheduleRun:
     """`timesteps` as the scheduler has them. Pipelines loop over views of this tensor: a timestep is known by where it
     lies, without waiting for the device to tell its value.
     """

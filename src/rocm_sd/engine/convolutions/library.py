@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from rocm_sd.tuning import Choice
 
-__all__ = ["Flags", "Library", "choose", "install", "models_in", "set_by_hand"]
+__all__ = ["Flags", "Library", "choose_library", "convolving_models", "flags_set_by_hand", "install_library"]
 
 _OP = "convolution_library"
 _SEARCHED, _WITHOUT = "searched", "none"
@@ -115,12 +115,12 @@ def _why_kept(flags: Flags) -> str | None:
     return " and ".join(told) or None
 
 
-def set_by_hand() -> Flags:
+def flags_set_by_hand() -> Flags:
     """The flags as the user or the host program has them, also within a call that has set others."""
     return _PROCESS.by_hand()
 
 
-def choose(device: torch.device) -> Library:
+def choose_library(device: torch.device) -> Library:
     """What was measured on this device; as torch is set where nothing was."""
     known = (STOCK, *_WANTED)
     found = layers.choose(_OP, arch.detect(device).name, {}, environment.current(device), "", known)
@@ -203,7 +203,7 @@ class Library:
         way = f"without {name}"
         if choice.implementation == _SEARCHED:
             way = f"with what {name} finds by a search at the first call of each size"
-        kept = _why_kept(set_by_hand()) or (None if model is None else self.why_not(model))
+        kept = _why_kept(flags_set_by_hand()) or (None if model is None else self.why_not(model))
         if kept is not None:
             told = [f"convolutions run as torch is set, because {kept}; {way} they were faster ({choice.why})"]
         else:
@@ -273,7 +273,7 @@ def _forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
 _forward.__name__ = "forward"
 
 
-def models_in(module: nn.Module, library: Library, *, is_vae: bool) -> list[nn.Module]:
+def convolving_models(module: nn.Module, library: Library, *, is_vae: bool) -> list[nn.Module]:
     """The models whose forwards convolve: of a VAE its two halves, of several ControlNets each.
 
     A VAE that is decoded in strips calls neither half: strips have many heights, and each would be searched.
@@ -285,7 +285,7 @@ def models_in(module: nn.Module, library: Library, *, is_vae: bool) -> list[nn.M
     return [part for part in parts if any(isinstance(layer, nn.Conv2d) for layer in part.modules())]
 
 
-def install(models: Iterable[nn.Module], library: Library, *, has_vae: bool) -> Installed:
+def install_library(models: Iterable[nn.Module], library: Library, *, has_vae: bool) -> Installed:
     """Inside of recordings, which then cost nothing more, and inside of accelerate's hooks: before either is placed."""
     held, left = [], []
     for model in models if library.is_wanted else ():

@@ -12,7 +12,8 @@ import torch
 
 import rocm_sd
 from pipelines import tiny_unet
-from rocm_sd.engine import denoising, stepping
+from rocm_sd.engine import denoising
+from rocm_sd.engine.schedule import stepping
 from rocm_sd.errors import Unsupported
 
 NOISE = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear", "steps_offset": 1}

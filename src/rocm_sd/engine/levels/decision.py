@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from rocm_sd.engine import sequential_guidance
 from rocm_sd.engine.installed import Installed
+from rocm_sd.engine.levels import sequential_guidance
 from rocm_sd.engine.memory import free_memory
 from rocm_sd.errors import InvalidOption
 

@@ -22,11 +22,12 @@ from weakref import ref
 import torch
 from torch.utils import _pytree as pytree
 
-from rocm_sd.engine import snapshot, strangers, warmup
-from rocm_sd.engine.calls import Call, flatten
-from rocm_sd.engine.prepared import Prepared
-from rocm_sd.engine.recording import Recording, record
-from rocm_sd.engine.shelf import Shelf, half_of_the_free_memory
+from rocm_sd import settings
+from rocm_sd.engine.capture import foreign, snapshot, warmup
+from rocm_sd.engine.capture.cache import Shelf, half_of_the_free_memory
+from rocm_sd.engine.capture.call import Call, flatten
+from rocm_sd.engine.capture.graph import Recording, record
+from rocm_sd.engine.capture.prepared import Prepared
 from rocm_sd.ops import library_scratch
 
 if TYPE_CHECKING:
@@ -34,10 +35,10 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from rocm_sd.engine.hoisting import Hoist
-    from rocm_sd.engine.runs import Run
+    from rocm_sd.engine.capture.hoisting import Hoist
+    from rocm_sd.engine.schedule import ScheduleRun
 
-__all__ = ["CapturedForward", "bound"]
+__all__ = ["CapturedForward", "bound", "graphs_wanted"]
 
 log = logging.getLogger(__name__)
 
@@ -67,6 +68,14 @@ class _Entry:
         return held + (self.recording.memory if self.recording is not None else 0)
 
 
+def graphs_wanted(device: torch.device, *, allowed: bool = True) -> bool:
+    """On a GPU, where the level allows it, unless switched off; on a CPU only where asked for: it saves no launches."""
+    asked = settings.current().step_graph
+    if device.type == "cpu":
+        return bool(asked)
+    return allowed and asked is not False
+
+
 class CapturedForward:
     """Stands in for `inner`, the forward that the module had.
 
@@ -84,7 +93,7 @@ class CapturedForward:
         self._function = inner.__func__ if bound_to_it else inner  # type: ignore[attr-defined]
         self._bound = bound_to_it
         self._hoists, self._records = hoists, records
-        self.runs: list[Callable[[], Run | None]] = []
+        self.runs: list[Callable[[], ScheduleRun | None]] = []
         self._device = next(module.parameters()).device
         self._entries: Shelf[_Entry] = Shelf(lambda: half_of_the_free_memory(self._device))
         self._refused: dict[Hashable, str] = {}
@@ -227,7 +236,7 @@ class CapturedForward:
             named = bound(module, args, kwargs)
             entry.prepared.fill(self._run_of(named["timestep"]), named)
 
-    def _run_of(self, timestep: torch.Tensor) -> Run | None:
+    def _run_of(self, timestep: torch.Tensor) -> ScheduleRun | None:
         """The run that the timestep is of, if it is of one."""
         current = [run for run in (ask() for ask in self.runs) if run is not None]
         return next((run for run in current if run.number_of(timestep) is not None), None)
@@ -283,9 +292,9 @@ def _why_eager(module: nn.Module) -> str | None:
     """What in the model has to be called every time, in words. Looked for before a recording: whatever comes later
     makes the recording stale.
     """
-    if strangers.moves_weights(module):
+    if foreign.moves_weights(module):
         return "its weights are moved around its calls"
-    return strangers.found_in(module)
+    return foreign.found_in(module)
 
 
 def _must_run_eagerly(device: torch.device) -> bool:

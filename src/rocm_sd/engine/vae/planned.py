@@ -18,9 +18,9 @@ from rocm_sd import arch
 from rocm_sd.arch.attention_backends import why_not_fused
 from rocm_sd.engine.installed import Installed
 from rocm_sd.engine.memory import free_memory, is_out_of_memory, release
-from rocm_sd.engine.vae_plan import MIB, Plan, Way, is_channels_last, plan, predicted_peak
-from rocm_sd.engine.vae_steps import Kind, Step, decoder_steps, encoder_steps, why_not_in_strips, why_unknown
-from rocm_sd.engine.vae_tiles import Safety, Store, in_strips
+from rocm_sd.engine.vae.plan import MIB, Plan, Way, is_channels_last, plan, predicted_peak
+from rocm_sd.engine.vae.steps import Kind, Step, decoder_steps, encoder_steps, why_not_in_strips, why_unknown
+from rocm_sd.engine.vae.tiles import Safety, Store, in_strips
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rocm_sd.engine.shelf import Shelf
+from rocm_sd.engine.capture.cache import Shelf
 
 
 @dataclass

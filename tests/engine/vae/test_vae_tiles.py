@@ -10,10 +10,11 @@ from torch import nn
 
 from live_memory import LiveMemory, live_peak
 from pipelines import tiny_vae
-from rocm_sd.engine import denoising, vae_tiles
-from rocm_sd.engine.vae_plan import MIB
-from rocm_sd.engine.vae_steps import decoder_steps, encoder_steps, why_not_in_strips, why_unknown
-from rocm_sd.engine.vae_tiles import Store, in_strips
+from rocm_sd.engine import denoising
+from rocm_sd.engine.vae import tiles
+from rocm_sd.engine.vae.plan import MIB
+from rocm_sd.engine.vae.steps import decoder_steps, encoder_steps, why_not_in_strips, why_unknown
+from rocm_sd.engine.vae.tiles import Store, in_strips
 from rocm_sd.models.emoji import MODEL_FOLDER
 from rocm_sd.rewrite import RULES, apply, norm_out
 
@@ -147,9 +148,9 @@ def test_with_a_lora(emoji):
 @torch.no_grad()
 def test_scores_are_made_for_some_queries_at_a_time(emoji, monkeypatch):
     asked = []
-    attend = vae_tiles.attention
-    monkeypatch.setattr(vae_tiles, "scores_bytes", lambda *_arguments, **_named: 2**30)
-    monkeypatch.setattr(vae_tiles, "attention", lambda q, k, v: asked.append(q.shape[1]) or attend(q, k, v))
+    attend = tiles.attention
+    monkeypatch.setattr(tiles, "scores_bytes", lambda *_arguments, **_named: 2**30)
+    monkeypatch.setattr(tiles, "attention", lambda q, k, v: asked.append(q.shape[1]) or attend(q, k, v))
     z = emoji.encode(drawing(64, 64)).latent_dist.mode()
     assert psnr(strips(emoji, z, 64 * KIB), emoji.decode(z).sample) > 110
     assert sum(asked) == 256

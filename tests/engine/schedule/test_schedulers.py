@@ -8,8 +8,8 @@ from inspect import signature
 import pytest
 import torch
 
-from rocm_sd.engine import schedulers
-from rocm_sd.engine.schedulers import step_table
+from rocm_sd.engine.schedule import step_plan
+from rocm_sd.engine.schedule.step_plan import step_table
 from rocm_sd.errors import Unsupported
 from rocm_sd.ops import guided_step
 
@@ -314,15 +314,15 @@ def test_a_step_of_the_instances_own_is_refused():
 
 def test_an_option_that_diffusers_added_is_refused(monkeypatch):
     scheduler = scheduler_of(EULER)
-    known = schedulers._KNOWN[EULER]
+    known = step_plan._KNOWN[EULER]
     fewer = {name: values for name, values in known.options.items() if name != "sigma_max"}
-    monkeypatch.setitem(schedulers._KNOWN, EULER, replace(known, options=fewer))
+    monkeypatch.setitem(step_plan._KNOWN, EULER, replace(known, options=fewer))
     refused(scheduler, "the unknown option sigma_max")
 
 
 @pytest.mark.parametrize("kind", EVERY)
 def test_every_option_of_the_class_is_listed_and_no_other(kind):
-    assert set(schedulers._KNOWN[kind].options) == set(signature(getattr(diffusers, kind)).parameters)
+    assert set(step_plan._KNOWN[kind].options) == set(signature(getattr(diffusers, kind)).parameters)
 
 
 def test_timesteps_that_the_scheduler_would_not_run_are_refused():

@@ -14,7 +14,7 @@ from rocm_sd.ops.samples import dtype_name
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["compile_kernels", "start"]
+__all__ = ["compile_kernels", "start_compiling"]
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ def _compiles(device: torch.device) -> bool:
     return device.type == "cuda" and triton_kernels.why_not(device) is None
 
 
-def start(device: torch.device) -> None:
+def start_compiling(device: torch.device) -> None:
     """What compiles kernels takes seconds to come up: it may do so while other things are prepared."""
     if _compiles(device):
         from rocm_sd.kernels.triton import precompile  # noqa: PLC0415 -- needs Triton

@@ -6,7 +6,7 @@ from diffusers import AutoencoderKL
 
 from live_memory import live_peak
 from rocm_sd.engine import memory
-from rocm_sd.engine.vae_plan import MIB, Plan, Way, plan, predicted_peak
+from rocm_sd.engine.vae.plan import MIB, Plan, Way, plan, predicted_peak
 from rocm_sd.rewrite import RULES, apply, norm_out
 
 ALL_RULES = (*RULES, *(() if norm_out.RULE in RULES else (norm_out.RULE,)))

@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch.func import functional_call
 
-from rocm_sd.engine.vae_plan import scores_bytes
-from rocm_sd.engine.vae_steps import Kind, Step
+from rocm_sd.engine.vae.plan import scores_bytes
+from rocm_sd.engine.vae.steps import Kind, Step
 from rocm_sd.ops import attention
 
 if TYPE_CHECKING:

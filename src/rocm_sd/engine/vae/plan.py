@@ -15,7 +15,7 @@ import torch
 from rocm_sd import settings
 from rocm_sd.arch import detect
 from rocm_sd.arch.attention_backends import why_not_fused
-from rocm_sd.engine.vae_steps import Kind, Step, decoder_steps, encoder_steps, rewritten
+from rocm_sd.engine.vae.steps import Kind, Step, decoder_steps, encoder_steps, rewritten
 from rocm_sd.ops import OPS
 from rocm_sd.ops.attention.op import scratch_bytes
 from rocm_sd.ops.conv2d.workload import problem as conv2d_problem

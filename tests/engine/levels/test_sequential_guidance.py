@@ -31,7 +31,7 @@ from model_inputs import (
     unet_inputs,
     values,
 )
-from rocm_sd.engine import sequential_guidance
+from rocm_sd.engine.levels import sequential_guidance
 from rocm_sd.rewrite import RULES, apply, undo
 from tiny_models import controlnet_of, flux_transformer, lora_of, sd3_transformer, unet_of
 

@@ -17,8 +17,8 @@ from torch import nn
 from pipelines import tiny_pipeline, tiny_vae
 from rocm_sd.arch.attention_backends import FUSED_HEADS, FusedHeads, why_not_fused
 from rocm_sd.arch.table import ARCHS
-from rocm_sd.engine import vae as engine
-from rocm_sd.engine.vae_plan import MIB
+from rocm_sd.engine.vae import planned as engine
+from rocm_sd.engine.vae.plan import MIB
 from rocm_sd.ops.attention import op, reference
 from rocm_sd.verify import numerics
 
@@ -41,7 +41,7 @@ def free(monkeypatch):
 
 
 def without_margins(monkeypatch):
-    monkeypatch.setattr("rocm_sd.engine.vae_plan._SLACK", 0)
+    monkeypatch.setattr("rocm_sd.engine.vae.plan._SLACK", 0)
 
 
 @torch.no_grad()
@@ -92,10 +92,10 @@ def test_level_memory_tiles_what_else_would_be_the_peak(free, monkeypatch):
     free(2**40)
     vae.decode(z)
     assert ": whole (" in installed.notes()[0]
-    monkeypatch.setattr("rocm_sd.engine.vae_plan._MEMORY_LEVEL", 700 * KIB)
+    monkeypatch.setattr("rocm_sd.engine.vae.plan._MEMORY_LEVEL", 700 * KIB)
     vae.decode(z)
     assert ": sliced (" in installed.notes()[0]
-    monkeypatch.setattr("rocm_sd.engine.vae_plan._MEMORY_LEVEL", 300 * KIB)
+    monkeypatch.setattr("rocm_sd.engine.vae.plan._MEMORY_LEVEL", 300 * KIB)
     vae.decode(z)
     assert ": tiled (" in installed.notes()[0]
 

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rocm_sd.engine.convolution_library import set_by_hand
-from rocm_sd.engine.snapshot import global_state
+from rocm_sd.engine.capture.snapshot import global_state
+from rocm_sd.engine.convolutions import flags_set_by_hand
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterator
@@ -55,7 +55,7 @@ def flatten(args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device)
             kinds.append((type(leaf), leaf))
         else:
             return None
-    return Call(tensors, leaves, shape, (shape, tuple(kinds), global_state(), set_by_hand())) if tensors else None
+    return Call(tensors, leaves, shape, (shape, tuple(kinds), global_state(), flags_set_by_hand())) if tensors else None
 
 
 def _shape(value: Any, leaves: list[Any]) -> Any:

@@ -15,9 +15,9 @@ from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_mod
 import rocm_sd
 from measured_library import AS_TORCH_COMES, FIGURES, SEARCHED, WITHOUT, flags, measure, seen_by_convolutions
 from pipelines import tiny_pipeline, tiny_unet, tiny_vae
-from rocm_sd.engine import convolution_library
-from rocm_sd.engine.calls import flatten
-from rocm_sd.engine.convolution_library import Library
+from rocm_sd.engine.capture.call import flatten
+from rocm_sd.engine.convolutions import library as convolution_library
+from rocm_sd.engine.convolutions.library import Library
 from rocm_sd.engine.optimization import optimize_with
 from rocm_sd.engine.parts import Parts
 from rocm_sd.ops.registry import forget_choices
@@ -210,7 +210,7 @@ def test_what_is_set_by_hand_within_a_call_stays(changed, after):
     with library().in_force(NONE):
         for name, value in changed.items():
             setattr(torch.backends.cudnn, name, value)
-        assert convolution_library.set_by_hand() == after
+        assert convolution_library.flags_set_by_hand() == after
     try:
         assert flags() == after
     finally:
@@ -268,10 +268,10 @@ def test_within_a_capture_only_what_was_searched_before_is_in_force(monkeypatch)
 def test_without_the_library_the_vae_keeps_it(monkeypatch):
     """Its convolutions would unfold whole pictures, which its plan does not reckon with."""
     without, unet, vae = library("none"), tiny_unet(), tiny_vae()
-    assert convolution_library.models_in(vae, without, is_vae=True) == []
-    models = convolution_library.models_in(unet, without, is_vae=False)
+    assert convolution_library.convolving_models(vae, without, is_vae=True) == []
+    models = convolution_library.convolving_models(unet, without, is_vae=False)
     assert models == [unet]
-    installed = convolution_library.install(models, without, has_vae=True)
+    installed = convolution_library.install_library(models, without, has_vae=True)
     with seen_by_convolutions(monkeypatch) as seen:
         call(unet)
     assert set(seen) == {WITHOUT}
@@ -280,19 +280,19 @@ def test_without_the_library_the_vae_keeps_it(monkeypatch):
     assert second.startswith("the VAE's convolutions keep cuDNN")
     installed.restore()
     assert "forward" not in unet.__dict__
-    assert [vae.encoder, vae.decoder] == convolution_library.models_in(vae, library(), is_vae=True)
+    assert [vae.encoder, vae.decoder] == convolution_library.convolving_models(vae, library(), is_vae=True)
 
 
 def test_without_the_library_channels_last_convolutions_would_be_copied_and_keep_it(monkeypatch):
     without, unet = library("none"), tiny_unet()
-    installed = convolution_library.install([unet], without, has_vae=False)
+    installed = convolution_library.install_library([unet], without, has_vae=False)
     unet.to(memory_format=torch.channels_last)
     with seen_by_convolutions(monkeypatch) as seen:
         call(unet)
     assert set(seen) == {AS_TORCH_COMES}
     assert any("1 call ran as torch is set, because its convolutions are channels-last" in n for n in installed.notes())
     installed.restore()
-    (note,) = convolution_library.install([unet], without, has_vae=False).notes()
+    (note,) = convolution_library.install_library([unet], without, has_vae=False).notes()
     assert note.startswith("UNet2DConditionModel is called with the library as torch is set: its convolutions are")
     assert "forward" not in unet.__dict__
     # What is searched is searched in the layout that is there.

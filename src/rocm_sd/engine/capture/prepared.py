@@ -8,8 +8,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
-from rocm_sd.engine.hoisting import Hoist, TimeInputs
-from rocm_sd.engine.recording import Recording, record
+from rocm_sd.engine.capture.graph import Recording, record
+from rocm_sd.engine.capture.hoisting import Hoist, TimeInputs
 from rocm_sd.rewrite import conditioning
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from rocm_sd.engine.runs import Run
+    from rocm_sd.engine.schedule import ScheduleRun
 
 __all__ = ["Prepared"]
 
@@ -27,12 +27,12 @@ __all__ = ["Prepared"]
 class _Identity:
     """Tensors as they were at a time of a run."""
 
-    run: Run
+    run: ScheduleRun
     tensors: tuple[ref[torch.Tensor], ...]
     states: tuple[tuple[int, int], ...]
 
     @classmethod
-    def of(cls, run: Run | None, *tensors: torch.Tensor) -> _Identity | None:
+    def of(cls, run: ScheduleRun | None, *tensors: torch.Tensor) -> _Identity | None:
         """None outside of a run, and where a tensor keeps no count of its changes."""
         if run is None or any(tensor.is_inference() for tensor in tensors):
             return None
@@ -92,7 +92,7 @@ class Prepared:
             hoist.upsamplers += ready.asked_for
             self._of_the_run = hoist.of_the_run(self._text)
 
-    def fill(self, run: Run | None, named: dict[str, Any]) -> None:
+    def fill(self, run: ScheduleRun | None, named: dict[str, Any]) -> None:
         self._fill_for_prompt(run, named["encoder_hidden_states"])
         inputs, timestep = _time_inputs(named), named["timestep"]
         number = None if run is None else run.number_of(timestep)
@@ -104,7 +104,7 @@ class Prepared:
             self._table, self._table_of = self.hoist.time_rows(run.timesteps, inputs), made_of
         self._row.copy_(self._table[number])
 
-    def _fill_for_prompt(self, run: Run | None, text: torch.Tensor) -> None:
+    def _fill_for_prompt(self, run: ScheduleRun | None, text: torch.Tensor) -> None:
         prompt = _Identity.of(run, text)
         if prompt is not None and prompt.same_as(self._prompt):
             return

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rocm_sd.engine import strangers
+from rocm_sd.engine.capture import foreign
 from rocm_sd.engine.installed import Installed
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def why_not(model: nn.Module) -> str | None:
     kind = type(model)
     if kind.__name__ not in _KNOWN or not kind.__module__.startswith("diffusers."):
         return "which of its inputs have an entry for each picture is not known"
-    return "its forward is not its class's own" if strangers.has_foreign_forward(model) else None
+    return "its forward is not its class's own" if foreign.has_foreign_forward(model) else None
 
 
 def install(model: nn.Module, inner: Callable[..., Any] | None = None) -> Installed:
@@ -189,7 +189,7 @@ def _why_whole(model: nn.Module, inputs: _Inputs, given: dict[str, Any], batch: 
     for name, value in given.items():
         if not _is_understood(inputs, name, value, batch):
             return f"its input {name} is not known to have {batch} entries"
-    return strangers.found_in(model)
+    return foreign.found_in(model)
 
 
 def _is_understood(inputs: _Inputs, name: str, value: Any, batch: int) -> bool:
