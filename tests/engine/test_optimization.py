@@ -158,7 +158,7 @@ def test_an_architecture_that_was_not_timed_without_graphs_has_its_usual_rules(p
 
 def test_a_row_of_an_ablation_has_the_rules_that_it_names_without_a_graph(pipe, monkeypatch):
     monkeypatch.setattr("rocm_sd.engine.optimization.arch.detect", lambda _device: ARCHS["sm_90"])
-    optimize_with(pipe, "performance", "exact", Parts(rules=frozenset({"resblock"}), hoisted=False, recorded=False))
+    optimize_with(pipe, "performance", "exact", Parts(rules=frozenset({"resblock"}), hoisted=False, captured=False))
     replaced = {(change.path.split(".")[0], change.rule) for change in rocm_sd.report(pipe).replaced}
     assert ("unet", "resblock") in replaced
 

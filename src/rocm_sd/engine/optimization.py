@@ -72,7 +72,7 @@ def optimize_with(target: Target, level: str, quality: str, parts: Parts) -> Tar
     decision = levels.decide(target, level)
     device = decision.device
     architecture = arch.detect(device)
-    graphs = (parts.recorded or parts.hoisted) and graphs_wanted(device, allowed=decision.graphs)
+    graphs = (parts.captured or parts.hoisted) and graphs_wanted(device, allowed=decision.graphs)
     if graphs:
         start_compiling(device)
     available = _available(parts, graphs=graphs)
@@ -91,7 +91,7 @@ def optimize_with(target: Target, level: str, quality: str, parts: Parts) -> Tar
     if parts.convolution_library:
         installed.append(_convolution_library(modules, device))
     if graphs:
-        installed.append(denoising.install(target, denoising.recorded_models(target), parts))
+        installed.append(denoising.install(target, denoising.captured_models(target), parts))
     notes = []
     if len(rules) < len(available):
         idle = ", ".join(rule.name for rule in available if rule not in rules)

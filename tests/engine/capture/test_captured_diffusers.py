@@ -1,4 +1,4 @@
-"""Recordings: graphs on a GPU, and on a CPU traces, which have baked in what a graph would have baked in."""
+"""Diffusers' models from graphs; on a CPU from traces, which have baked in what a graph would have baked in."""
 
 from __future__ import annotations
 
@@ -51,18 +51,18 @@ def stock_answer(unet, *given, **named):
     return stock, exact
 
 
-def record(unet, *given, **named):
+def capture(unet, *given, **named):
     for _ in range(3):
         result = answer(unet, *given, **named)
-    assert recordings(unet).replays
+    assert graphs(unet).replays
     return result
 
 
-def recordings(unet):
-    return denoising._CAPTURED[unet]
+def graphs(unet):
+    return denoising._CAPTURED[unet][0]
 
 
-def told(unet):
+def notes(unet):
     return " ".join(rocm_sd.report(unet).notes)
 
 
@@ -70,7 +70,7 @@ def test_every_call_of_a_kind_gives_the_same_bits_and_stocks_values(unet):
     given = inputs(unet)
     rocm_sd.optimize(unet)
     first, second, third = (answer(unet, *given) for _ in range(3))
-    assert recordings(unet).replays == 1
+    assert graphs(unet).replays == 1
     assert torch.equal(first, second)
     assert torch.equal(first, third)
     numerics.require("UNet", third, *reversed(stock_answer(unet, *given)))
@@ -78,20 +78,20 @@ def test_every_call_of_a_kind_gives_the_same_bits_and_stocks_values(unet):
 
 def test_other_values_are_read_at_each_replay(unet):
     rocm_sd.optimize(unet)
-    record(unet, *inputs(unet))
+    capture(unet, *inputs(unet))
     for seed in (1, 2):
         given = inputs(unet, seed=seed)
         ours = answer(unet, *given)
         stock, exact = stock_answer(unet, *given)
         numerics.require("UNet", ours, exact, stock)
         rocm_sd.optimize(unet)
-        record(unet, *inputs(unet))
+        capture(unet, *inputs(unet))
 
 
 def test_answers_stay_when_the_next_call_is_replayed(unet):
     rocm_sd.optimize(unet)
     one, other = inputs(unet), inputs(unet, seed=1)
-    kept = record(unet, *one)
+    kept = capture(unet, *one)
     before = kept.clone()
     answer(unet, *other)
     assert torch.equal(kept, before)
@@ -102,7 +102,7 @@ def test_timesteps_in_every_form_stock_takes(unet, timestep):
     x, _, text = inputs(unet)
     timestep = timestep.to(x.device) if isinstance(timestep, torch.Tensor) else timestep
     rocm_sd.optimize(unet)
-    ours = record(unet, x, timestep, text)
+    ours = capture(unet, x, timestep, text)
     rocm_sd.restore(unet)
     torch.testing.assert_close(ours, answer(unet, x, timestep, text), rtol=1e-4, atol=1e-4)
 
@@ -110,9 +110,9 @@ def test_timesteps_in_every_form_stock_takes(unet, timestep):
 def test_a_number_as_timestep_is_not_baked_in(unet):
     x, _, text = inputs(unet)
     rocm_sd.optimize(unet)
-    record(unet, x, 500, text)
+    capture(unet, x, 500, text)
     ours = answer(unet, x, 20, text)
-    assert len(recordings(unet)._entries) == 1
+    assert len(graphs(unet)._entries) == 1
     rocm_sd.restore(unet)
     torch.testing.assert_close(ours, answer(unet, x, 20, text), rtol=1e-4, atol=1e-4)
 
@@ -164,10 +164,10 @@ def test_whatever_changes_in_the_model_is_in_the_next_answer(unet, change):
     unet.requires_grad_(False)
     given = inputs(unet)
     rocm_sd.optimize(unet)
-    before = record(unet, *given)
+    before = capture(unet, *given)
     change(unet)
     ours = answer(unet, *given)
-    again = record(unet, *given)
+    again = capture(unet, *given)
     stock, exact = stock_answer(unet, *given)
     assert not torch.allclose(before, stock, rtol=1e-3, atol=1e-3)
     numerics.require("UNet", ours, exact, stock)
@@ -181,9 +181,9 @@ def test_more_changes_than_a_model_that_keeps_changing_may_have(unet):
     rocm_sd.optimize(unet)
     for number in range(8):
         unet.set_adapters(["style"], [0.1 * number])
-        record(unet, *given)
-    assert "keeps changing" not in told(unet)
-    assert "scaling has changed" in told(unet)
+        capture(unet, *given)
+    assert "keeps changing" not in notes(unet)
+    assert "scaling has changed" in notes(unet)
 
 
 def test_a_model_that_changes_itself_is_left_alone(unet):
@@ -197,25 +197,25 @@ def test_a_model_that_changes_itself_is_left_alone(unet):
     given = inputs(unet)
     rocm_sd.optimize(unet)
     results = [answer(unet, *given) for _ in range(8)]
-    assert "conv_out: calls has changed" in told(unet)
-    assert not recordings(unet).replays
+    assert "conv_out: calls has changed" in notes(unet)
+    assert not graphs(unet).replays
     assert all(torch.allclose(results[0], result, rtol=1e-4, atol=1e-4) for result in results)
 
 
-def test_a_hook_inside_is_called_every_time_and_recordings_come_back_without_it(unet):
+def test_a_hook_inside_is_called_every_time_and_graphs_come_back_without_it(unet):
     given = inputs(unet)
     rocm_sd.optimize(unet)
-    record(unet, *given)
+    capture(unet, *given)
     seen = []
     handle = unet.mid_block.register_forward_hook(lambda *_: seen.append(1))
     for _ in range(4):
         answer(unet, *given)
     assert len(seen) == 4
-    assert "has a hook" in told(unet)
+    assert "has a hook" in notes(unet)
     handle.remove()
-    before = recordings(unet).replays
-    record(unet, *given)
-    assert recordings(unet).replays > before
+    before = graphs(unet).replays
+    capture(unet, *given)
+    assert graphs(unet).replays > before
 
 
 def test_a_processor_of_the_users_own_is_called_every_time(unet):
@@ -230,7 +230,7 @@ def test_a_processor_of_the_users_own_is_called_every_time(unet):
 
     given = inputs(unet)
     rocm_sd.optimize(unet)
-    record(unet, *given)
+    capture(unet, *given)
     unet.set_attn_processor(Watching())
     answer(unet, *given)
     each = Watching.calls
@@ -243,15 +243,15 @@ def test_a_processor_of_the_users_own_is_called_every_time(unet):
 def test_a_replay_that_differs_is_not_used(unet, monkeypatch):
     given = inputs(unet)
     rocm_sd.optimize(unet)
-    real = captured.record
+    real = captured.capture_graph
 
     def broken(function, device):
-        recording = real(function, device)
-        return captured.Recording(recording.outputs, lambda: [o.add_(1) for o in recording.outputs])
+        graph = real(function, device)
+        return captured.Graph(graph.outputs, lambda: [o.add_(1) for o in graph.outputs])
 
-    monkeypatch.setattr(captured, "record", broken)
+    monkeypatch.setattr(captured, "capture_graph", broken)
     results = [answer(unet, *given) for _ in range(3)]
-    assert "differs from the model's forward" in told(unet)
+    assert "differs from the model's forward" in notes(unet)
     assert all(torch.allclose(results[0], result, rtol=1e-4, atol=1e-4) for result in results)
 
 
@@ -262,10 +262,10 @@ def test_a_capture_that_fails_leaves_the_model_running(unet, monkeypatch):
     given = inputs(unet)
     stock = answer(unet, *given)
     rocm_sd.optimize(unet)
-    monkeypatch.setattr(captured, "record", failing)
+    monkeypatch.setattr(captured, "capture_graph", failing)
     for _ in range(3):
         torch.testing.assert_close(answer(unet, *given), stock, rtol=1e-4, atol=1e-4)
-    assert "a call is not captured, because RuntimeError: operation not permitted when stream is capturing" in told(
+    assert "a call is not captured, because RuntimeError: operation not permitted when stream is capturing" in notes(
         unet
     )
 
@@ -284,17 +284,20 @@ def test_what_a_failed_capture_held_is_free_before_the_model_answers(unet, monke
     given = inputs(unet)
     rocm_sd.optimize(unet)
     answer(unet, *given)
-    forward = recordings(unet)._function
+    forward = type(unet).forward
     seen = []
-    monkeypatch.setattr(captured, "record", failing)
-    monkeypatch.setattr("rocm_sd.engine.capture.prepared.record", failing)
-    monkeypatch.setattr(
-        recordings(unet), "_function", lambda *a, **k: (seen.append(held and held[-1]() is None), forward(*a, **k))[1]
-    )
+    monkeypatch.setattr(captured, "capture_graph", failing)
+    monkeypatch.setattr("rocm_sd.engine.capture.prepared.capture_graph", failing)
+
+    def watched(*args, **named):
+        seen.append(held and held[-1]() is None)
+        return forward(*args, **named)
+
+    monkeypatch.setattr(type(unet), "forward", watched)
     answer(unet, *given)
     assert held
     assert seen[-1] is True
-    assert "OutOfMemoryError: out of memory" in told(unet)
+    assert "OutOfMemoryError: out of memory" in notes(unet)
 
 
 def test_wrong_input_gets_an_error_that_names_the_shapes_and_the_next_call_is_right(unet):
@@ -304,12 +307,12 @@ def test_wrong_input_gets_an_error_that_names_the_shapes_and_the_next_call_is_ri
         answer(unet, x, t, text[..., :-1])
     with pytest.raises(RuntimeError, match="expected input"):
         answer(unet, x[:, :3], t, text)
-    record(unet, x, t, text)
+    capture(unet, x, t, text)
 
 
 def test_gradients_run_stock(unet):
     rocm_sd.optimize(unet)
-    record(unet, *inputs(unet))
+    capture(unet, *inputs(unet))
     x, t, text = inputs(unet)
     unet(x.requires_grad_(), t, text).sample.sum().backward()
     assert x.grad is not None
@@ -321,7 +324,7 @@ def test_two_threads_at_once(unet):
     expected = [answer(unet, *one) for one in given]
     rocm_sd.optimize(unet)
     for one in given:
-        record(unet, *one)
+        capture(unet, *one)
     right = []
 
     def work(number):
@@ -341,7 +344,7 @@ def test_restore_gives_back_forward_and_weights(unet):
     given = inputs(unet)
     stock = answer(unet, *given)
     rocm_sd.optimize(unet)
-    record(unet, *given)
+    capture(unet, *given)
     rocm_sd.restore(unet)
     assert "forward" not in unet.__dict__
     assert torch.equal(answer(unet, *given), stock)
@@ -352,7 +355,7 @@ def test_restore_gives_back_forward_and_weights(unet):
 
 def test_nothing_outlives_the_model(device):
     unet = rocm_sd.optimize(tiny_unet().eval().to(device))
-    record(unet, *inputs(unet))
+    capture(unet, *inputs(unet))
     gone = weakref.ref(unet)
     del unet
     gc.collect()

@@ -81,7 +81,7 @@ def test_a_picture_is_drawn_with_it_and_the_report_has_the_figures(pipe, level, 
     assert not told(pipe, "not captured")
 
 
-def test_recordings_are_made_inside_of_it_and_replays_need_none(pipe, monkeypatch):
+def test_graphs_are_captured_inside_of_it_and_replays_need_none(pipe, monkeypatch):
     measure()
     monkeypatch.setenv("ROCM_SD_STEP_GRAPH", "1")
     rocm_sd.optimize(pipe)
@@ -337,7 +337,7 @@ def test_a_model_of_two_pipelines_is_called_with_it_until_both_are_restored(tmp_
     assert "forward" not in unet.__dict__
 
 
-def test_a_model_that_another_pipeline_has_recorded_runs_as_there(tmp_path, monkeypatch):
+def test_a_model_that_another_pipeline_has_captured_runs_as_there(tmp_path, monkeypatch):
     monkeypatch.setenv("ROCM_SD_STEP_GRAPH", "1")
     pipes = [tiny_pipeline(tmp_path), tiny_pipeline(tmp_path)]
     pipes[1].unet = unet = pipes[0].unet

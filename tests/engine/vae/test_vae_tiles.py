@@ -243,7 +243,7 @@ def test_what_strips_would_not_see_is_left_to_stock(touch, reason):
 @torch.no_grad()
 def test_a_recorded_decoder_can_be_taken_layer_by_layer():
     vae = tiny_vae().eval()
-    installed = denoising.install(vae, denoising.recorded_models(vae))
+    installed = denoising.install(vae, denoising.captured_models(vae))
     assert "forward" in vae.decoder.__dict__
     z = torch.randn(1, 4, 8, 8)
     torch.testing.assert_close(strips(vae, z, 16 * KIB), vae.decode(z).sample, rtol=1e-4, atol=1e-5)

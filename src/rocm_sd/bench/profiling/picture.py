@@ -31,7 +31,7 @@ STAGES = 5
 _EAGER_ENGINES = ("stock", "channels_last", "xformers")
 # All that a graph replays, called from Python.
 _WITHOUT_GRAPHS = Parts(
-    rules=frozenset(rule.name for rule in (*RULES, *RULES_FOR_GRAPHS)), hoisted=False, recorded=False
+    rules=frozenset(rule.name for rule in (*RULES, *RULES_FOR_GRAPHS)), hoisted=False, captured=False
 )
 _EAGER = (
     "modules are those of a second picture, drawn eagerly: kernels are launched one by one, and what graphs have once "

@@ -1,4 +1,4 @@
-"""Recordings in the order of their last use, within a bound on the memory that they hold together."""
+"""Graphs in the order of their last use, within a bound on the memory that they hold together."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     import torch
 
-__all__ = ["Shelf", "half_of_the_free_memory"]
+__all__ = ["GraphCache", "half_of_the_free_memory"]
 
 
 class Held(Protocol):
@@ -22,7 +22,7 @@ class Held(Protocol):
 
 Item = TypeVar("Item", bound=Held)
 
-# Each recording also has nodes and buffers that no allocator counts.
+# Each graph also has nodes and buffers that no allocator counts.
 _MOST = 32
 
 
@@ -32,7 +32,7 @@ def half_of_the_free_memory(device: torch.device) -> int:
     return 2**62 if free is None else free // 2
 
 
-class Shelf(Generic[Item]):
+class GraphCache(Generic[Item]):
     """`bound` is asked each time something is put here: free memory comes and goes."""
 
     def __init__(self, bound: Callable[[], int]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,11 +13,11 @@ from rocm_sd.engine.convolutions import flags_set_by_hand
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterator
 
-__all__ = ["Call", "flatten"]
+__all__ = ["FlatCall", "flatten"]
 
 
 @dataclass(frozen=True)
-class Call:
+class FlatCall:
     """`shape`: how lists, tuples and dicts lie in one another around the leaves."""
 
     tensors: list[torch.Tensor]
@@ -32,13 +32,22 @@ class Call:
         args, kwargs = _built(self.shape, leaves)
         return args, kwargs
 
+    def without_tensors(self) -> FlatCall:
+        """For whoever keeps the call, and must not keep its tensors."""
+        return replace(self, tensors=[])
+
 
 class _Place:
-    """Where a tensor was: a call that is kept must not keep the tensors."""
+    """Where a tensor was."""
 
 
-def flatten(args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device) -> Call | None:
-    """None where something in the call is neither a tensor on the device nor a value that can be compared."""
+def flatten(
+    args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device, also: Hashable = None
+) -> FlatCall | None:
+    """None where something in the call is neither a tensor on the device nor a value that can be compared.
+
+    `also`: what else two calls of one kind have in common.
+    """
     leaves: list[Any] = []
     shape = _shape((args, kwargs), leaves)
     tensors: list[torch.Tensor] = []
@@ -55,7 +64,8 @@ def flatten(args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device)
             kinds.append((type(leaf), leaf))
         else:
             return None
-    return Call(tensors, leaves, shape, (shape, tuple(kinds), global_state(), flags_set_by_hand())) if tensors else None
+    key = (shape, tuple(kinds), global_state(), flags_set_by_hand(), also)
+    return FlatCall(tensors, leaves, shape, key) if tensors else None
 
 
 def _shape(value: Any, leaves: list[Any]) -> Any:

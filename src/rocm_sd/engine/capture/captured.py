@@ -1,21 +1,17 @@
-"""One model's forward as recordings: one for each kind of call, replayed with the call's tensors copied in.
+"""A model's calls from graphs: one graph for each kind of call, replayed with the call's tensors copied in.
 
-The first call of a kind compiles and lays out what is needed, and gives the bits that the recording will give. The
-second is recorded, and compared with the model's own forward: a recording that differs is not used. Whatever a
-recording has baked in is looked at before each replay (snapshot.py); what does not fit, or cannot be recorded, runs as
-if there were no recordings, and the reason is on record.
+The first call of a kind compiles and lays out what is needed, and gives the bits that the graph will give. The second
+is captured, and compared with the model's own answer: a graph that differs is not used. Whatever a graph has baked in
+is looked at before each replay (snapshot.py). What does not fit, or cannot be captured, is answered as if there were no
+graphs, and the reason is noted. What a host program decides for itself is in its policy.
 """
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections import Counter
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import lru_cache, partial
-from inspect import Signature, signature
-from types import MethodType
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
@@ -23,11 +19,11 @@ import torch
 from torch.utils import _pytree as pytree
 
 from rocm_sd import settings
-from rocm_sd.engine.capture import foreign, snapshot, warmup
-from rocm_sd.engine.capture.cache import Shelf, half_of_the_free_memory
-from rocm_sd.engine.capture.call import Call, flatten
-from rocm_sd.engine.capture.graph import Recording, record
-from rocm_sd.engine.capture.prepared import Prepared
+from rocm_sd.engine.capture import warmup
+from rocm_sd.engine.capture.cache import GraphCache, half_of_the_free_memory
+from rocm_sd.engine.capture.call import FlatCall, flatten
+from rocm_sd.engine.capture.graph import Graph, capture_graph
+from rocm_sd.engine.capture.snapshot import DormantSnapshot, Snapshot
 from rocm_sd.ops import library_scratch
 
 if TYPE_CHECKING:
@@ -35,37 +31,15 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from rocm_sd.engine.capture.hoisting import Hoist
-    from rocm_sd.engine.schedule import ScheduleRun
+    from rocm_sd.engine.capture.policy import HostCall, Policy, Preparation
 
-__all__ = ["CapturedForward", "bound", "graphs_wanted"]
+__all__ = ["CapturedCalls", "graphs_wanted"]
 
-log = logging.getLogger(__name__)
-
-# A model that changes itself at every call would be begun anew at every call.
-_MOST_BEGINNINGS = 4
+# A model that changes itself at every call would be captured anew at every second call.
+_MOST_FIRST_CALLS = 4
 # Of the reference's norm, in units of the dtype's rounding. Products of other shapes round in another order: a whole
-# UNet differs by 2 units in float16 and by 8 in float32. A recording that reads the wrong memory differs by all of it.
+# UNet differs by 2 units in float16 and by 8 in float32. A graph that reads the wrong memory differs by all of it.
 _ROUNDINGS = 32.0
-
-
-@dataclass
-class _Entry:
-    """One kind of call: `body` runs it on `inputs`; `snapshot` is of the model after its first run."""
-
-    inputs: list[torch.Tensor]
-    prepared: Prepared | None
-    body: Callable[[], list[torch.Tensor]]
-    output_tree: pytree.TreeSpec | None = None
-    snapshot: snapshot.Snapshot | None = None
-    recording: Recording | None = None
-
-    @property
-    def memory(self) -> int:
-        held = sum(tensor.nbytes for tensor in self.inputs)
-        if self.prepared is not None:
-            held += self.prepared.memory
-        return held + (self.recording.memory if self.recording is not None else 0)
 
 
 def graphs_wanted(device: torch.device, *, allowed: bool = True) -> bool:
@@ -76,90 +50,126 @@ def graphs_wanted(device: torch.device, *, allowed: bool = True) -> bool:
     return allowed and asked is not False
 
 
-class CapturedForward:
-    """Stands in for `inner`, the forward that the module had.
-
-    `runs`, one for each pipeline that has the model, tell which schedule is being run, or None: within one, weights do
-    not change, so that what depends on the prompt alone is computed once, if it `hoists`. If it does not record, every
-    call is as the first one.
+@dataclass
+class _Entry:
+    """One kind of call: `run` computes it on `inputs`. `snapshot` is of the model after its first run; while the host
+    may be changing models, `dormant` stands in for it.
     """
 
-    def __init__(
-        self, module: nn.Module, inner: Callable[..., Any], *, hoists: bool = True, records: bool = True
-    ) -> None:
-        # Held weakly, or the model would live as long as its recordings.
-        self._module = ref(module)
-        bound_to_it = getattr(inner, "__self__", None) is module
-        self._function = inner.__func__ if bound_to_it else inner  # type: ignore[attr-defined]
-        self._bound = bound_to_it
-        self._hoists, self._records = hoists, records
-        self.runs: list[Callable[[], ScheduleRun | None]] = []
-        self._device = next(module.parameters()).device
-        self._entries: Shelf[_Entry] = Shelf(lambda: half_of_the_free_memory(self._device))
+    form: FlatCall
+    inputs: list[torch.Tensor]
+    body: Callable[..., Any]
+    prepared: Preparation | None
+    output_tree: pytree.TreeSpec | None = None
+    snapshot: Snapshot | None = None
+    dormant: DormantSnapshot | None = None
+    graph: Graph | None = None
+
+    @property
+    def memory(self) -> int:
+        held = sum(tensor.nbytes for tensor in self.inputs)
+        held += 0 if self.prepared is None else self.prepared.memory
+        return held + (0 if self.graph is None else self.graph.memory)
+
+    def run(self) -> list[torch.Tensor]:
+        args, kwargs = self.form.with_tensors(self.inputs)
+        with nullcontext() if self.prepared is None else self.prepared.in_use():
+            result = self.body(*args, **kwargs)
+        leaves, self.output_tree = pytree.tree_flatten(result)
+        if not leaves or not all(type(leaf) is torch.Tensor for leaf in leaves):
+            raise TypeError(f"{type(result).__name__} is not made of tensors alone")
+        return leaves
+
+    def answer(self, outputs: list[torch.Tensor]) -> Any:
+        """The outputs as the model gives them. Copies: those of a graph are overwritten by its next replay."""
+        assert self.output_tree is not None
+        return pytree.tree_unflatten([output.clone() for output in outputs], self.output_tree)
+
+
+class CapturedCalls:
+    """Of one model, which it does not keep alive."""
+
+    def __init__(self, model: nn.Module, policy: Policy) -> None:
+        self._model = ref(model)
+        self._policy = policy
+        self._device: torch.device | None = None
+        self._entries: GraphCache[_Entry] = GraphCache(self._room)
         self._refused: dict[Hashable, str] = {}
-        self._firsts: Counter[Hashable] = Counter()
+        self._first_calls: Counter[Hashable] = Counter()
+        self._eager: Counter[str] = Counter()
         self._busy = threading.Lock()
         self._stream: Any = None
-        self._packed: Hoist | None = None
-        # Whether the forward that this stands in for was an attribute of the model, and not its class's.
-        self.was_on_the_instance = False
         self.replays = 0
         self.stale: str | None = None
-        self.left_eager: str | None = None
 
-    def inner(self) -> Callable[..., Any]:
-        return MethodType(self._function, self._module()) if self._bound else self._function
+    def _room(self) -> int:
+        return 2**62 if self._device is None else half_of_the_free_memory(self._device)
 
-    def _inner(self, *args: Any, **kwargs: Any) -> Any:
-        return self._function(self._module(), *args, **kwargs) if self._bound else self._function(*args, **kwargs)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not self._busy.acquire(blocking=False):
-            # Another thread is using the recordings' memory.
-            return self._inner(*args, **kwargs)
+    def __call__(self, call: HostCall) -> Any:
+        if torch.compiler.is_compiling() or not self._busy.acquire(blocking=False):
+            # Another thread is using the graphs' memory.
+            return call.eager()
         try:
-            return self._answer(args, kwargs)
+            return self._answer(call)
         finally:
             self._busy.release()
 
-    def _answer(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        module = self._module()
-        if module is None or _must_run_eagerly(self._device):
-            return self._inner(*args, **kwargs)
-        args, kwargs = _timestep_as_tensor(args, kwargs)
-        call = flatten(args, kwargs, self._device)
-        if call is None or call.key in self._refused:
-            return self._inner(*args, **kwargs)
-        entry = self._current(call.key)
-        if entry is not None and entry.recording is not None:
-            self._fill(entry, call, module, args, kwargs)
-            entry.recording.replay()
+    def _answer(self, call: HostCall) -> Any:
+        model = self._model()
+        if model is None or self._runs_eagerly(call.device):
+            return call.eager()
+        flat = flatten(call.args, call.kwargs, call.device, call.also)
+        if flat is None:
+            self.count_eager("an input is neither a tensor on its device nor a plain value")
+        if flat is None or flat.key in self._refused:
+            return call.eager()
+        self._device = call.device
+        self._wake(model)
+        entry = self._current(flat.key)
+        if entry is not None and entry.graph is not None:
+            self._fill(entry, call, flat)
+            entry.graph.replay()
             self.replays += 1
-            self._firsts[call.key] = 0
-            return _unflattened(entry, entry.recording.outputs)
-        self.left_eager = _why_eager(module)
-        if self.left_eager is not None:
-            return self._inner(*args, **kwargs)
-        if entry is not None and not self._records:
-            self._fill(entry, call, module, args, kwargs)
-            return _unflattened(entry, entry.body())
-        return self._begin(module, entry, call, args, kwargs)
+            self._first_calls[flat.key] = 0
+            return entry.answer(entry.graph.outputs)
+        reason = self._policy.why_not(model, call.device)
+        if reason is not None:
+            self.count_eager(reason)
+            return call.eager()
+        if entry is not None and not self._policy.captures:
+            self._fill(entry, call, flat)
+            return entry.answer(entry.run())
+        return self._first_or_second(model, entry, call, flat)
 
-    def _begin(
-        self, module: nn.Module, entry: _Entry | None, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """The first two calls of a kind. Whatever comes between, the model's own forward is there to answer."""
+    def count_eager(self, reason: str) -> None:
+        """Note that a call is answered without a graph."""
+        self._eager[reason] += 1
+
+    def _runs_eagerly(self, device: torch.device) -> bool:
+        # Weights that an offload puts aside between the calls lie on no device.
+        if device.type == "meta" or torch.is_grad_enabled():
+            return True
+        if torch.is_autocast_enabled(device.type) and not self._policy.under_autocast:
+            return True
+        return _is_capturing(device)
+
+    def _first_or_second(self, model: nn.Module, entry: _Entry | None, call: HostCall, flat: FlatCall) -> Any:
+        """Whatever comes between, the model's own answer is there."""
         try:
             with library_scratch.given_back():
                 if entry is None:
-                    return self._first(module, call, args, kwargs)
-                return self._second(module, entry, call, args, kwargs)
-        except Exception as error:  # noqa: BLE001 -- whatever it was, the model itself can say it, or do without
-            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+                    return self._first(model, call, flat)
+                return self._second(entry, call, flat)
+        except Exception as error:
+            self._entries.drop(flat.key)
+            if self._policy.propagates(error):
+                raise
+            reason = (f"{type(error).__name__}: {error}".splitlines() or [""])[0]
         # Not while the error is at hand: its frames hold the memory that may just have run out.
-        self._entries.drop(call.key)
-        result = self._inner(*args, **kwargs)
-        self._refuse(call.key, reason)
+        result = call.eager()
+        # What the model itself cannot do either is not refused: it has said so.
+        self._refused[flat.key] = reason
+        self._policy.say(f"a call of {self._policy.name} is not replayed from a graph, and runs as it is: {reason}")
         return result
 
     def _current(self, key: Hashable) -> _Entry | None:
@@ -172,178 +182,121 @@ class CapturedForward:
         self._entries.drop(key)
         return None
 
-    def _first(self, module: nn.Module, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self._firsts[call.key] += 1
-        if self._firsts[call.key] > _MOST_BEGINNINGS:
+    def _first(self, model: nn.Module, call: HostCall, flat: FlatCall) -> Any:
+        self._first_calls[flat.key] += 1
+        if self._first_calls[flat.key] > _MOST_FIRST_CALLS:
             raise RuntimeError(f"the model keeps changing ({self.stale})")
-        inputs = [_buffer_for(tensor, self._device) for tensor in call.tensors]
-        prepared = Prepared.of(module, bound(module, args, kwargs)) if self._hoists else None
-        entry = _Entry(inputs, prepared, list)
-        if entry.prepared is not None:
-            self._packed = entry.prepared.hoist
-        entry.body = partial(self._body, entry, call)
-        self._fill(entry, call, module, args, kwargs)
+        inputs = [torch.empty_like(tensor, device=call.device) for tensor in flat.tensors]
+        entry = _Entry(flat.without_tensors(), inputs, call.body, self._policy.prepare(model, call))
+        self._fill(entry, call, flat)
 
         def both_ways() -> None:
-            entry.body()
-            # What is prepared in advance there is computed in place by the model itself, which the recording will be
-            # held against.
-            self._inner(*args, **kwargs)
+            entry.run()
+            # What is prepared in advance there is computed in place by the model itself, which the graph will be held
+            # against.
+            call.eager()
 
-        warmup.compile_kernels(both_ways, self._device, next(module.parameters()).dtype)
-        result = _unflattened(entry, entry.body())
+        warmup.compile_kernels(both_ways, call.device, self._policy.dtype(model, call))
+        result = entry.answer(entry.run())
         # Weights that are laid together have moved by now.
-        entry.snapshot = snapshot.Snapshot(module)
-        self._entries.put(call.key, entry)
+        entry.snapshot = Snapshot(model)
+        self._entries.put(flat.key, entry)
         return result
 
-    def _second(
-        self, module: nn.Module, entry: _Entry, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        eager = self._inner(*args, **kwargs)
-        self._fill(entry, call, module, args, kwargs)
+    def _second(self, entry: _Entry, call: HostCall, flat: FlatCall) -> Any:
+        eager = call.eager()
+        self._fill(entry, call, flat)
         if entry.prepared is not None:
-            entry.prepared.record(self._device)
-        recording = record(entry.body, self._device)
-        recording.replay()
-        changed = entry.snapshot.difference() if entry.snapshot is not None else None
+            entry.prepared.capture(call.device)
+        graph = capture_graph(entry.run, call.device)
+        graph.replay()
+        changed = None if entry.snapshot is None else entry.snapshot.difference()
         if changed is not None:
             raise RuntimeError(f"{changed} by being run")
-        ours = _unflattened(entry, recording.outputs)
+        ours = entry.answer(graph.outputs)
         worst = _difference(ours, eager)
         if worst is not None:
             raise RuntimeError(f"its replay differs from the model's forward {worst}")
-        entry.recording = recording
-        self._entries.put(call.key, entry)
+        entry.graph = graph
+        self._entries.put(flat.key, entry)
         return ours
 
-    def _body(self, entry: _Entry, call: Call) -> list[torch.Tensor]:
-        args, kwargs = call.with_tensors(entry.inputs)
-        with nullcontext() if entry.prepared is None else entry.prepared.in_use():
-            result = self._inner(*args, **kwargs)
-        leaves, entry.output_tree = pytree.tree_flatten(result)
-        if not leaves or not all(isinstance(leaf, torch.Tensor) for leaf in leaves):
-            raise TypeError(f"{type(result).__name__} is not made of tensors alone")
-        return leaves
-
-    def _fill(
-        self, entry: _Entry, call: Call, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
-        self._wait_for_the_last_use()
-        for buffer, tensor in zip(entry.inputs, call.tensors, strict=True):
-            buffer.copy_(tensor, non_blocking=True)
-        if entry.prepared is not None:
-            named = bound(module, args, kwargs)
-            entry.prepared.fill(self._run_of(named["timestep"]), named)
-
-    def _run_of(self, timestep: torch.Tensor) -> ScheduleRun | None:
-        """The run that the timestep is of, if it is of one."""
-        current = [run for run in (ask() for ask in self.runs) if run is not None]
-        return next((run for run in current if run.number_of(timestep) is not None), None)
-
-    def _wait_for_the_last_use(self) -> None:
-        if self._device.type != "cuda":
-            return
-        stream = torch.cuda.current_stream(self._device)
-        if self._stream is not None and self._stream != stream:
+    def _fill(self, entry: _Entry, call: HostCall, flat: FlatCall) -> None:
+        stream = _current_stream(call.device)
+        if stream is not None and self._stream is not None and self._stream != stream:
+            # For the last use of the same memory.
             stream.wait_stream(self._stream)
         self._stream = stream
+        for buffer, tensor in zip(entry.inputs, flat.tensors, strict=True):
+            buffer.copy_(tensor, non_blocking=True)
+        if entry.prepared is not None:
+            entry.prepared.fill(call.args, call.kwargs)
 
-    def _refuse(self, key: Hashable, reason: str) -> None:
-        self._refused[key] = reason
-        log.warning("A call of %s is not replayed from a graph: %s", type(self._module()).__name__, reason)
+    def sleep(self) -> None:
+        """Keep no weights alive until the next call: the host may put others in their place."""
+        model = self._model()
+        if model is None:
+            self.clear()
+            return
+        asleep: DormantSnapshot | None = None
+        for entry in list(self._entries):
+            if entry.snapshot is not None and entry.snapshot.difference() is not None:
+                self._entries.drop(entry.form.key)
+            elif entry.snapshot is not None:
+                asleep = asleep or DormantSnapshot(model)
+                entry.snapshot, entry.dormant = None, asleep
+
+    def _wake(self, model: nn.Module) -> None:
+        """What no longer fits the model is given up."""
+        same: dict[DormantSnapshot, bool] = {}
+        for entry in [entry for entry in self._entries if entry.dormant is not None]:
+            assert entry.dormant is not None
+            if entry.dormant not in same:
+                same[entry.dormant] = entry.dormant.is_of(model)
+            if same[entry.dormant]:
+                entry.snapshot, entry.dormant = Snapshot(model), None
+            else:
+                self.stale = "the host has loaded it anew, or with other patches"
+                self._entries.drop(entry.form.key)
 
     def holds(self, x: torch.Tensor) -> bool:
         """Whether calls with such a first input are replayed, so that they take no memory but what is held already."""
-        recorded = [entry.inputs[0] for entry in self._entries if entry.recording is not None]
-        return any(known.shape == x.shape and known.dtype == x.dtype for known in recorded)
+        captured = [entry.inputs[0] for entry in self._entries if entry.graph is not None]
+        return any(known.shape == x.shape and known.dtype == x.dtype for known in captured)
 
     def clear(self) -> None:
-        """Give the memory back, and let each weight have its own again."""
+        """Give the memory back. What was refused stays so: the model is the same."""
         self._entries.clear()
-        self._firsts.clear()
-        if self._packed is not None:
-            self._packed.unpack()
-            self._packed = None
+        self._first_calls.clear()
+        self._policy.cleared()
 
     def notes(self) -> list[str]:
-        kind = type(self._module()).__name__
-        told = []
-        graphs = sum(entry.recording is not None for entry in self._entries)
-        if graphs:
-            megabytes = self._entries.memory / 2**20
-            plural = "" if graphs == 1 else "s"
-            told.append(
-                f"{kind}: {graphs} graph{plural} of its forward ({megabytes:.0f} MiB), replayed {self.replays} times"
-            )
+        name, graphs = self._policy.name, sum(entry.graph is not None for entry in self._entries)
+        found = []
+        if graphs or self.replays:
+            held = f"{_counted(graphs, 'graph')} of its forward ({self._entries.memory / 2**20:.0f} MiB)"
+            found.append(f"{name}: {held}, replayed {self.replays} times")
         if self._entries.dropped:
-            told.append(f"{kind}: {self._entries.dropped} graphs gave way to others, to keep half of the memory free")
-        if self.left_eager is not None:
-            told.append(f"{kind}: not captured as it is, because {self.left_eager}")
+            found.append(f"{name}: {self._entries.dropped} graphs gave way to others, to keep half of the memory free")
+        for reason, count in self._eager.items():
+            found.append(f"{name}: {_counted(count, 'call')} without a graph, because {reason}")
         if self.stale is not None:
-            told.append(f"{kind}: last captured anew because {self.stale}")
-        told += [
-            f"{kind}: a call is not captured, because {reason}" for reason in dict.fromkeys(self._refused.values())
-        ]
-        return told
+            found.append(f"{name}: last captured anew because {self.stale}")
+        refusals = dict.fromkeys(self._refused.values())
+        return [*found, *(f"{name}: a call is not captured, because {reason}" for reason in refusals)]
 
 
-def _why_eager(module: nn.Module) -> str | None:
-    """What in the model has to be called every time, in words. Looked for before a recording: whatever comes later
-    makes the recording stale.
-    """
-    if foreign.moves_weights(module):
-        return "its weights are moved around its calls"
-    return foreign.found_in(module)
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}{'' if count == 1 else 's'}"
 
 
-def _must_run_eagerly(device: torch.device) -> bool:
-    # Weights that an offload puts aside between the calls lie on no device.
-    if device.type == "meta" or torch.is_grad_enabled() or torch.compiler.is_compiling():
-        return True
-    if torch.is_autocast_enabled(device.type):
-        return True
+def _is_capturing(device: torch.device) -> bool:
+    """Whether somebody else captures a graph around this call."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-def _timestep_as_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A number would be baked in, and each step be a kind of its own. Stock makes the same tensor of it."""
-    if "timestep" in kwargs:
-        if isinstance(kwargs["timestep"], (int, float)):
-            kwargs = {**kwargs, "timestep": _as_tensor(kwargs["timestep"])}
-    elif len(args) > 1 and isinstance(args[1], (int, float)):
-        args = (args[0], _as_tensor(args[1]), *args[2:])
-    return args, kwargs
-
-
-def _as_tensor(number: float) -> torch.Tensor:
-    return torch.tensor(number, dtype=torch.float64 if isinstance(number, float) else torch.int64)
-
-
-def _buffer_for(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    return torch.empty_like(tensor, device=device, memory_format=torch.preserve_format).copy_(tensor)
-
-
-def _unflattened(entry: _Entry, outputs: list[torch.Tensor]) -> Any:
-    """The outputs as the model gives them. Copies: those of a recording are overwritten by its next replay."""
-    assert entry.output_tree is not None
-    return pytree.tree_unflatten([output.clone() for output in outputs], entry.output_tree)
-
-
-@lru_cache(maxsize=64)
-def _signature(kind: Any) -> Signature:
-    return signature(kind.forward)
-
-
-def bound(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a call by name; empty where they do not fit the forward, which will say so itself."""
-    kind: Any = type(module)
-    try:
-        arguments = _signature(kind).bind(module, *args, **kwargs)
-    except TypeError:
-        return {}
-    arguments.apply_defaults()
-    return arguments.arguments
+def _current_stream(device: torch.device) -> Any:
+    return torch.cuda.current_stream(device) if device.type == "cuda" else None
 
 
 def _difference(ours: Any, eager: Any) -> str | None:

@@ -1,6 +1,6 @@
 """What in a model is not known to be a function of its own sample's values alone.
 
-Halving a batch, and replaying what was recorded once, are right only for layers that treat each sample by itself and
+Halving a batch, and replaying what was captured once, are right only for layers that treat each sample by itself and
 remember nothing: a hook that collects features, a processor that counts its calls or a cache would see too little.
 """
 
@@ -9,12 +9,13 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+from rocm_sd.rewrite import forwards
 from rocm_sd.rewrite.transformer import stock_processor
 
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["found_in", "has_foreign_forward", "moves_weights"]
+__all__ = ["has_foreign_forward", "moves_weights", "why_foreign", "why_foreign_layer"]
 
 # Others cut the batch in parts of their own (perturbed attention), or let pictures look at each other (cross-frame).
 _PROCESSORS = frozenset({
@@ -32,7 +33,7 @@ _PACKAGES = frozenset({"bitsandbytes", "diffusers", "optimum", "peft", "rocm_sd"
 _TELLING = ("forward", "processor", "_diffusers_hook")
 
 
-def found_in(model: nn.Module) -> str | None:
+def why_foreign(model: nn.Module) -> str | None:
     """What in the model might see other samples, or remember something from one call to the next; None: nothing."""
     pending: list[nn.Module | None] = [model]
     while pending:
@@ -47,20 +48,20 @@ def found_in(model: nn.Module) -> str | None:
         hooked = module is not model and (own["_forward_hooks"] or own["_forward_pre_hooks"])
         # Nearly every module is done with here: of the 1930 of SDXL, 140 are attentions.
         if not hooked and own.keys().isdisjoint(_TELLING) and "processor" not in inside:
-            if _is_of_known_package(kind):
+            if _is_of(kind, _PACKAGES):
                 continue
             return f"its {kind.__name__} is of {kind.__module__}"
-        reason = "has a hook" if hooked else _why_strange(module, foreign=module is model)
+        reason = "has a hook" if hooked else _why_foreign(module, any_forward=module is model)
         if reason is not None:
             return f"its {kind.__name__} {reason}"
     return None
 
 
-def _why_strange(module: Any, *, foreign: bool) -> str | None:
-    """`foreign`: whether any forward is right for it."""
+def _why_foreign(module: Any, *, any_forward: bool) -> str | None:
+    """`any_forward`: whether any forward is right for it."""
     own = module.__dict__
     kind: Any = type(module)
-    if not _is_of_known_package(kind):
+    if not _is_of(kind, _PACKAGES):
         return f"is of {kind.__module__}"
     processor = own.get("processor") or own["_modules"].get("processor")
     if processor is not None:
@@ -71,7 +72,30 @@ def _why_strange(module: Any, *, foreign: bool) -> str | None:
     for name in () if registry is None else registry.hooks:
         if name not in _HOOKS:
             return f"has the hook {name}"
-    return "has a forward that is not its class's own" if not foreign and has_foreign_forward(module) else None
+    return "has a forward that is not its class's own" if not any_forward and has_foreign_forward(module) else None
+
+
+def why_foreign_layer(
+    model: nn.Module, packages: frozenset[str], *, methods: tuple[str, ...] = ("forward",), own_hooks: bool = False
+) -> str | None:
+    """As above, of a model without attention processors whose layers are of these packages.
+
+    `own_hooks`: whether hooks of the model itself count, where they are not called around what is captured.
+    """
+    for module in model.modules():
+        own: dict[str, Any] = module.__dict__
+        kind: Any = type(module)
+        if (own_hooks or module is not model) and (own["_forward_hooks"] or own["_forward_pre_hooks"]):
+            return f"its {kind.__name__} has a hook"
+        if not _is_of(kind, packages):
+            return f"its {kind.__name__} is of {kind.__module__}"
+        for name in methods:
+            found = own.get(name)
+            if found is None or forwards.is_ours(found):
+                continue
+            if getattr(found, "__func__", found) is not getattr(kind, name, None):
+                return f"its {kind.__name__} has a {name} that is not its class's own"
+    return None
 
 
 def moves_weights(model: nn.Module) -> bool:
@@ -84,8 +108,8 @@ def moves_weights(model: nn.Module) -> bool:
 
 
 @lru_cache(maxsize=512)
-def _is_of_known_package(kind: Any) -> bool:
-    return str(kind.__module__).partition(".")[0] in _PACKAGES
+def _is_of(kind: Any, packages: frozenset[str]) -> bool:
+    return str(kind.__module__).partition(".")[0] in packages
 
 
 def has_foreign_forward(module: nn.Module) -> bool:
@@ -97,7 +121,5 @@ def has_foreign_forward(module: nn.Module) -> bool:
     forward = own.get("_old_forward" if "_hf_hook" in own else "forward")
     if forward is None:
         return False
-    function = getattr(forward, "__func__", None)
-    # A rule's or a captured one: those of this project treat each sample by itself.
-    ours = str(getattr(function, "__module__", type(forward).__module__)).startswith("rocm_sd.")
-    return not ours and function is not type(module).forward
+    # Stand-ins of this project treat each sample by itself.
+    return not forwards.is_ours(forward) and getattr(forward, "__func__", None) is not type(module).forward

@@ -1,8 +1,8 @@
-"""A function of tensors that stay where they are, recorded once and replayed.
+"""A function of tensors that stay where they are, captured once and replayed.
 
-On a GPU the recording is a graph of its launches. Elsewhere it is the trace of its tensor operations: replayed, it
-reads the same memory and has the same Python values baked in as a graph would have, so that what makes a graph stale
-makes a trace stale, and the tests of a machine without a GPU see it.
+On a GPU the graph is one of its launches. Elsewhere it is the trace of its tensor operations: replayed, it
+reads the same memory and has the same Python values baked in as a graph of launches would have, so that what makes one
+stale makes the other stale, and tests without a GPU see it.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from rocm_sd.ops import library_scratch
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["Recording", "record"]
+__all__ = ["Graph", "capture_graph"]
 
 Tensors = list[torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Recording:
+class Graph:
     """`replay` fills `outputs`, which are the same tensors every time. `memory`: bytes that it holds on its device."""
 
     outputs: Tensors
@@ -33,12 +33,12 @@ class Recording:
     memory: int = 0
 
 
-def record(function: Callable[[], Tensors], device: torch.device) -> Recording:
+def capture_graph(function: Callable[[], Tensors], device: torch.device) -> Graph:
     """The function must have run before: what it compiles, moves or chooses at its first call is no part of it."""
-    return _graph(function, device) if device.type == "cuda" else _trace(function)
+    return _launches(function, device) if device.type == "cuda" else _trace(function)
 
 
-def _graph(function: Callable[[], Tensors], device: torch.device) -> Recording:
+def _launches(function: Callable[[], Tensors], device: torch.device) -> Graph:
     reserved = torch.cuda.memory_reserved(device)
     graph = torch.cuda.CUDAGraph()
     # Other threads (previews, loaders) may go on using the GPU meanwhile.
@@ -48,10 +48,10 @@ def _graph(function: Callable[[], Tensors], device: torch.device) -> Recording:
         torch.cuda.graph(graph, capture_error_mode="thread_local"),
     ):
         outputs = function()
-    return Recording(outputs, graph.replay, max(0, torch.cuda.memory_reserved(device) - reserved))
+    return Graph(outputs, graph.replay, max(0, torch.cuda.memory_reserved(device) - reserved))
 
 
-def _trace(function: Callable[[], Tensors]) -> Recording:
+def _trace(function: Callable[[], Tensors]) -> Graph:
     with _Tape() as tape:
         results = function()
     played = tape.player(results)
@@ -61,7 +61,7 @@ def _trace(function: Callable[[], Tensors]) -> Recording:
         for output, value in zip(outputs, played(), strict=True):
             output.copy_(value)
 
-    return Recording(outputs, replay)
+    return Graph(outputs, replay)
 
 
 class _Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -74,7 +74,7 @@ class _Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._steps: list[tuple[Any, list[Any], Any, list[tuple[int, int]], list[int | None]]] = []
         self._numbers: dict[int, int] = {}
-        # Held while recording, or another tensor would come by the same identity.
+        # Held while tracing, or another tensor would come by the same identity.
         self._alive: list[Any] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

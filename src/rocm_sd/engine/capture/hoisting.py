@@ -17,10 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from rocm_sd.engine.denoisers import denoiser
 from rocm_sd.ops.upsample_conv2d import parity_weights
 from rocm_sd.rewrite import resblock, transformer
 from rocm_sd.rewrite.conditioning import Conditioning, TimeAdd
-from rocm_sd.rewrite.convolutions import is_diffusers, of_kind, unusual
+from rocm_sd.rewrite.convolutions import of_kind, unusual
 from rocm_sd.rewrite.layers import is_plain, untouched
 from rocm_sd.rewrite.packing import packed_linear, unpack
 
@@ -53,7 +54,7 @@ class Hoist:
     """For one UNet as it stands now: `find` says whether it can be done at all."""
 
     def __init__(self, unet: Any, blocks: list[Any], attentions: list[nn.Module]) -> None:
-        # Held weakly, or the model would live as long as its recordings.
+        # Held weakly, or the model would live as long as its graphs.
         self._unet = ref(unet)
         self.blocks = blocks
         self.attentions = attentions
@@ -67,7 +68,8 @@ class Hoist:
     @classmethod
     def find(cls, unet: Any, arguments: Mapping[str, Any]) -> Hoist | None:
         """None where a call with these arguments has to compute them itself."""
-        if not is_diffusers(unet, "UNet2DConditionModel") or unet.config.addition_embed_type not in _EMBEDDINGS:
+        known = denoiser(unet)
+        if known is None or not known.hoists or unet.config.addition_embed_type not in _EMBEDDINGS:
             return None
         # A scale in these is put on the LoRA's layers inside of the forward only.
         if arguments.get("cross_attention_kwargs") or not isinstance(

@@ -1,19 +1,20 @@
-"""What a recording of a UNet takes in place of the prompt and the timestep: filled once per run, and once per step."""
+"""What a graph of a UNet takes in place of the prompt and the timestep: filled once per run, and once per step."""
 
 from __future__ import annotations
 
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
+from inspect import Signature, signature
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
-from rocm_sd.engine.capture.graph import Recording, record
+from rocm_sd.engine.capture.graph import Graph, capture_graph
 from rocm_sd.engine.capture.hoisting import Hoist, TimeInputs
 from rocm_sd.rewrite import conditioning
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     import torch
     from torch import nn
@@ -49,50 +50,67 @@ class _Identity:
 class Prepared:
     """Of one kind of call. Within a run weights do not change: what was made for the same tensors is kept."""
 
-    def __init__(self, hoist: Hoist, row: torch.Tensor, text: torch.Tensor, batch: int) -> None:
+    def __init__(
+        self,
+        hoist: Hoist,
+        row: torch.Tensor,
+        text: torch.Tensor,
+        batch: int,
+        run_of: Callable[[torch.Tensor], ScheduleRun | None],
+    ) -> None:
         self.hoist = hoist
+        self._run_of = run_of
         self._row = row
         self._text = text
         self._batch = batch
         self._of_the_run = hoist.of_the_run(text)
-        self._recording: Recording | None = None
+        self._graph: Graph | None = None
         self._prompt: _Identity | None = None
         self._table: torch.Tensor | None = None
         self._table_of: _Identity | None = None
 
     @classmethod
-    def of(cls, model: nn.Module, named: dict[str, Any]) -> Prepared | None:
-        """None where a call with these arguments has to compute everything itself."""
+    def of(
+        cls,
+        model: nn.Module,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        run_of: Callable[[torch.Tensor], ScheduleRun | None],
+    ) -> Prepared | None:
+        """None where a call with these arguments has to compute everything itself. `run_of`: of a timestep."""
+        named = _by_name(model, args, kwargs)
         hoist = Hoist.find(model, named) if named else None
         # One timestep for each picture is a row of its own for each.
         if hoist is None or named["timestep"].numel() != 1:
             return None
         inputs = _time_inputs(named)
         row = hoist.time_rows(named["timestep"].reshape(1), inputs)[0].clone()
-        return cls(hoist, row, named["encoder_hidden_states"].detach().clone(), inputs.batch)
+        return cls(hoist, row, named["encoder_hidden_states"].detach().clone(), inputs.batch, run_of)
 
     @property
     def memory(self) -> int:
         tables = [] if self._table is None else [self._table]
         return sum(tensor.nbytes for tensor in (self._row, self._text, *self._of_the_run, *tables))
 
-    def record(self, device: torch.device) -> None:
-        recorded = record(partial(self.hoist.of_the_run, self._text), device)
-        recorded.replay()
-        self._recording, self._of_the_run = recorded, recorded.outputs
+    def capture(self, device: torch.device) -> None:
+        graph = capture_graph(partial(self.hoist.of_the_run, self._text), device)
+        graph.replay()
+        self._graph, self._of_the_run = graph, graph.outputs
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Within, the model takes what is prepared, and is asked what else it would like to be."""
+        """Within, the model takes what is prepared. What else its layers ask for is prepared from then on."""
         hoist = self.hoist
         ready = hoist.conditioning(self._row, self._batch, self._of_the_run)
         with conditioning.given(ready), hoist.substituted(hoist.embedding(self._row, self._batch)):
             yield
-        if self._recording is None and ready.asked_for:
+        if self._graph is None and ready.asked_for:
             hoist.upsamplers += ready.asked_for
             self._of_the_run = hoist.of_the_run(self._text)
 
-    def fill(self, run: ScheduleRun | None, named: dict[str, Any]) -> None:
+    def fill(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        named = _by_name(self.hoist.unet, args, kwargs)
+        run = self._run_of(named["timestep"])
         self._fill_for_prompt(run, named["encoder_hidden_states"])
         inputs, timestep = _time_inputs(named), named["timestep"]
         number = None if run is None else run.number_of(timestep)
@@ -109,11 +127,27 @@ class Prepared:
         if prompt is not None and prompt.same_as(self._prompt):
             return
         self._text.copy_(text)
-        if self._recording is None:
+        if self._graph is None:
             self._of_the_run = self.hoist.of_the_run(self._text)
         else:
-            self._recording.replay()
+            self._graph.replay()
         self._prompt = prompt
+
+
+@lru_cache(maxsize=64)
+def _signature(kind: Any) -> Signature:
+    return signature(kind.forward)
+
+
+def _by_name(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call; empty where they do not fit the forward, which will say so itself."""
+    kind: Any = type(model)
+    try:
+        arguments = _signature(kind).bind(model, *args, **kwargs)
+    except TypeError:
+        return {}
+    arguments.apply_defaults()
+    return arguments.arguments
 
 
 def _time_inputs(named: dict[str, Any]) -> TimeInputs:

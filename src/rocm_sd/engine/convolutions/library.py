@@ -10,11 +10,8 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from contextlib import contextmanager
-from dataclasses import dataclass
-from types import MethodType
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, NamedTuple
-from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import nn
@@ -22,6 +19,7 @@ from torch import nn
 from rocm_sd import arch
 from rocm_sd.arch.convolution_libraries import convolution_library
 from rocm_sd.engine.installed import Installed
+from rocm_sd.rewrite import forwards
 from rocm_sd.tuning import environment, layers
 from rocm_sd.tuning.choice import STOCK
 
@@ -239,40 +237,6 @@ def _kinds(value: Any) -> Iterator[Any]:
             yield from _kinds(part)
 
 
-@dataclass
-class _Steered:
-    """`forward`: what the model had, as a function of the model where it was a method of it."""
-
-    forward: Callable[..., Any]
-    is_method: bool
-    was_on_the_instance: bool
-    library: Library
-    users: int = 0
-
-    def bound(self, model: nn.Module) -> Callable[..., Any]:
-        return MethodType(self.forward, model) if self.is_method else self.forward
-
-
-# Kept beside the models, as the engine's recordings are: nothing to pickle or to copy. Two pipelines may share a UNet.
-_STEERED: WeakKeyDictionary[nn.Module, _Steered] = WeakKeyDictionary()
-
-
-def _forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    steered = _STEERED.get(self)
-    # A copy of the model, or one whose wrapper by somebody else outlived `restore`.
-    if steered is None:
-        return type(self).forward(self, *args, **kwargs)
-    inner = steered.bound(self)
-    if torch.compiler.is_compiling():
-        return inner(*args, **kwargs)
-    with steered.library.in_force(self, args, kwargs):
-        return inner(*args, **kwargs)
-
-
-# Pickle finds a bound method by its name: a pickled model comes back with its class's own forward.
-_forward.__name__ = "forward"
-
-
 def convolving_models(module: nn.Module, library: Library, *, is_vae: bool) -> list[nn.Module]:
     """The models whose forwards convolve: of a VAE its two halves, of several ControlNets each.
 
@@ -287,62 +251,42 @@ def convolving_models(module: nn.Module, library: Library, *, is_vae: bool) -> l
 
 def install_library(models: Iterable[nn.Module], library: Library, *, has_vae: bool) -> Installed:
     """Inside of recordings, which then cost nothing more, and inside of accelerate's hooks: before either is placed."""
-    held, left = [], []
+    restores: list[Callable[[], None]] = []
+    left = []
     for model in models if library.is_wanted else ():
         kind, reason = type(model).__name__, library.why_not(model)
         if reason is not None:
             left.append(f"{kind} is called with the library as torch is set: {reason}")
-        elif _steer(model, library):
-            held.append(ref(model))
-        else:
+            continue
+        let_go = _steer(model, library)
+        if let_go is None:
             left.append(f"{kind} runs as in the pipeline that shares it and was optimised before")
+        else:
+            restores.append(let_go)
 
     def notes() -> list[str]:
-        told = library.notes() if held or not library.is_wanted else []
+        told = library.notes() if restores or not library.is_wanted else []
         return [*told, *left, *(library.notes_of_a_vae() if has_vae else ())]
 
     def restore() -> None:
-        for alive in (one() for one in held):
-            if alive is not None:
-                _let_go(alive)
+        for let_go in restores:
+            let_go()
 
     return Installed(notes, restore)
 
 
-def _steer(model: nn.Module, library: Library) -> bool:
-    known = _STEERED.get(model)
-    if known is None:
-        attribute = "_old_forward" if "_old_forward" in model.__dict__ else "forward"
-        found = getattr(model, attribute)
-        function = getattr(found, "__func__", None)
-        # The other pipeline that has the model was optimised without this: its recordings serve both as they are.
-        if str(getattr(function, "__module__", "")).startswith("rocm_sd.engine.") and function is not _forward:
-            return False
-        was_on_the_instance = attribute in model.__dict__ and function is not _forward
-        if function is _forward:
-            # A copy of a model that had it.
-            found, function = MethodType(type(model).forward, model), type(model).forward
-        is_method = getattr(found, "__self__", None) is model
-        known = _STEERED[model] = _Steered(
-            function if is_method and function is not None else found, is_method, was_on_the_instance, library
-        )
-        setattr(model, attribute, MethodType(_forward, model))
-    known.users += 1
-    return True
+def _steer(model: nn.Module, library: Library) -> Callable[[], None] | None:
+    """How the model is let go of; None where the pipeline that shares it was optimised without this before."""
+    found = forwards.on_instance(model)
+    if not forwards.is_shared(model, _OP) and forwards.is_placed(model, found) and not forwards.is_rule(found):
+        return None
+    return forwards.share(model, _OP, lambda: _steered(model, library))
 
 
-def _let_go(model: nn.Module) -> None:
-    known = _STEERED.get(model)
-    if known is None:
-        return
-    known.users -= 1
-    if known.users:
-        return
-    del _STEERED[model]
-    # A hook that was added or removed since then has moved it to the other attribute.
-    for name in ("forward", "_old_forward"):
-        if getattr(model.__dict__.get(name), "__func__", None) is _forward:
-            if name == "forward" and not known.was_on_the_instance:
-                delattr(model, name)
-            else:
-                setattr(model, name, known.bound(model))
+def _steered(model: nn.Module, library: Library) -> Callable[[], None]:
+    def answer(model: nn.Module, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # A copy of the model, or one whose wrapper by somebody else outlived `restore`, runs as torch is set.
+        with library.in_force(model, args, kwargs) if forwards.is_shared(model, _OP) else nullcontext():
+            return inner(*args, **kwargs)
+
+    return forwards.surround(model, answer)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from rocm_sd.engine.denoisers import denoiser
 from rocm_sd.engine.installed import Installed
 from rocm_sd.engine.levels import sequential_guidance
 from rocm_sd.engine.memory import free_memory
@@ -20,6 +21,8 @@ from rocm_sd.errors import InvalidOption
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
+
+    from rocm_sd.engine.denoisers import Activations
 
 __all__ = ["LEVELS", "Decision", "Placement", "decide", "estimate_activations", "install", "placement"]
 
@@ -144,7 +147,7 @@ def _denoisers(parts: Mapping[str, nn.Module]) -> Iterator[nn.Module]:
     for part in parts.values():
         # Several ControlNets are called one by one by the module that holds them.
         nets = part.modules() if type(part).__name__ == "MultiControlNetModel" else iter((part,))
-        yield from (net for net in nets if type(net).__name__ in _PICTURES or type(net).__name__ == "ControlNetModel")
+        yield from (net for net in nets if getattr(denoiser(net), "batch", None) is not None)
 
 
 @dataclass(frozen=True)
@@ -184,52 +187,37 @@ def _need(target: Any, parts: Mapping[str, nn.Module], device: torch.device) -> 
                 count = tensor.numel() * tensor.element_size()
                 sizes[name] += count
                 missing += 0 if _is(tensor.device, device) else count
-    denoiser = next((part for part in parts.values() if type(part).__name__ in _PICTURES), None)
-    if denoiser is None:
+    found = next(((part, known) for part in parts.values() if (known := _activations(part)) is not None), None)
+    if found is None:
         return _Need(sizes, missing, None, "")
-    size = _sample_size(target, denoiser)
-    samples = _PICTURES[type(denoiser).__name__].samples
+    model, known = found
+    size, samples = _sample_size(target, model), known.samples
     pixels = [side * int(getattr(target, "vae_scale_factor", 8)) for side in size]
     picture = f"one picture of {pixels[1]}x{pixels[0]}" + (" with guidance" if samples == 2 else "")
-    return _Need(sizes, missing, estimate_activations(denoiser, size, samples), picture)
+    return _Need(sizes, missing, estimate_activations(model, size, samples), picture)
 
 
-def _sample_size(target: Any, denoiser: Any) -> tuple[int, int]:
+def _sample_size(target: Any, model: Any) -> tuple[int, int]:
     """Height and width of the latents that the pipeline makes where nobody names a size."""
-    size = getattr(denoiser.config, "sample_size", None) or getattr(target, "default_sample_size", None) or 128
+    size = getattr(model.config, "sample_size", None) or getattr(target, "default_sample_size", None) or 128
     return (size, size) if isinstance(size, int) else (int(size[0]), int(size[1]))
 
 
-@dataclass(frozen=True)
-class _Picture:
-    """`samples`: in a batch for one picture; Flux has its guidance inside. `maps`: how many values there are for each
-    channel of each token at the fullest moment of a block, as stock runs it; `text`: tokens besides the picture's.
-    """
-
-    samples: int
-    maps: int
-    text: int = 0
-
-
-# Live bytes of stock's own operations, counted on real configs in fp16 with fused attention: 136.6 MB for SD 1.5
-# (512x512), 330.9 for SDXL, 396.8 for its refiner, 338.8 for SD3 medium (1024x1024), each a batch of 2; 490.8 for Flux.
-_PICTURES = {
-    "UNet2DConditionModel": _Picture(2, 22),
-    "SD3Transformer2DModel": _Picture(2, 13, 333),
-    "FluxTransformer2DModel": _Picture(1, 18, 512),
-}
-
-
-def estimate_activations(denoiser: Any, size: tuple[int, int], samples: int) -> int:
+def estimate_activations(model: Any, size: tuple[int, int], samples: int) -> int:
     """Bytes of one call for latents of this height and width, by the shape of the model; within a tenth of stock's."""
-    config, kind = denoiser.config, _PICTURES[type(denoiser).__name__]
-    itemsize = next((p.element_size() for p in denoiser.parameters() if p.is_floating_point()), 4)
-    if type(denoiser).__name__ == "UNet2DConditionModel":
-        return int(samples * itemsize * _unet_values(config, size, kind.maps))
-    # Flux cuts latents into patches of 2x2 before the model, whose own patches are points.
-    patch = 2 if type(denoiser).__name__ == "FluxTransformer2DModel" else config.patch_size
-    tokens = (size[0] // patch) * (size[1] // patch) + kind.text
-    return int(samples * itemsize * kind.maps * tokens * config.num_attention_heads * config.attention_head_dim)
+    config, known = model.config, _activations(model)
+    assert known is not None
+    itemsize = next((p.element_size() for p in model.parameters() if p.is_floating_point()), 4)
+    if known.is_unet:
+        return int(samples * itemsize * _unet_values(config, size, known.maps))
+    patch = known.patch or config.patch_size
+    tokens = (size[0] // patch) * (size[1] // patch) + known.text
+    return int(samples * itemsize * known.maps * tokens * config.num_attention_heads * config.attention_head_dim)
+
+
+def _activations(model: Any) -> Activations | None:
+    known = denoiser(model)
+    return None if known is None else known.activations
 
 
 def _unet_values(config: Any, size: tuple[int, int], maps: int) -> int:

@@ -18,6 +18,7 @@ import torch
 
 from rocm_sd.errors import Unsupported
 from rocm_sd.ops.guided_step import tables
+from rocm_sd.rewrite.forwards import is_ours
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -289,7 +290,7 @@ def _known(scheduler: Any) -> _Known:
         raise Unsupported("The step table", f"the scheduler {kind.__module__}.{kind.__qualname__}")
     for name in vars(scheduler):
         # Those of stepping.py stand in for the class's own, and call them where there is no plan.
-        if callable(getattr(kind, name, None)) and not hasattr(getattr(scheduler, name), "stands_in"):
+        if callable(getattr(kind, name, None)) and not is_ours(getattr(scheduler, name)):
             raise _refusal(scheduler, f"a {name} of its own")
     for name in _options_of(kind):
         if name not in known.options:

@@ -20,6 +20,7 @@ from rocm_sd.engine.schedule.runs import ScheduleRun
 from rocm_sd.engine.schedule.step_plan import StepPlan, step_table
 from rocm_sd.errors import Unsupported
 from rocm_sd.ops import guided_step
+from rocm_sd.rewrite.forwards import mark
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -73,8 +74,7 @@ def _stand_in(kind: Any, name: str) -> Callable[..., Any]:
         known = _HOOKS.get(self)
         return stock(self, *args, **kwargs) if known is None else getattr(known, name)(self, *args, **kwargs)
 
-    stand_in.stands_in = True  # type: ignore[attr-defined]
-    return stand_in
+    return mark(stand_in, name=name)
 
 
 @functools.cache

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from rocm_sd.rewrite import forwards
 from rocm_sd.rewrite.convolutions import is_diffusers, unusual
 from rocm_sd.rewrite.transformer import stock_processor
 
@@ -113,10 +114,8 @@ def why_unknown(vae: Any) -> str | None:
 
 
 def rewritten(module: nn.Module) -> bool:
-    """Whether a rule has replaced its forward. An offload hook keeps what it wraps in `_old_forward`."""
-    own = module.__dict__
-    forward = getattr(own.get("_old_forward", own.get("forward")), "__func__", None)
-    return getattr(forward, "__module__", "").startswith("rocm_sd.rewrite")
+    """Whether a rule has replaced its forward."""
+    return forwards.is_rule(forwards.on_instance(module))
 
 
 def why_not_in_strips(vae: Any, steps: tuple[Step, ...], device: torch.device) -> str | None:
@@ -160,9 +159,9 @@ def _touched(module: nn.Module, device: torch.device) -> str | None:
 
 
 def _is_known_forward(module: nn.Module) -> bool:
-    """A rule's, a recording's, or the class's own, which a hook of accelerate leaves behind."""
-    forward = getattr(module.__dict__["forward"], "__func__", None)
-    return forward is type(module).forward or getattr(forward, "__module__", "").startswith("rocm_sd.")
+    """A stand-in of this project, or the class's own, which a hook of accelerate leaves behind."""
+    forward = module.__dict__["forward"]
+    return forwards.is_ours(forward) or getattr(forward, "__func__", None) is type(module).forward
 
 
 def _unusual_step(step: Step) -> str | None:

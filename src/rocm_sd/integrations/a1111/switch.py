@@ -26,9 +26,9 @@ from rocm_sd.engine.convolutions import (
     install_library,
 )
 from rocm_sd.integrations.a1111 import host, messages, transformer_blocks, unet_blocks, vae_blocks
-from rocm_sd.integrations.a1111.class_forwards import LoraNetworks, identities, why_not_layers
+from rocm_sd.integrations.a1111.class_forwards import LoraNetworks, why_not_layers
 from rocm_sd.integrations.a1111.permission import PERMISSION
-from rocm_sd.integrations.a1111.recorded import RecordedCalls
+from rocm_sd.integrations.a1111.unet_graphs import UnetGraphs
 from rocm_sd.rewrite.apply import Change, apply, undo
 
 if TYPE_CHECKING:
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 
 __all__ = ["SWITCH", "Switch", "Wish", "why_not_model"]
 
-# Level auto records where so much is free: chosen, not measured. Recordings keep to half of what is free in any case.
-_ROOM_FOR_RECORDINGS = 2 * 2**30
+# Level auto captures where so much is free: chosen, not measured. Graphs keep to half of what is free in any case.
+_ROOM_FOR_GRAPHS = 2 * 2**30
 _KINDS = ("UNetModel",)
 
 
@@ -84,9 +84,8 @@ class _Optimized:
         self._hook: Any = None
         self.library = choose_library(self.device)
         self._steered: Installed | None = None
-        self.recorded: RecordedCalls | None = None
+        self.graphs: UnetGraphs | None = None
         self._lora = LoraNetworks(unet)
-        self._kinds = {type(module) for module in unet.modules() if type(module).__module__.startswith(("ldm", "sgm"))}
         try:
             self._install(unet, [unet, sd_model.first_stage_model] if wish.vae else [unet])
         except BaseException:
@@ -94,12 +93,12 @@ class _Optimized:
             raise
 
     def _install(self, unet: nn.Module, parts: list[nn.Module]) -> None:
-        records = _may_record(self.wish.level, self.device) and graphs_wanted(self.device)
-        if records:
+        captures = _may_capture(self.wish.level, self.device) and graphs_wanted(self.device)
+        if captures:
             start_compiling(self.device)
-            self.recorded = RecordedCalls(unet)
+            self.graphs = UnetGraphs(unet)
         reason = _lay_out_channels_last(parts, self.device, self._relaid)
-        rules = [*unet_blocks.RULES, *vae_blocks.RULES, *(transformer_blocks.RULES if records else ())]
+        rules = [*unet_blocks.RULES, *vae_blocks.RULES, *(transformer_blocks.RULES if captures else ())]
         rules = [rule for rule in rules if rule.on_cpu or self.device.type != "cpu"]
         for part in parts:
             self.changes += apply(part, rules, not_channels_last=reason)
@@ -124,7 +123,7 @@ class _Optimized:
             messages.say(f"the UNet runs as the host has it: {reason}")
 
     def call(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The UNet's own forward, from a recording where one fits, with the library that was measured to be faster."""
+        """The UNet's own forward, from a graph where one fits, with the library that was measured to be faster."""
         unet = self.unet()
         with nullcontext() if unet is None else self.library.in_force(unet, args, kwargs):
             return self._called(original, args, kwargs)
@@ -132,21 +131,11 @@ class _Optimized:
     def _called(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         unet = self.unet()
         sd_model = self.model()
-        if self.recorded is None or unet is None or not self._records_now(sd_model):
+        if self.graphs is None or unet is None or not self._captures_now(sd_model):
             return original(unet, *args, **kwargs)
-        device = self.device.type
-        autocast = torch.is_autocast_enabled(device)
-        dtype = torch.get_autocast_dtype(device)
+        return self.graphs(original, args, kwargs)
 
-        def run(*args: Any, **kwargs: Any) -> Any:
-            # Autocast keeps casts of weights for its next use: a recording would read them after they are gone.
-            with PERMISSION.a_whole_call(), torch.autocast(device, dtype, enabled=autocast, cache_enabled=False):
-                return original(unet, *args, **kwargs)
-
-        depends = (autocast, dtype, identities(self._kinds))
-        return self.recorded(run, args, kwargs, depends)
-
-    def _records_now(self, sd_model: Any) -> bool:
+    def _captures_now(self, sd_model: Any) -> bool:
         if PERMISSION.unet is not None or PERMISSION.broken is not None or not PERMISSION.attention:
             return False
         return not getattr(sd_model, "applied_token_merged_ratio", 0)
@@ -154,8 +143,8 @@ class _Optimized:
     def restore(self) -> None:
         if self._hook is not None:
             self._hook.remove()
-        if self.recorded is not None:
-            self.recorded.clear()
+        if self.graphs is not None:
+            self.graphs.calls.clear()
         if self._steered is not None:
             self._steered.restore()
         undo(self.changes)
@@ -163,11 +152,11 @@ class _Optimized:
             weight.data = weight.data.contiguous()
 
 
-def _may_record(level: str, device: torch.device) -> bool:
+def _may_capture(level: str, device: torch.device) -> bool:
     if level != "auto":
         return level == "performance"
     free = free_memory(device)
-    return free is None or free >= _ROOM_FOR_RECORDINGS
+    return free is None or free >= _ROOM_FOR_GRAPHS
 
 
 def _lay_out_channels_last(parts: list[nn.Module], device: torch.device, relaid: list[torch.Tensor]) -> str | None:
@@ -238,9 +227,9 @@ class Switch:
             return original(unet, *args, **kwargs)
         return on.call(original, args, kwargs)
 
-    def forget_recordings(self) -> None:
-        if self._on is not None and self._on.recorded is not None:
-            self._on.recorded.clear()
+    def forget_graphs(self) -> None:
+        if self._on is not None and self._on.graphs is not None:
+            self._on.graphs.calls.clear()
 
     def told(self) -> str:
         """For the picture's own record: version, level, how many blocks."""
@@ -264,10 +253,9 @@ class Switch:
             for (kind, why), count in counted.items()
         ]
         told += [*on.library.notes(on.unet()), *(on.library.notes_of_a_vae() if on.wish.vae else ())]
-        note = None if on.recorded is None else on.recorded.note()
         if PERMISSION.unet is not None:
             told.append(f"the UNet runs as the host has it: {PERMISSION.unet}")
-        return told if note is None else [*told, note]
+        return told if on.graphs is None else [*told, *on.graphs.calls.notes()]
 
 
 SWITCH = Switch()
