@@ -1,9 +1,9 @@
 """Everything of a model that a graph has baked in, and whether it still is so.
 
 A graph keeps the addresses of the weights and every decision that Python took: which modules there are, their
-hooks, a LoRA's scale, a convolution's padding, training or not. All of it is state of the modules, so all of their
-attributes are compared, with no list of the ones that matter. The weights' values are read at each replay: they may
-change.
+hooks, a LoRA's scale, a convolution's padding, training or not. All of it is state of the modules, so their classes and
+all of their attributes are compared, with no list of the ones that matter. The weights' values are read at each replay:
+they may change.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ class Snapshot:
         self._model = ref(model)
         self._own = _copied(_unbound(model))
         inside = [(path, module) for path, module in model.named_modules() if module is not model]
+        self._modules = [module for _, module in inside]
+        self._kinds = [type(model), *map(type, self._modules)]
         self._inside = [(path, module.__dict__, _copied(module.__dict__)) for path, module in inside]
         self._tensors = [*model.named_parameters(), *model.named_buffers()]
         self._addresses = [tensor.data_ptr() for _, tensor in self._tensors]
@@ -40,6 +42,11 @@ class Snapshot:
         model = self._model()
         if model is None:
             return "the model is gone"
+        kinds = [type(model), *map(type, self._modules)]
+        if kinds != self._kinds:
+            # Token merging gives blocks another class.
+            was, now = next(pair for pair in zip(self._kinds, kinds, strict=True) if pair[0] is not pair[1])
+            return f"a {was.__name__} has become a {now.__name__} of {now.__module__}"
         for path, now, then in (("the model", _unbound(model), self._own), *self._inside):
             # Values are compared by identity first: a pass in C over what has not changed. Before each replay of SDXL
             # there are 1930 modules to look at, and a call of a function for each would be felt.
@@ -62,7 +69,7 @@ class DormantSnapshot:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._modules = [(ref(module), _without_tensors(module)) for module in model.modules()]
+        self._modules = [(ref(module), type(module), _without_tensors(module)) for module in model.modules()]
         self._tensors = [(ref(tensor), tensor.data_ptr()) for tensor in _tensors(model)]
 
     def is_of(self, model: nn.Module) -> bool:
@@ -73,8 +80,10 @@ class DormantSnapshot:
         for tensor, (known, address) in zip(tensors, self._tensors, strict=True):
             if known() is not tensor or tensor.data_ptr() != address:
                 return False
-        pairs = zip(modules, self._modules, strict=True)
-        return all(known() is module and _equal(_without_tensors(module), state) for module, (known, state) in pairs)
+        return all(
+            known() is module and type(module) is kind and _equal(_without_tensors(module), state)
+            for module, (known, kind, state) in zip(modules, self._modules, strict=True)
+        )
 
 
 def _tensors(model: nn.Module) -> list[torch.Tensor]:

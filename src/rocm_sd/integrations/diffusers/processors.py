@@ -1,8 +1,8 @@
 """Attention processors for `unet.set_attn_processor(...)`: UNets and SD3 call SDPA directly, past any backend.
 
 Each is a subclass of the one of Diffusers' own that it stands in for, and computes the same; where that is more than
-attention of plain tensors (a mask, autocast, gradients), SDPA is called as stock does. `rocm_sd.optimize` takes each for
-what it stands in for.
+attention of plain tensors (a mask, autocast, gradients), SDPA is called as stock does. `rocm_sd.optimize` takes one
+for what it stands in for.
 """
 
 from __future__ import annotations
