@@ -371,15 +371,17 @@ def test_under_autocast_a_graph_of_another_dtype_is_not_replayed(host):
     assert host.calls.replays - replays == (1 if host.autocast else 0)
 
 
-def test_where_gradients_are_wanted_the_model_itself_runs(host):
-    given = inputs(host)
-    captured_by(host, *given)
+@pytest.mark.parametrize("of", ["an input", "a weight"])
+def test_where_gradients_are_wanted_the_model_itself_runs(host, of):
+    x, *others = inputs(host)
+    wanted = x if of == "an input" else host.model.first.weight
+    captured_by(host, x, *others)
     replays = host.calls.replays
     with torch.enable_grad():
-        x = given[0].clone().requires_grad_()
-        host(x, *given[1:]).sum().backward()
-    assert x.grad is not None
-    assert float(x.grad.abs().sum()) > 0
+        wanted.requires_grad_()
+        host(x, *others).sum().backward()
+    assert wanted.grad is not None
+    assert float(wanted.grad.abs().sum()) > 0
     assert host.calls.replays == replays
 
 
