@@ -121,11 +121,11 @@ def report(target: Any) -> Report:
     state = _OPTIMIZED.get(target) if _weakly_held(target) else None
     if state is None:
         raise Unsupported("report", "a pipeline that was not optimised", hint="Call rocm_sd.optimize(pipe) first.")
-    told = [note for installed in state.installed for note in installed.notes()]
+    notes = [note for installed in state.installed for note in installed.notes()]
     device = levels.placement(target).device
     if device != state.device:
-        told.append(f"its weights are on {device} now, and it was optimised for {state.device}: call optimize again")
-    return replace(state.report, notes=(*told, *state.report.notes))
+        notes.append(f"its weights are on {device} now, and it was optimised for {state.device}: call optimize again")
+    return replace(state.report, notes=(*notes, *state.report.notes))
 
 
 def _available(parts: Parts, *, graphs: bool) -> tuple[Rule, ...]:

@@ -23,13 +23,13 @@ __all__ = ["Change", "Rule", "apply", "is_applied", "undo"]
 
 @dataclass(frozen=True)
 class Rule:
-    """`applies` says whether a module is of the kind; `why_not` gives the reason to leave such a module alone.
+    """`applies` says whether a module is of the kind; `why_not` gives the reason to skip such a module.
 
     A rule with `channels_last` uses ops of that layout: where convolutions keep another, each use would cost copies.
     One that is not `on_cpu` would call stock's own forward there every time.
     `undo` takes back what the rule's forward has done to the module (weights laid together), once forward is gone.
     `forward` is the module's own, or for a rule of several submodules at once a forward for each of them by name.
-    `begin` is told the module before any forward is replaced: a submodule does not know whose it is.
+    `begin` gets the module before any forward is replaced: a submodule does not know whose it is.
     """
 
     name: str
@@ -53,7 +53,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Change:
-    """What happened to one module: replaced, or left alone with the reason."""
+    """What happened to one module: replaced, or skipped with the reason."""
 
     path: str
     kind: str

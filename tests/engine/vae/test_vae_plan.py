@@ -6,7 +6,7 @@ from diffusers import AutoencoderKL
 
 from live_memory import live_peak
 from rocm_sd.engine import memory
-from rocm_sd.engine.vae.plan import MIB, Plan, Way, plan, predicted_peak
+from rocm_sd.engine.vae.plan import MIB, VaePlan, Way, plan, predicted_peak
 from rocm_sd.rewrite import RULES, apply, norm_out
 
 ALL_RULES = (*RULES, *(() if norm_out.RULE in RULES else (norm_out.RULE,)))
@@ -154,13 +154,13 @@ def test_the_fastest_way_that_fits(whole, one, batch, free, options, way):
 
 
 def test_what_follows_when_memory_runs_out():
-    ways, chosen = [], Plan(Way.WHOLE, 400 * MIB, 500 * MIB)
+    ways, chosen = [], VaePlan(Way.WHOLE, 400 * MIB, 500 * MIB)
     while chosen is not None:
         ways.append((chosen.way, chosen.needed // MIB))
         chosen = chosen.smaller(4, tiles=True)
     assert ways == [(Way.WHOLE, 400), (Way.SLICED, 100), (Way.TILED, 50), (Way.TILED, 25)]
-    assert Plan(Way.SLICED, 400 * MIB, None).smaller(4, tiles=False) is None
-    assert Plan(Way.WHOLE, 400 * MIB, None).smaller(1, tiles=True).way is Way.TILED
+    assert VaePlan(Way.SLICED, 400 * MIB, None).smaller(4, tiles=False) is None
+    assert VaePlan(Way.WHOLE, 400 * MIB, None).smaller(1, tiles=True).way is Way.TILED
 
 
 def test_free_memory_of_the_host(tmp_path, monkeypatch):

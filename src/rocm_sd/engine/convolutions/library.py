@@ -67,7 +67,7 @@ class _Process:
         each = zip(now, self._ours, _AS_TORCH_COMES, strict=True)
         return Flags(*(stock if value == ours else value for value, ours, stock in each))
 
-    def begin(self, wanted: Flags) -> str | None:
+    def enter(self, wanted: Flags) -> str | None:
         """The reason, where they stay as they are."""
         with self._lock:
             if self._calls:
@@ -82,7 +82,7 @@ class _Process:
             self._calls += 1
             return None
 
-    def end(self) -> None:
+    def leave(self) -> None:
         with self._lock:
             outside = self._by_hand()
             self._calls -= 1
@@ -105,12 +105,12 @@ def _put(flags: Flags) -> None:
 
 
 def _why_kept(flags: Flags) -> str | None:
-    told = [
+    changed = [
         f"torch.backends.cudnn.{name} is {value}, and torch comes with {stock}"
         for name, value, stock in zip(Flags._fields, flags, _AS_TORCH_COMES, strict=True)
         if value != stock
     ]
-    return " and ".join(told) or None
+    return " and ".join(changed) or None
 
 
 def flags_set_by_hand() -> Flags:
@@ -162,7 +162,7 @@ class Library:
         if self._wanted is None or torch.compiler.is_compiling():
             yield
             return
-        reason = self.why_not(model) or self._why_no_search(call) or _PROCESS.begin(self._wanted)
+        reason = self.why_not(model) or self._why_no_search(call) or _PROCESS.enter(self._wanted)
         if reason is not None:
             self._left[reason] += 1
             yield
@@ -170,7 +170,7 @@ class Library:
         try:
             yield
         finally:
-            _PROCESS.end()
+            _PROCESS.leave()
 
     def _why_no_search(self, call: tuple[Any, ...]) -> str | None:
         if self._choice.implementation != _SEARCHED:
@@ -203,10 +203,10 @@ class Library:
             way = f"with what {name} finds by a search at the first call of each size"
         kept = _why_kept(flags_set_by_hand()) or (None if model is None else self.why_not(model))
         if kept is not None:
-            told = [f"convolutions run as torch is set, because {kept}; {way} they were faster ({choice.why})"]
+            notes = [f"convolutions run as torch is set, because {kept}; {way} they were faster ({choice.why})"]
         else:
-            told = [f"convolutions run {way} ({choice.why})"]
-        return told + [
+            notes = [f"convolutions run {way} ({choice.why})"]
+        return notes + [
             f"{count} call{'' if count == 1 else 's'} ran as torch is set, because {why}"
             for why, count in self._left.items()
         ]
@@ -250,23 +250,23 @@ def convolving_models(module: nn.Module, library: Library, *, is_vae: bool) -> l
 
 
 def install_library(models: Iterable[nn.Module], library: Library, *, has_vae: bool) -> Installed:
-    """Inside of recordings, which then cost nothing more, and inside of accelerate's hooks: before either is placed."""
+    """Inside of graphs, whose replays cost nothing more then, and of accelerate's hooks: before either is placed."""
     restores: list[Callable[[], None]] = []
-    left = []
+    skipped = []
     for model in models if library.is_wanted else ():
         kind, reason = type(model).__name__, library.why_not(model)
         if reason is not None:
-            left.append(f"{kind} is called with the library as torch is set: {reason}")
+            skipped.append(f"{kind} is called with the library as torch is set: {reason}")
             continue
         let_go = _steer(model, library)
         if let_go is None:
-            left.append(f"{kind} runs as in the pipeline that shares it and was optimised before")
+            skipped.append(f"{kind} runs as in the pipeline that shares it and was optimised before")
         else:
             restores.append(let_go)
 
     def notes() -> list[str]:
-        told = library.notes() if restores or not library.is_wanted else []
-        return [*told, *left, *(library.notes_of_a_vae() if has_vae else ())]
+        in_force = library.notes() if restores or not library.is_wanted else []
+        return [*in_force, *skipped, *(library.notes_of_a_vae() if has_vae else ())]
 
     def restore() -> None:
         for let_go in restores:

@@ -47,7 +47,7 @@ class Placement:
 @dataclass(frozen=True)
 class Decision:
     """`level`: performance or memory. `sizes`: bytes of each part's weights. `activations`: an estimate, None where the
-    model is not known. `free`: bytes, None where the device does not tell. `kept`: the offloading that was found.
+    model is not known. `free`: bytes, None where the device does not say. `kept`: the offloading that was found.
     """
 
     level: str
@@ -165,7 +165,7 @@ class _Need:
     def in_halves(self) -> int:
         return self.missing + (self.activations or 0) // 2 + _MARGIN
 
-    def told(self, device: torch.device) -> str:
+    def in_words(self, device: torch.device) -> str:
         weights = sum(self.sizes.values())
         activations = "activations that are not known"
         if self.activations is not None:
@@ -243,7 +243,7 @@ def _offload(pipe: Any, device: torch.device) -> Installed:
     # Taken off: Diffusers would prefer the index of an earlier offload to 0.
     before = {name: pipe.__dict__.pop(name) for name in _OFFLOAD_STATE if name in pipe.__dict__}
     homes = [(part, _home({"": part}), "forward" in part.__dict__) for part in _parts(pipe).values()]
-    # The report is kept beside the pipeline for as long as it lives: it must not keep it alive.
+    # The report is kept for as long as the pipeline lives, and must not keep it alive.
     reference = weakref.ref(pipe)
 
     def put_back() -> None:
@@ -298,7 +298,7 @@ def _why_performance(level: str, place: Placement, need: _Need, free: int | None
     kept = (
         "" if place.by is None else f"the {place.by} that was found is kept, so weights move and no graph is captured"
     )
-    needs = f"it needs {need.told(place.device)}"
+    needs = f"it needs {need.in_words(place.device)}"
     fits = free is None or need.in_all <= free
     if level == "performance":
         room = "" if fits or free is None else f"; {needs} and {_gb(free)} are free, so level memory may be wanted"
@@ -321,7 +321,9 @@ def _why_memory(level: str, place: Placement, need: _Need, free: int | None, *, 
     does = " and ".join(measures)
     if level == "memory":
         return f"level memory was asked for: {does}"
-    return f"level auto is memory here: it needs {need.told(place.device)}, and {_gb(free or 0)} are free; so {does}"
+    return (
+        f"level auto is memory here: it needs {need.in_words(place.device)}, and {_gb(free or 0)} are free; so {does}"
+    )
 
 
 def _gb(size: int) -> str:

@@ -43,7 +43,7 @@ class _Tally:
 
 
 def why_not(model: nn.Module) -> str | None:
-    """The reason to leave a model alone."""
+    """The reason to skip a model."""
     if _batch_inputs(model) is None:
         return "which of its inputs have an entry for each picture is not known"
     return "its forward is not its class's own" if has_foreign_forward(model) else None

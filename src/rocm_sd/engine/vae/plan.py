@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from rocm_sd.tuning import Problem
 
-__all__ = ["MIB", "Plan", "Way", "is_channels_last", "plan", "predicted_peak", "scores_bytes"]
+__all__ = ["MIB", "VaePlan", "Way", "is_channels_last", "plan", "predicted_peak", "scores_bytes"]
 
 MIB = 2**20
 # What a prediction may be wrong by (15 percent is the promise), and what the allocator rounds up and cannot join.
@@ -52,28 +52,28 @@ class Way(Enum):
 
 
 @dataclass(frozen=True)
-class Plan:
+class VaePlan:
     """`needed` is the predicted peak of the way; `budget` is what strips and maps of the tiled way may take."""
 
     way: Way
     needed: int
     budget: int | None
 
-    def smaller(self, batch: int, *, tiles: bool) -> Plan | None:
+    def smaller(self, batch: int, *, tiles: bool) -> VaePlan | None:
         """What to try when this one has run out of memory."""
         if self.way is Way.WHOLE and batch > 1:
-            return Plan(Way.SLICED, self.needed // batch, self.budget)
+            return VaePlan(Way.SLICED, self.needed // batch, self.budget)
         if not tiles:
             return None
         # The prediction was wrong, or another program took the memory: what was free is no guide any more.
         tiled = self.way is Way.TILED
         budget = (self.budget if tiled and self.budget else self.needed) // 2
-        return Plan(Way.TILED, budget, budget) if budget >= _LEAST_BUDGET or not tiled else None
+        return VaePlan(Way.TILED, budget, budget) if budget >= _LEAST_BUDGET or not tiled else None
 
 
 def plan(
     whole: int, one: int, *, batch: int, free: int | None, level: str = "auto", tiles: bool = True, slices: bool = False
-) -> Plan:
+) -> VaePlan:
     """The fastest way that fits: `whole` and `one` are the peaks of the batch and of one picture of it.
 
     `free` is None where nobody knows it. `tiles`: whether the model can be run in strips. `slices`: one picture at a
@@ -81,10 +81,10 @@ def plan(
     """
     limit = _usable(free, level)
     if limit is None or (whole <= limit and not (slices and batch > 1)):
-        return Plan(Way.SLICED, one, None) if slices and batch > 1 else Plan(Way.WHOLE, whole, limit)
+        return VaePlan(Way.SLICED, one, None) if slices and batch > 1 else VaePlan(Way.WHOLE, whole, limit)
     if batch > 1 and (one <= limit or not tiles):
-        return Plan(Way.SLICED, one, limit)
-    return Plan(Way.TILED, limit, limit) if tiles else Plan(Way.WHOLE, whole, limit)
+        return VaePlan(Way.SLICED, one, limit)
+    return VaePlan(Way.TILED, limit, limit) if tiles else VaePlan(Way.WHOLE, whole, limit)
 
 
 def _usable(free: int | None, level: str) -> int | None:

@@ -18,7 +18,7 @@ from rocm_sd import arch
 from rocm_sd.arch.attention_backends import why_not_fused
 from rocm_sd.engine.installed import Installed
 from rocm_sd.engine.memory import free_memory, is_out_of_memory, release
-from rocm_sd.engine.vae.plan import MIB, Plan, Way, is_channels_last, plan, predicted_peak
+from rocm_sd.engine.vae.plan import MIB, VaePlan, Way, is_channels_last, plan, predicted_peak
 from rocm_sd.engine.vae.steps import Kind, Step, decoder_steps, encoder_steps, why_not_in_strips, why_unknown
 from rocm_sd.engine.vae.tiles import Safety, Store, in_strips
 
@@ -63,7 +63,7 @@ class _Direction:
 
 
 @dataclass(frozen=True)
-class _Call:
+class _VaeCall:
     """One call of decode or encode."""
 
     vae: Any
@@ -94,7 +94,7 @@ class _Call:
 class _Engine:
     vae: weakref.ref[Any]
     level: str
-    told: dict[tuple[str, ...], str] = field(default_factory=dict)
+    _notes: dict[tuple[str, ...], str] = field(default_factory=dict)
     # A prediction takes 2 ms where it asks each op for its choice; sizes come again.
     _predicted: dict[tuple[object, ...], int] = field(default_factory=dict)
 
@@ -105,7 +105,7 @@ class _Engine:
     def run(self, direction: _Direction, x: torch.Tensor) -> torch.Tensor:
         vae = self.vae()
         _bring_weights(vae)
-        call = _Call(vae, direction, x, direction.steps(vae))
+        call = _VaeCall(vae, direction, x, direction.steps(vae))
         if _capturing(x):
             return call.whole(x)
         if direction.ready(x):
@@ -116,7 +116,7 @@ class _Engine:
             return self._with_wider_range(call, y)
         return y
 
-    def _predict(self, call: _Call, batch: int, dtype: torch.dtype) -> int:
+    def _predict(self, call: _VaeCall, batch: int, dtype: torch.dtype) -> int:
         shape, device, encodes = (batch, *call.x.shape[1:]), call.x.device, call.direction.encodes
         key = (shape, dtype, device, encodes)
         if key not in self._predicted:
@@ -125,7 +125,7 @@ class _Engine:
             self._predicted[key] = predicted_peak(call.vae, shape, dtype, device=device, encode=encodes)
         return self._predicted[key]
 
-    def _plan(self, call: _Call) -> Plan:
+    def _plan(self, call: _VaeCall) -> VaePlan:
         batch, free = len(call.x), free_memory(call.x.device)
         whole, one = (self._predict(call, count, call.x.dtype) for count in (batch, 1))
         options: dict[str, Any] = {"batch": batch, "free": free, "level": self.level}
@@ -138,10 +138,12 @@ class _Engine:
                 chosen = plan(whole, one, tiles=False, **options)
                 why = f"; it cannot be tiled: {reason}"
         known = "" if free is None else f", {free // MIB} MiB are free"
-        self._tell(call, "plan", f"{chosen.way.value} ({whole / MIB:.0f} MiB if whole{known}){why}")
+        self._note(call, "plan", f"{chosen.way.value} ({whole / MIB:.0f} MiB if whole{known}){why}")
         return chosen
 
-    def _until_it_fits(self, call: _Call, chosen: Plan, compute: Callable[[Plan], torch.Tensor]) -> torch.Tensor:
+    def _until_it_fits(
+        self, call: _VaeCall, chosen: VaePlan, compute: Callable[[VaePlan], torch.Tensor]
+    ) -> torch.Tensor:
         while True:
             try:
                 return compute(chosen)
@@ -153,22 +155,22 @@ class _Engine:
                     raise
             # Outside of the handler, where the error and the frames in it no longer hold tensors.
             release(call.x.device)
-            self._tell(call, "memory", f"the {chosen.way.value} way ran out of memory; {smaller.way.value} was next")
+            self._note(call, "memory", f"the {chosen.way.value} way ran out of memory; {smaller.way.value} was next")
             chosen = smaller
 
-    def _with_wider_range(self, call: _Call, y: torch.Tensor) -> torch.Tensor:
+    def _with_wider_range(self, call: _VaeCall, y: torch.Tensor) -> torch.Tensor:
         """The pictures that are not finite, again: float16 where it is enough, the safe dtype where it is not."""
         reason = call.why_no_strips()
         if reason is None and not bool(torch.isfinite(call.x).all()):
             reason = "the input was not finite either"
         if reason is not None:
-            self._tell(call, "range", f"the result is not finite, and was left so: {reason}")
+            self._note(call, "range", f"the result is not finite, and was left so: {reason}")
             return y
         safety = Safety(safe_dtype(call.x.device))
         needed = self._predict(call, 1, torch.float32)
         chosen = plan(needed, needed, batch=1, free=free_memory(call.x.device), level=self.level)
 
-        def again(chosen: Plan) -> torch.Tensor:
+        def again(chosen: VaePlan) -> torch.Tensor:
             pictures = zip(torch.split(call.x, 1), torch.split(y, 1), strict=True)
             return torch.cat(
                 [
@@ -177,26 +179,26 @@ class _Engine:
                 ]
             )
 
-        mended = self._until_it_fits(call, replace(chosen, way=Way.TILED), again)
+        wider = self._until_it_fits(call, replace(chosen, way=Way.TILED), again)
         where = ", ".join(dict.fromkeys(safety.widened)) or "no step"
-        outcome = "finite" if bool(torch.isfinite(mended).all()) else "not finite either"
+        outcome = "finite" if bool(torch.isfinite(wider).all()) else "not finite either"
         dtype = str(safety.dtype).removeprefix("torch.")
-        self._tell(call, "range", f"float16 overflowed, and was {outcome} with {where} in {dtype}")
-        return mended
+        self._note(call, "range", f"float16 overflowed, and was {outcome} with {where} in {dtype}")
+        return wider
 
-    def _tell(self, call: _Call, kind: str, what: str) -> None:
+    def _note(self, call: _VaeCall, kind: str, what: str) -> None:
         shape = "x".join(map(str, call.x.shape))
         key = (call.direction.name, shape, kind)
-        self.told.pop(key, None)
-        self.told[key] = f"VAE {call.direction.name} of {shape}: {what}"
-        while len(self.told) > _KEPT:
-            del self.told[next(iter(self.told))]
+        self._notes.pop(key, None)
+        self._notes[key] = f"VAE {call.direction.name} of {shape}: {what}"
+        while len(self._notes) > _KEPT:
+            del self._notes[next(iter(self._notes))]
 
     def notes(self) -> Sequence[str]:
-        return tuple(self.told.values())
+        return tuple(self._notes.values())
 
 
-def _computed(call: _Call, chosen: Plan) -> torch.Tensor:
+def _computed(call: _VaeCall, chosen: VaePlan) -> torch.Tensor:
     if chosen.way is Way.WHOLE:
         return call.whole(call.x)
     pictures = torch.split(call.x, 1)
