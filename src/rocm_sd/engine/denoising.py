@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from functools import partial
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary, WeakSet, ref
+from weakref import WeakKeyDictionary, ref
 
 import torch
 
@@ -17,7 +17,7 @@ from rocm_sd.engine.capture import CapturedCalls, HostCall, Policy, Prepared, mo
 from rocm_sd.engine.denoisers import denoiser
 from rocm_sd.engine.installed import Installed
 from rocm_sd.engine.parts import EVERYTHING, Parts
-from rocm_sd.engine.schedule import hook, unhook
+from rocm_sd.engine.schedule import SchedulerHook, hook
 from rocm_sd.rewrite import forwards
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 __all__ = ["captured_models", "holds", "install"]
 
 _PARTS = ("unet", "transformer", "controlnet", "vae")
+_KEY = "graphs"
 
 
 class _DiffusersPolicy(Policy):
@@ -73,13 +74,11 @@ def install(target: Any, models: Sequence[nn.Module], parts: Parts = EVERYTHING)
     Where two pipelines share a model, the graphs of the one that came first serve both.
     """
     follow = _Follow(target)
-    restores = [forwards.share(model, "graphs", partial(_captured, model, parts)) for model in models]
+    restores = [forwards.share(model, _KEY, partial(_captured, model, parts)) for model in models]
     captured = [_CAPTURED[model] for model in models]
     for _, policy in captured:
         policy.runs.append(follow.run)
-    scheduler = getattr(target, "scheduler", None)
-    if scheduler is not None:
-        follow.hook(scheduler)
+    follow.hook()
 
     def notes() -> list[str]:
         return [*(note for calls, _ in captured for note in calls.notes()), *follow.notes()]
@@ -95,12 +94,12 @@ def install(target: Any, models: Sequence[nn.Module], parts: Parts = EVERYTHING)
 
 def _captured(model: nn.Module, parts: Parts) -> Callable[[], None]:
     policy = _DiffusersPolicy(model, parts)
-    calls, device, held = CapturedCalls(model, policy), next(model.parameters()).device, ref(model)
+    calls, device = CapturedCalls(model, policy), next(model.parameters()).device
     _CAPTURED[model] = calls, policy
 
     def answer(model: nn.Module, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # A copy of the model, or one whose wrapper by somebody else outlived `restore`, has no graphs.
-        if _CAPTURED.get(model, (None,))[0] is not calls:
+        if not forwards.is_shared(model, _KEY):
             return inner(*args, **kwargs)
         return calls(HostCall(*_timestep_as_tensor(args, kwargs), device, partial(inner, *args, **kwargs), inner))
 
@@ -108,9 +107,6 @@ def _captured(model: nn.Module, parts: Parts) -> Callable[[], None]:
 
     def restore() -> None:
         calls.clear()
-        alive = held()
-        if alive is not None:
-            del _CAPTURED[alive]
         take_off()
 
     return restore
@@ -148,25 +144,20 @@ class _Follow:
 
     def __init__(self, target: Any) -> None:
         self._target = ref(target)
-        self._hooked: WeakSet[Any] = WeakSet()
+        self._hooks: WeakKeyDictionary[Any, SchedulerHook | None] = WeakKeyDictionary()
 
-    def hook(self, scheduler: Any) -> Any:
-        known = hook(scheduler, user=self)
-        if known is not None:
-            self._hooked.add(scheduler)
-        return known
+    def hook(self) -> tuple[Any, SchedulerHook | None]:
+        scheduler = getattr(self._target(), "scheduler", None)
+        if scheduler is not None and scheduler not in self._hooks:
+            self._hooks[scheduler] = hook(scheduler)
+        return scheduler, None if scheduler is None else self._hooks[scheduler]
 
     def run(self) -> ScheduleRun | None:
-        scheduler = getattr(self._target(), "scheduler", None)
-        if scheduler is None:
-            return None
-        known = self.hook(scheduler)
-        found: ScheduleRun | None = None if known is None else known.run(scheduler)
-        return found
+        scheduler, known = self.hook()
+        return None if known is None else known.run(scheduler)
 
     def notes(self) -> list[str]:
-        scheduler = getattr(self._target(), "scheduler", None)
-        known = None if scheduler is None else hook(scheduler, user=self)
+        scheduler, known = self.hook()
         if known is None:
             return []
         kind = type(scheduler).__name__
@@ -175,5 +166,5 @@ class _Follow:
         return [f"{kind}: {known.planned_steps} steps from a table on the device"] if known.planned_steps else []
 
     def unhook_all(self) -> None:
-        for scheduler in list(self._hooked):
-            unhook(scheduler, user=self)
+        for known in filter(None, self._hooks.values()):
+            known.unhook()

@@ -31,15 +31,6 @@ KNOWN = {
 }
 
 
-class User:
-    """Whoever hooks a scheduler."""
-
-
-@pytest.fixture
-def user():
-    return User()
-
-
 def prediction(sample, t):
     """A model that is easy to follow: no two steps give the same."""
     return torch.sin(3 * sample + 0.01 * float(t))
@@ -63,10 +54,10 @@ def run(scheduler, steps=8, change=None, **named):
 
 @pytest.mark.parametrize("name", KNOWN)
 @pytest.mark.parametrize("change", [None, lambda number, sample: sample * 0.5 if number == 3 else sample])
-def test_a_run_gives_what_the_schedulers_own_steps_give(name, change, user):
+def test_a_run_gives_what_the_schedulers_own_steps_give(name, change):
     stock = run(KNOWN[name](), change=change)
     scheduler = KNOWN[name]()
-    known = stepping.hook(scheduler, user=user)
+    known = stepping.hook(scheduler)
     for _ in range(2):
         ours = run(scheduler, change=change)
         assert len(ours) == len(stock)
@@ -78,29 +69,29 @@ def test_a_run_gives_what_the_schedulers_own_steps_give(name, change, user):
     assert known.left_to_stock is None
 
 
-def test_a_scheduler_that_has_no_table_steps_by_itself(user):
+def test_a_scheduler_that_has_no_table_steps_by_itself():
     scheduler = diffusers.HeunDiscreteScheduler(**NOISE)
     stock = run(diffusers.HeunDiscreteScheduler(**NOISE))
-    known = stepping.hook(scheduler, user=user)
+    known = stepping.hook(scheduler)
     assert torch.equal(run(scheduler)[0], stock[0])
     assert "HeunDiscreteScheduler" in known.left_to_stock
     assert not known.planned_steps
 
 
 @pytest.mark.parametrize("option", [{"clip_sample": True}, {"thresholding": True}])
-def test_options_that_are_not_linear_are_left_to_the_scheduler(option, user):
+def test_options_that_are_not_linear_are_left_to_the_scheduler(option):
     def make():
         return diffusers.DDIMScheduler(**{"clip_sample": False, **NOISE, **option})
 
     scheduler = make()
-    known = stepping.hook(scheduler, user=user)
+    known = stepping.hook(scheduler)
     assert torch.equal(run(scheduler)[0], run(make())[0])
     assert next(iter(option)) in known.left_to_stock
 
 
-def test_the_answer_as_an_object_is_stocks_own(user):
+def test_the_answer_as_an_object_is_stocks_own():
     scheduler, stock = KNOWN["DDIM"](), KNOWN["DDIM"]()
-    stepping.hook(scheduler, user=user)
+    stepping.hook(scheduler)
     sample = torch.randn(1, 4, 8, 8)
     for one in (scheduler, stock):
         one.set_timesteps(4)
@@ -109,9 +100,9 @@ def test_the_answer_as_an_object_is_stocks_own(user):
     assert torch.equal(ours.prev_sample, theirs.prev_sample)
 
 
-def test_ddim_in_any_order_is_stocks(user):
+def test_ddim_in_any_order_is_stocks():
     scheduler, stock = KNOWN["DDIM"](), KNOWN["DDIM"]()
-    stepping.hook(scheduler, user=user)
+    stepping.hook(scheduler)
     sample = torch.randn(1, 4, 8, 8)
     for one in (scheduler, stock):
         one.set_timesteps(6)
@@ -122,9 +113,9 @@ def test_ddim_in_any_order_is_stocks(user):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
 
 
-def test_a_multistep_scheduler_out_of_order_says_so(user):
+def test_a_multistep_scheduler_out_of_order_says_so():
     scheduler = KNOWN["PNDM"]()
-    stepping.hook(scheduler, user=user)
+    stepping.hook(scheduler)
     scheduler.set_timesteps(6)
     sample = torch.randn(1, 4, 8, 8)
     scheduler.step(sample, scheduler.timesteps[0], sample, return_dict=False)
@@ -135,9 +126,9 @@ def test_a_multistep_scheduler_out_of_order_says_so(user):
     torch.testing.assert_close(run(scheduler)[0], run(KNOWN["PNDM"]())[0], rtol=2e-4, atol=2e-4)
 
 
-def test_a_run_that_was_broken_off_does_not_reach_the_next(user):
+def test_a_run_that_was_broken_off_does_not_reach_the_next():
     scheduler = KNOWN["DPM++ 2M"]()
-    stepping.hook(scheduler, user=user)
+    stepping.hook(scheduler)
 
     class Broken(Exception):
         pass
@@ -155,26 +146,43 @@ def test_a_run_that_was_broken_off_does_not_reach_the_next(user):
 def test_the_signatures_stay_and_the_last_user_takes_the_hook_off():
     scheduler = KNOWN["Euler"]()
     before = {name: inspect.signature(getattr(scheduler, name)) for name in ("step", "set_timesteps")}
-    users = [User(), User()]
-    first, second = (stepping.hook(scheduler, user=one) for one in users)
+    first, second = stepping.hook(scheduler), stepping.hook(scheduler)
     assert first is second
     assert {name: inspect.signature(getattr(scheduler, name)) for name in before} == before
-    stepping.unhook(scheduler, user=users[0])
+    first.unhook()
     assert "step" in vars(scheduler)
-    stepping.unhook(scheduler, user=users[1])
+    second.unhook()
     assert not {"step", "set_timesteps"} & set(vars(scheduler))
 
 
-def test_copies_of_a_hooked_scheduler_are_stock(user):
+def test_a_scheduler_with_a_step_of_its_own_keeps_it():
+    scheduler = KNOWN["Euler"]()
+    steps = []
+    scheduler.step = lambda *_arguments, **_named: steps.append(1)
+    assert stepping.hook(scheduler) is None
+    scheduler.step(None, None, None)
+    assert steps == [1]
+
+
+def test_a_pickle_of_a_hooked_scheduler_can_be_hooked():
     scheduler = KNOWN["DPM++ 2M"]()
-    known = stepping.hook(scheduler, user=user)
+    stepping.hook(scheduler)
+    again = pickle.loads(pickle.dumps(scheduler))
+    known = stepping.hook(again)
+    torch.testing.assert_close(run(again)[0], run(KNOWN["DPM++ 2M"]())[0], rtol=1e-3, atol=1e-3)
+    assert known.planned_steps
+
+
+def test_copies_of_a_hooked_scheduler_are_stock():
+    scheduler = KNOWN["DPM++ 2M"]()
+    known = stepping.hook(scheduler)
     stock = run(KNOWN["DPM++ 2M"]())
     for other in (copy.deepcopy(scheduler), pickle.loads(pickle.dumps(scheduler))):
         assert torch.equal(run(other)[0], stock[0])
     assert not known.planned_steps
 
 
-def test_image_to_image_begins_in_the_middle(user):
+def test_image_to_image_begins_in_the_middle():
     def part(scheduler):
         scheduler.set_timesteps(8)
         if hasattr(scheduler, "set_begin_index"):
@@ -187,14 +195,14 @@ def test_image_to_image_begins_in_the_middle(user):
 
     for name in ("DDIM", "Euler", "DPM++ 2M", "UniPC"):
         scheduler = KNOWN[name]()
-        known = stepping.hook(scheduler, user=user)
+        known = stepping.hook(scheduler)
         torch.testing.assert_close(part(scheduler), part(KNOWN[name]()), rtol=2e-4, atol=2e-4)
         assert known.planned_steps == 5
 
 
-def test_a_run_is_over_with_its_last_step(user):
+def test_a_run_is_over_with_its_last_step():
     scheduler = KNOWN["DDIM"]()
-    known = stepping.hook(scheduler, user=user)
+    known = stepping.hook(scheduler)
     run(scheduler)
     assert known.run(scheduler) is None
     scheduler.set_timesteps(4)

@@ -90,10 +90,7 @@ def why_foreign_layer(
         if not _is_of(kind, packages):
             return f"its {kind.__name__} is of {kind.__module__}"
         for name in methods:
-            found = own.get(name)
-            if found is None or forwards.is_ours(found):
-                continue
-            if getattr(found, "__func__", found) is not getattr(kind, name, None):
+            if forwards.is_foreign(module, own.get(name), name):
                 return f"its {kind.__name__} has a {name} that is not its class's own"
     return None
 
@@ -118,8 +115,5 @@ def has_foreign_forward(module: nn.Module) -> bool:
     if registry is not None and registry.hooks:
         # Its wrapper; the hooks are looked at by name.
         return False
-    forward = own.get("_old_forward" if "_hf_hook" in own else "forward")
-    if forward is None:
-        return False
     # Stand-ins of this project treat each sample by itself.
-    return not forwards.is_ours(forward) and getattr(forward, "__func__", None) is not type(module).forward
+    return forwards.is_foreign(module, own.get("_old_forward" if "_hf_hook" in own else "forward"))

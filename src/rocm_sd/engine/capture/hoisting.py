@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import threading
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
@@ -28,26 +27,15 @@ from rocm_sd.rewrite.packing import packed_linear, unpack
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-__all__ = ["Hoist", "TimeInputs"]
+__all__ = ["Hoist", "time_tensors"]
 
 _EMBEDDINGS = (None, "text_time")
 
 
-@dataclass(frozen=True)
-class TimeInputs:
-    """What the time embedding of a call is made of, besides the timestep."""
-
-    batch: int
-    dtype: torch.dtype
-    device: torch.device
-    condition: torch.Tensor | None
-    text: torch.Tensor
-    added: Mapping[str, Any] | None
-
-    @property
-    def tensors(self) -> list[torch.Tensor]:
-        added = [value for value in (self.added or {}).values() if isinstance(value, torch.Tensor)]
-        return added if self.condition is None else [self.condition, *added]
+def time_tensors(named: Mapping[str, Any]) -> list[torch.Tensor]:
+    """What the time embedding of a call with these arguments is made of, besides the timestep."""
+    given = (named["timestep_cond"], *(named["added_cond_kwargs"] or {}).values())
+    return [value for value in given if isinstance(value, torch.Tensor)]
 
 
 class Hoist:
@@ -68,8 +56,7 @@ class Hoist:
     @classmethod
     def find(cls, unet: Any, arguments: Mapping[str, Any]) -> Hoist | None:
         """None where a call with these arguments has to compute them itself."""
-        known = denoiser(unet)
-        if known is None or not known.hoists or unet.config.addition_embed_type not in _EMBEDDINGS:
+        if not getattr(denoiser(unet), "is_unet", False) or unet.config.addition_embed_type not in _EMBEDDINGS:
             return None
         # A scale in these is put on the LoRA's layers inside of the forward only.
         if arguments.get("cross_attention_kwargs") or not isinstance(
@@ -87,18 +74,20 @@ class Hoist:
         attentions = [attn for attn in map(transformer.hoistable, modules) if attn is not None]
         return cls(unet, blocks, attentions) if blocks or attentions else None
 
-    def time_rows(self, timesteps: torch.Tensor, inputs: TimeInputs) -> torch.Tensor:
+    def time_rows(self, timesteps: torch.Tensor, named: Mapping[str, Any]) -> torch.Tensor:
         """[T, width]: for each of T timesteps the embedding and every block's add, for the whole batch, in one row.
 
-        timesteps: [T], each for the whole batch.
+        timesteps: [T], each for the whole batch. named: the other arguments of a call.
         """
-        count, batch = len(timesteps), inputs.batch
+        sample, condition = named["sample"], named["timestep_cond"]
+        count, batch = len(timesteps), sample.shape[0]
         # Of the sample the embedding only asks how many there are, of which kind.
-        like = torch.empty((count * batch, 0), dtype=inputs.dtype, device=inputs.device)
-        times = timesteps.to(inputs.device).repeat_interleave(batch)
-        condition = None if inputs.condition is None else inputs.condition.repeat(count, 1)
+        like = torch.empty((count * batch, 0), dtype=sample.dtype, device=sample.device)
+        times = timesteps.to(sample.device).repeat_interleave(batch)
+        condition = None if condition is None else condition.repeat(count, 1)
         emb = self.unet.time_embedding(self.unet.get_time_embed(sample=like, timestep=times), condition)
-        more = self.unet.get_aug_embed(emb=emb, encoder_hidden_states=inputs.text, added_cond_kwargs=inputs.added)
+        text, added = named["encoder_hidden_states"], named["added_cond_kwargs"]
+        more = self.unet.get_aug_embed(emb=emb, encoder_hidden_states=text, added_cond_kwargs=added)
         if more is not None:
             emb = emb + more.repeat(count, 1)
         pieces = [emb, *self._adds(F.silu(emb))]

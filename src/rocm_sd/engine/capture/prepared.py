@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 from rocm_sd.engine.capture.graph import Graph, capture_graph
-from rocm_sd.engine.capture.hoisting import Hoist, TimeInputs
+from rocm_sd.engine.capture.hoisting import Hoist, time_tensors
 from rocm_sd.rewrite import conditioning
 
 if TYPE_CHECKING:
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from torch import nn
 
     from rocm_sd.engine.schedule import ScheduleRun
+
+    RunOf = Callable[[torch.Tensor], ScheduleRun | None]
 
 __all__ = ["Prepared"]
 
@@ -50,14 +52,7 @@ class _Identity:
 class Prepared:
     """Of one kind of call. Within a run weights do not change: what was made for the same tensors is kept."""
 
-    def __init__(
-        self,
-        hoist: Hoist,
-        row: torch.Tensor,
-        text: torch.Tensor,
-        batch: int,
-        run_of: Callable[[torch.Tensor], ScheduleRun | None],
-    ) -> None:
+    def __init__(self, hoist: Hoist, row: torch.Tensor, text: torch.Tensor, batch: int, run_of: RunOf) -> None:
         self.hoist = hoist
         self._run_of = run_of
         self._row = row
@@ -70,22 +65,15 @@ class Prepared:
         self._table_of: _Identity | None = None
 
     @classmethod
-    def of(
-        cls,
-        model: nn.Module,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        run_of: Callable[[torch.Tensor], ScheduleRun | None],
-    ) -> Prepared | None:
+    def of(cls, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], run_of: RunOf) -> Prepared | None:
         """None where a call with these arguments has to compute everything itself. `run_of`: of a timestep."""
         named = _by_name(model, args, kwargs)
         hoist = Hoist.find(model, named) if named else None
         # One timestep for each picture is a row of its own for each.
         if hoist is None or named["timestep"].numel() != 1:
             return None
-        inputs = _time_inputs(named)
-        row = hoist.time_rows(named["timestep"].reshape(1), inputs)[0].clone()
-        return cls(hoist, row, named["encoder_hidden_states"].detach().clone(), inputs.batch, run_of)
+        row = hoist.time_rows(named["timestep"].reshape(1), named)[0].clone()
+        return cls(hoist, row, named["encoder_hidden_states"].detach().clone(), named["sample"].shape[0], run_of)
 
     @property
     def memory(self) -> int:
@@ -110,16 +98,16 @@ class Prepared:
 
     def fill(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         named = _by_name(self.hoist.unet, args, kwargs)
-        run = self._run_of(named["timestep"])
+        timestep = named["timestep"]
+        run = self._run_of(timestep)
         self._fill_for_prompt(run, named["encoder_hidden_states"])
-        inputs, timestep = _time_inputs(named), named["timestep"]
         number = None if run is None else run.number_of(timestep)
-        made_of = _Identity.of(run, *inputs.tensors)
+        made_of = _Identity.of(run, *time_tensors(named))
         if run is None or number is None or made_of is None:
-            self._row.copy_(self.hoist.time_rows(timestep.reshape(1), inputs)[0])
+            self._row.copy_(self.hoist.time_rows(timestep.reshape(1), named)[0])
             return
         if self._table is None or not made_of.same_as(self._table_of):
-            self._table, self._table_of = self.hoist.time_rows(run.timesteps, inputs), made_of
+            self._table, self._table_of = self.hoist.time_rows(run.timesteps, named), made_of
         self._row.copy_(self._table[number])
 
     def _fill_for_prompt(self, run: ScheduleRun | None, text: torch.Tensor) -> None:
@@ -148,15 +136,3 @@ def _by_name(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         return {}
     arguments.apply_defaults()
     return arguments.arguments
-
-
-def _time_inputs(named: dict[str, Any]) -> TimeInputs:
-    sample = named["sample"]
-    return TimeInputs(
-        batch=sample.shape[0],
-        dtype=sample.dtype,
-        device=sample.device,
-        condition=named["timestep_cond"],
-        text=named["encoder_hidden_states"],
-        added=named["added_cond_kwargs"],
-    )

@@ -22,8 +22,6 @@ from rocm_sd.errors import InvalidOption
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-    from rocm_sd.engine.denoisers import Activations
-
 __all__ = ["LEVELS", "Decision", "Placement", "decide", "estimate_activations", "install", "placement"]
 
 LEVELS = ("auto", "performance", "memory")
@@ -71,16 +69,17 @@ def decide(target: Any, level: str, free: int | None = None) -> Decision:
     need = _need(target, parts, place.device)
     free = free_memory(place.device) if free is None else free
     short = free is not None and need.in_all > free
+    found: Any = {"sizes": need.sizes, "activations": need.activations, "free": free, "kept": place.by}
     # Weights that the user moves about have no address that a graph could keep.
     graphs = place.device.type == "cuda" and place.by is None
     if level == "performance" or (level == "auto" and (place.by is not None or not short)):
         why = _why_performance(level, place, need, free)
-        return _decision("performance", why, place, need, free, graphs=graphs)
+        return Decision("performance", why, place.device, False, graphs, False, **found)
     # Chosen by auto, parts are moved only where halving the activations is not enough.
     tight = level == "memory" or (free is not None and need.in_halves > free)
-    possible = graphs and hasattr(target, "enable_model_cpu_offload")
-    why = _why_memory(level, place, need, free, offload=tight and possible)
-    return _decision("memory", why, place, need, free, offload=tight and possible)
+    offload = tight and graphs and hasattr(target, "enable_model_cpu_offload")
+    why = _why_memory(level, place, need, free, offload=offload)
+    return Decision("memory", why, place.device, offload, False, True, **found)
 
 
 def install(target: Any, decision: Decision) -> Installed:
@@ -147,7 +146,7 @@ def _denoisers(parts: Mapping[str, nn.Module]) -> Iterator[nn.Module]:
     for part in parts.values():
         # Several ControlNets are called one by one by the module that holds them.
         nets = part.modules() if type(part).__name__ == "MultiControlNetModel" else iter((part,))
-        yield from (net for net in nets if getattr(denoiser(net), "batch", None) is not None)
+        yield from (net for net in nets if getattr(denoiser(net), "each", ()))
 
 
 @dataclass(frozen=True)
@@ -187,10 +186,10 @@ def _need(target: Any, parts: Mapping[str, nn.Module], device: torch.device) -> 
                 count = tensor.numel() * tensor.element_size()
                 sizes[name] += count
                 missing += 0 if _is(tensor.device, device) else count
-    found = next(((part, known) for part in parts.values() if (known := _activations(part)) is not None), None)
-    if found is None:
+    found = ((part, known) for part in parts.values() if (known := denoiser(part)) is not None and known.maps)
+    model, known = next(found, (None, None))
+    if known is None:
         return _Need(sizes, missing, None, "")
-    model, known = found
     size, samples = _sample_size(target, model), known.samples
     pixels = [side * int(getattr(target, "vae_scale_factor", 8)) for side in size]
     picture = f"one picture of {pixels[1]}x{pixels[0]}" + (" with guidance" if samples == 2 else "")
@@ -205,7 +204,7 @@ def _sample_size(target: Any, model: Any) -> tuple[int, int]:
 
 def estimate_activations(model: Any, size: tuple[int, int], samples: int) -> int:
     """Bytes of one call for latents of this height and width, by the shape of the model; within a tenth of stock's."""
-    config, known = model.config, _activations(model)
+    config, known = model.config, denoiser(model)
     assert known is not None
     itemsize = next((p.element_size() for p in model.parameters() if p.is_floating_point()), 4)
     if known.is_unet:
@@ -213,11 +212,6 @@ def estimate_activations(model: Any, size: tuple[int, int], samples: int) -> int
     patch = known.patch or config.patch_size
     tokens = (size[0] // patch) * (size[1] // patch) + known.text
     return int(samples * itemsize * known.maps * tokens * config.num_attention_heads * config.attention_head_dim)
-
-
-def _activations(model: Any) -> Activations | None:
-    known = denoiser(model)
-    return None if known is None else known.activations
 
 
 def _unet_values(config: Any, size: tuple[int, int], maps: int) -> int:
@@ -277,21 +271,6 @@ def _offload(pipe: Any, device: torch.device) -> Installed:
             put_back()
 
     return Installed(lambda: (f"each part of the pipeline is on {device} only while it works",), restore)
-
-
-def _decision(
-    level: str,
-    why: str,
-    place: Placement,
-    need: _Need,
-    free: int | None,
-    *,
-    graphs: bool = False,
-    offload: bool = False,
-) -> Decision:
-    return Decision(
-        level, why, place.device, offload, graphs, level == "memory", need.sizes, need.activations, free, place.by
-    )  # fmt: skip
 
 
 def _why_performance(level: str, place: Placement, need: _Need, free: int | None) -> str:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from rocm_sd.engine.denoisers import BatchInputs
+    from rocm_sd.engine.denoisers import Denoiser
 
 __all__ = ["install", "why_not"]
 
@@ -44,14 +44,9 @@ class _Tally:
 
 def why_not(model: nn.Module) -> str | None:
     """The reason to skip a model."""
-    if _batch_inputs(model) is None:
+    if not getattr(denoiser(model), "each", ()):
         return "which of its inputs have an entry for each picture is not known"
     return "its forward is not its class's own" if has_foreign_forward(model) else None
-
-
-def _batch_inputs(model: nn.Module) -> BatchInputs | None:
-    known = denoiser(model)
-    return None if known is None else known.batch
 
 
 def install(model: nn.Module, inner: Callable[..., Any] | None = None) -> Installed:
@@ -102,7 +97,8 @@ def _in_halves(
     kind: Any = type(model)
     names = _argument_names(kind)
     given = dict(zip(names, args, strict=False)) | kwargs
-    inputs = _batch_inputs(model)
+    known = denoiser(model)
+    inputs = known if known is not None and known.each else None
     batch = _entries(given.get(inputs.each[0])) if inputs else 0
     reason = _why_whole(model, inputs, given, batch) if inputs else f"its class is now {kind.__name__}"
     if len(args) > len(names):
@@ -136,7 +132,7 @@ def _entries(value: Any) -> int:
     return value.shape[0] if isinstance(value, torch.Tensor) and value.dim() else 0
 
 
-def _why_whole(model: nn.Module, inputs: BatchInputs, given: dict[str, Any], batch: int) -> str | None:
+def _why_whole(model: nn.Module, inputs: Denoiser, given: dict[str, Any], batch: int) -> str | None:
     if batch < 2 or batch % 2:
         return f"a batch of {batch} has no halves"
     if model.training:
@@ -149,11 +145,11 @@ def _why_whole(model: nn.Module, inputs: BatchInputs, given: dict[str, Any], bat
     return why_foreign(model)
 
 
-def _is_understood(inputs: BatchInputs, name: str, value: Any, batch: int) -> bool:
+def _is_understood(inputs: Denoiser, name: str, value: Any, batch: int) -> bool:
     return all(_is_known(inputs, name, leaf, batch) for leaf in pytree.tree_leaves(value))
 
 
-def _is_known(inputs: BatchInputs, name: str, leaf: Any, batch: int) -> bool:
+def _is_known(inputs: Denoiser, name: str, leaf: Any, batch: int) -> bool:
     if not isinstance(leaf, torch.Tensor):
         return leaf is None or isinstance(leaf, _PLAIN)
     if _is_for_all(inputs, name, leaf):
@@ -161,11 +157,11 @@ def _is_known(inputs: BatchInputs, name: str, leaf: Any, batch: int) -> bool:
     return (name in inputs.each or name in inputs.one_or_each) and _entries(leaf) == batch
 
 
-def _is_for_all(inputs: BatchInputs, name: str, tensor: torch.Tensor) -> bool:
+def _is_for_all(inputs: Denoiser, name: str, tensor: torch.Tensor) -> bool:
     return name in inputs.shared or (name in inputs.one_or_each and tensor.numel() == 1)
 
 
-def _part(inputs: BatchInputs, name: str, value: Any, rows: slice) -> Any:
+def _part(inputs: Denoiser, name: str, value: Any, rows: slice) -> Any:
     """Containers come anew: what a call takes out of one must be there for the next."""
 
     def part(leaf: Any) -> Any:

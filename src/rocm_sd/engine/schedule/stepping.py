@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-from types import MethodType
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -20,61 +19,45 @@ from rocm_sd.engine.schedule.runs import ScheduleRun
 from rocm_sd.engine.schedule.step_plan import StepPlan, step_table
 from rocm_sd.errors import Unsupported
 from rocm_sd.ops import guided_step
-from rocm_sd.rewrite.forwards import mark
+from rocm_sd.rewrite import forwards
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["SchedulerHook", "hook", "unhook"]
+__all__ = ["SchedulerHook", "hook"]
 
 _NAMES = ("set_timesteps", "step")
 _HOOKS: WeakKeyDictionary[Any, SchedulerHook] = WeakKeyDictionary()
 
 
-def hook(scheduler: Any, *, user: object) -> SchedulerHook | None:
-    """The scheduler's hook, put on it where it had none; None of what is no scheduler of Diffusers' kind.
-
-    Pipelines share schedulers: the hook stays until its last user has taken it off.
+def hook(scheduler: Any) -> SchedulerHook | None:
+    """The scheduler's hook, put on it where it had none; None of what is no scheduler of Diffusers' kind, or has a step
+    of its own. Pipelines share schedulers: the hook stays until each that asked for it has called its `unhook`.
     """
-    known, kind = _HOOKS.get(scheduler), _kind(scheduler)
-    if known is None:
-        if not all(callable(getattr(kind, name, None)) for name in _NAMES):
-            return None
-        known = _HOOKS[scheduler] = SchedulerHook()
-        for name in _NAMES:
-            setattr(scheduler, name, MethodType(_stand_in(kind, name), scheduler))
-    known.users.add(id(user))
+    kind = _kind(scheduler)
+    if not all(callable(getattr(kind, name, None)) for name in _NAMES):
+        return None
+    if any(forwards.is_foreign(scheduler, forwards.on_instance(scheduler, name), name) for name in _NAMES):
+        return None
+    unhook = forwards.share(scheduler, _NAMES, functools.partial(_hooked, scheduler))
+    known = _HOOKS[scheduler]
+    known.unhooks.append(unhook)
     return known
 
 
-def unhook(scheduler: Any, *, user: object) -> None:
-    known = _HOOKS.get(scheduler)
-    if known is None:
-        return
-    known.users.discard(id(user))
-    if not known.users:
-        del _HOOKS[scheduler]
-        for name in _NAMES:
-            if getattr(scheduler.__dict__.get(name), "__func__", None) is _stand_in(_kind(scheduler), name):
-                delattr(scheduler, name)
+def _hooked(scheduler: Any) -> Callable[[], None]:
+    known = _HOOKS[scheduler] = SchedulerHook()
+    restores = [forwards.surround(scheduler, functools.partial(known.answer, name), name) for name in _NAMES]
+
+    def restore() -> None:
+        for one in restores:
+            one()
+
+    return restore
 
 
 def _kind(scheduler: object) -> Any:
     return type(scheduler)
-
-
-@functools.cache
-def _stand_in(kind: Any, name: str) -> Callable[..., Any]:
-    # Pipelines look at the signature to see what a scheduler takes; a copy of the scheduler has no hook, and steps
-    # as its class does.
-    stock = getattr(kind, name)
-
-    @functools.wraps(stock)
-    def stand_in(self: Any, *args: Any, **kwargs: Any) -> Any:
-        known = _HOOKS.get(self)
-        return stock(self, *args, **kwargs) if known is None else getattr(known, name)(self, *args, **kwargs)
-
-    return mark(stand_in, name=name)
 
 
 @functools.cache
@@ -86,13 +69,23 @@ class SchedulerHook:
     """`left_to_stock`: why the scheduler steps by itself in this run, if it does."""
 
     def __init__(self) -> None:
-        self.users: set[int] = set()
+        self.unhooks: list[Callable[[], None]] = []
         self.left_to_stock: str | None = None
         self.planned_steps = 0
         self._run: ScheduleRun | None = None
         self._stepper: _Stepper | None = None
         self._steps = 0
         self._over = False
+
+    def unhook(self) -> None:
+        self.unhooks.pop()()
+
+    def answer(
+        self, name: str, scheduler: Any, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        # A copy of the scheduler has no hook, and steps as its class does.
+        hooked = forwards.is_shared(scheduler, _NAMES)
+        return getattr(self, name)(scheduler, *args, **kwargs) if hooked else inner(*args, **kwargs)
 
     def run(self, scheduler: Any) -> ScheduleRun | None:
         """The run that the scheduler is in; None before `set_timesteps` and after the last step."""

@@ -8,7 +8,6 @@ import sys
 import weakref
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +20,7 @@ from rocm_sd.engine.memory import free_memory, is_out_of_memory, release
 from rocm_sd.engine.vae.plan import MIB, VaePlan, Way, is_channels_last, plan, predicted_peak
 from rocm_sd.engine.vae.steps import Kind, Step, decoder_steps, encoder_steps, why_not_in_strips, why_unknown
 from rocm_sd.engine.vae.tiles import Safety, Store, in_strips
+from rocm_sd.rewrite import forwards
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -234,16 +234,11 @@ def install(
     whole = run_whole or (lambda z: decode_whole(held(), z))
     decoding = _Direction("decode", decoder_steps, whole, ready or _never)
     encoding = _Direction("encode", encoder_steps, lambda x: encode_whole(held(), x), _never)
-    # Pickle finds a bound method by its name: a pickled VAE comes back with its class's own.
-    methods = {"decode": _decode(engine, decoding), "encode": _encode(engine, encoding)}
-    for name, method in methods.items():
-        setattr(vae, name, MethodType(method, vae))
+    restores = [forwards.replace(vae, method) for method in (_decode(engine, decoding), _encode(engine, encoding))]
 
     def restore() -> None:
-        own = getattr(held(), "__dict__", {})
-        for name, method in methods.items():
-            if getattr(own.get(name), "__func__", None) is method:
-                delattr(held(), name)
+        for one in restores:
+            one()
 
     return Installed(engine.notes, restore)
 
@@ -259,7 +254,7 @@ def _decode(engine: _Engine, direction: _Direction) -> Callable[..., Any]:
         y = engine.run(direction, z)
         return _class_beside(self, "DecoderOutput")(sample=y) if return_dict else (y,)
 
-    return decode
+    return forwards.mark(decode, name="decode")
 
 
 def _encode(engine: _Engine, direction: _Direction) -> Callable[..., Any]:
@@ -269,7 +264,7 @@ def _encode(engine: _Engine, direction: _Direction) -> Callable[..., Any]:
         posterior = _class_beside(self, "DiagonalGaussianDistribution")(engine.run(direction, x))
         return _class_beside(self, "AutoencoderKLOutput")(latent_dist=posterior) if return_dict else (posterior,)
 
-    return encode
+    return forwards.mark(encode, name="encode")
 
 
 def _left_to_stock(vae: Any, x: torch.Tensor) -> bool:

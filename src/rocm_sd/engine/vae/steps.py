@@ -149,19 +149,13 @@ def _touched(module: nn.Module, device: torch.device) -> str | None:
     own = module.__dict__
     if own["_forward_hooks"] or own["_forward_pre_hooks"]:
         return "it has hooks"
-    if "_hf_hook" in own or ("forward" in own and not _is_known_forward(module)):
+    if "_hf_hook" in own or forwards.is_foreign(module, own.get("forward")):
         return "another program has replaced its forward"
     if any(p.device != device for p in own["_parameters"].values() if p is not None):
         return "its weights are on another device"
     if isinstance(module, nn.Conv2d) and "_conv_forward" in own:
         return "another program has replaced its convolution"
     return unusual(module)
-
-
-def _is_known_forward(module: nn.Module) -> bool:
-    """A stand-in of this project, or the class's own, which a hook of accelerate leaves behind."""
-    forward = module.__dict__["forward"]
-    return forwards.is_ours(forward) or getattr(forward, "__func__", None) is type(module).forward
 
 
 def _unusual_step(step: Step) -> str | None:
