@@ -8,16 +8,6 @@ from rocm_sd.engine.parts import EVERYTHING, Parts
 from rocm_sd.engine.reporting import Report
 
 __all__ = [
-    "EVERYTHING",
-    "LEVELS",
-    "QUALITIES",
-    "Installed",
-    "Parts",
-    "Report",
-    "free_memory",
-    "is_out_of_memory",
-    "optimize",
-    "optimize_with",
-    "report",
-    "restore",
-]
+    "EVERYTHING", "LEVELS", "QUALITIES", "Installed", "Parts", "Report", "free_memory", "is_out_of_memory", "optimize",
+    "optimize_with", "report", "restore",
+]  # fmt: skip

@@ -19,6 +19,7 @@ from rocm_sd.engine.convolutions import (
     convolution_dtype,
     convolving_models,
     install_library,
+    lay_out,
 )
 from rocm_sd.engine.installed import Installed
 from rocm_sd.engine.levels import LEVELS
@@ -178,26 +179,7 @@ def _relaid(models: Iterable[tuple[nn.Module, Choice]]) -> Iterator[Installed]:
     for model, layout in models:
         by_reason.setdefault(layout.why, []).append(model)
     for why, modules in by_reason.items():
-        yield _channels_last(modules, why)
-
-
-def _channels_last(modules: list[nn.Module], why: str) -> Installed:
-    # The others had that layout, or have none to change.
-    relaid = []
-    for module in modules:
-        for layer in module.modules():
-            weight = getattr(layer, "weight", None)
-            if isinstance(layer, nn.Conv2d) and weight is not None and weight.is_contiguous() and weight.numel():
-                weight.data = weight.data.contiguous(memory_format=torch.channels_last)
-                relaid.append(layer)
-
-    def restore() -> None:
-        for layer in relaid:
-            weight = _held(layer)
-            if weight is not None:
-                weight.data = weight.data.contiguous()
-
-    return Installed(lambda: (f"{len(relaid)} convolutions run channels-last ({why})",), restore)
+        yield lay_out(modules, why)
 
 
 def _convolution_library(modules: list[tuple[str, nn.Module]], device: torch.device) -> Installed:
@@ -206,14 +188,6 @@ def _convolution_library(modules: list[tuple[str, nn.Module]], device: torch.dev
         model for name, module in modules for model in convolving_models(module, library, is_vae=_is_vae(name, module))
     ]
     return install_library(models, library, has_vae=any(_is_vae(*each) for each in modules))
-
-
-def _held(layer: nn.Conv2d) -> torch.Tensor | None:
-    """The layer's weight, also where an offload that came later has put it aside."""
-    if layer.weight.device.type != "meta":
-        return layer.weight
-    put_aside = getattr(layer.__dict__.get("_hf_hook"), "weights_map", None)
-    return None if put_aside is None else put_aside["weight"]
 
 
 def _is_vae(name: str, module: nn.Module) -> bool:

@@ -10,15 +10,6 @@ from rocm_sd.engine.capture.prepared import Prepared
 from rocm_sd.engine.capture.warmup import compile_kernels, start_compiling
 
 __all__ = [
-    "CapturedCalls",
-    "HostCall",
-    "Policy",
-    "Prepared",
-    "compile_kernels",
-    "graphs_wanted",
-    "has_foreign_forward",
-    "moves_weights",
-    "start_compiling",
-    "why_foreign",
-    "why_foreign_layer",
-]
+    "CapturedCalls", "HostCall", "Policy", "Prepared", "compile_kernels", "graphs_wanted", "has_foreign_forward",
+    "moves_weights", "start_compiling", "why_foreign", "why_foreign_layer",
+]  # fmt: skip

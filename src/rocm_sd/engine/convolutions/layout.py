@@ -7,16 +7,21 @@ convolution in one chain, and with 256 channels its error is 3.7 times that of i
 from __future__ import annotations
 
 from functools import cache
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from rocm_sd import arch
+from rocm_sd.engine.installed import Installed
 from rocm_sd.tuning import Choice, environment, layers
 from rocm_sd.tuning.choice import STOCK
 
-__all__ = ["CHANNELS_LAST", "choose_layout", "convolution_dtype"]
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+__all__ = ["CHANNELS_LAST", "choose_layout", "convolution_dtype", "lay_out"]
 
 CHANNELS_LAST = "channels_last"
 # What a whole picture may be further from exact than stock's: an error of all its convolutions is one of the picture.
@@ -33,6 +38,36 @@ def choose_layout(device: torch.device, dtype: torch.dtype | None) -> Choice:
         return choice
     less_exact = _why_less_exact(device)
     return choice if less_exact is None else Choice(STOCK, why=less_exact)
+
+
+def lay_out(modules: Iterable[nn.Module], why: str) -> Installed:
+    """Lay the weights of their convolutions out channels-last, but for those that are, or have none to change."""
+    relaid: list[nn.Conv2d] = []
+
+    def restore() -> None:
+        for layer in relaid:
+            weight = _held(layer)
+            if weight is not None:
+                weight.data = weight.data.contiguous()
+
+    try:
+        for layer in (layer for module in modules for layer in module.modules() if isinstance(layer, nn.Conv2d)):
+            weight = getattr(layer, "weight", None)
+            if weight is not None and weight.is_contiguous() and weight.numel():
+                weight.data = weight.data.contiguous(memory_format=torch.channels_last)
+                relaid.append(layer)
+    except BaseException:
+        restore()
+        raise
+    return Installed(lambda: (f"{len(relaid)} convolutions run channels-last ({why})",), restore)
+
+
+def _held(layer: nn.Conv2d) -> torch.Tensor | None:
+    """The layer's weight, also where an offload that came later has put it aside."""
+    if layer.weight.device.type != "meta":
+        return layer.weight
+    put_aside = getattr(layer.__dict__.get("_hf_hook"), "weights_map", None)
+    return None if put_aside is None else put_aside["weight"]
 
 
 def convolution_dtype(module: nn.Module) -> torch.dtype | None:

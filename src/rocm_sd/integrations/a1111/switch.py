@@ -11,9 +11,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
-import torch
-from torch import nn
-
 import rocm_sd
 from rocm_sd.engine import free_memory
 from rocm_sd.engine.capture import graphs_wanted, start_compiling
@@ -24,6 +21,7 @@ from rocm_sd.engine.convolutions import (
     convolution_dtype,
     convolving_models,
     install_library,
+    lay_out,
 )
 from rocm_sd.integrations.a1111 import host, messages, transformer_blocks, unet_blocks, vae_blocks
 from rocm_sd.integrations.a1111.class_forwards import LoraNetworks, why_not_layers
@@ -33,6 +31,9 @@ from rocm_sd.rewrite.apply import Change, apply, undo
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    import torch
+    from torch import nn
 
     from rocm_sd.engine import Installed
 
@@ -80,10 +81,9 @@ class _Optimized:
         self.unet = ref(unet)
         self.device = next(unet.parameters()).device
         self.changes: list[Change] = []
-        self._relaid: list[torch.Tensor] = []
+        self._installed: list[Installed] = []
         self._hook: Any = None
         self.library = choose_library(self.device)
-        self._steered: Installed | None = None
         self.graphs: UnetGraphs | None = None
         self._lora = LoraNetworks(unet)
         try:
@@ -97,14 +97,18 @@ class _Optimized:
         if captures:
             start_compiling(self.device)
             self.graphs = UnetGraphs(unet)
-        reason = _lay_out_channels_last(parts, self.device, self._relaid)
+        layout = choose_layout(self.device, next(filter(None, map(convolution_dtype, parts)), None))
+        reason: str | None = f"its convolutions keep their layout ({layout.why})"
+        if layout.implementation == CHANNELS_LAST:
+            reason = None
+            self._installed.append(lay_out(parts, layout.why))
         rules = [*unet_blocks.RULES, *vae_blocks.RULES, *(transformer_blocks.RULES if captures else ())]
         rules = [rule for rule in rules if rule.on_cpu or self.device.type != "cpu"]
         for part in parts:
             self.changes += apply(part, rules, not_channels_last=reason)
         # The UNet's own forward is asked for through `call`; nobody asks for those of the VAE's halves.
         halves = [half for part in parts[1:] for half in convolving_models(part, self.library, is_vae=True)]
-        self._steered = install_library(halves, self.library, has_vae=len(parts) > 1)
+        self._installed.append(install_library(halves, self.library, has_vae=len(parts) > 1))
         self._hook = unet.register_forward_pre_hook(lambda _module, _args: self._before_call())
 
     def _before_call(self) -> None:
@@ -145,11 +149,9 @@ class _Optimized:
             self._hook.remove()
         if self.graphs is not None:
             self.graphs.calls.clear()
-        if self._steered is not None:
-            self._steered.restore()
         undo(self.changes)
-        for weight in self._relaid:
-            weight.data = weight.data.contiguous()
+        for installed in reversed(self._installed):
+            installed.restore()
 
 
 def _may_capture(level: str, device: torch.device) -> bool:
@@ -157,18 +159,6 @@ def _may_capture(level: str, device: torch.device) -> bool:
         return level == "performance"
     free = free_memory(device)
     return free is None or free >= _ROOM_FOR_GRAPHS
-
-
-def _lay_out_channels_last(parts: list[nn.Module], device: torch.device, relaid: list[torch.Tensor]) -> str | None:
-    """Lay the convolutions' weights out anew, and note which; the reason, where none is."""
-    layout = choose_layout(device, next(filter(None, map(convolution_dtype, parts)), None))
-    if layout.implementation != CHANNELS_LAST:
-        return f"its convolutions keep their layout ({layout.why})"
-    for layer in (layer for part in parts for layer in part.modules()):
-        if isinstance(layer, nn.Conv2d) and layer.weight.is_contiguous() and layer.weight.numel():
-            layer.weight.data = layer.weight.data.contiguous(memory_format=torch.channels_last)
-            relaid.append(layer.weight)
-    return None
 
 
 class Switch:
