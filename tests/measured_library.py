@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
-from rocm_sd.engine.convolution_library import Flags
+from rocm_sd.engine.convolutions.library import Flags
 from rocm_sd.ops.registry import forget_choices
 from rocm_sd.tuning.database import Entry
 from rocm_sd.tuning.environment import current

@@ -243,7 +243,7 @@ def test_engines_that_do_not_fit_at_once_have_the_memory_one_at_a_time(work, tmp
 
 
 def test_memory_that_is_short_is_seen_before_it_runs_out(work, tmp_path, quick, monkeypatch):
-    monkeypatch.setattr(pipelines.memory, "free_memory", lambda _device: 2**20)
+    monkeypatch.setattr(pipelines.engine, "free_memory", lambda _device: 2**20)
     card = SmallCard(1)
     record = run(work, [card.engine("stock"), card.engine("b")], [1], out=tmp_path, repeats=2)
     assert record.notes == (SHORT,)

@@ -111,7 +111,9 @@ def test_an_optimized_pipeline_can_be_collected(tmp_path):
 def test_where_convolutions_keep_their_layout_nothing_is_replaced_and_the_reason_is_told(pipe, monkeypatch):
     """Copies between layouts around every norm would be slower than stock."""
     stock = latents(pipe)
-    monkeypatch.setattr("rocm_sd.engine.layout.layers.choose", lambda *_: Choice("torch", why="slower on Radeon"))
+    monkeypatch.setattr(
+        "rocm_sd.engine.convolutions.layout.layers.choose", lambda *_: Choice("torch", why="slower on Radeon")
+    )
     rocm_sd.optimize(pipe)
     told = rocm_sd.report(pipe)
     assert not told.replaced
@@ -156,7 +158,7 @@ def test_an_architecture_that_was_not_timed_without_graphs_has_its_usual_rules(p
 
 def test_a_row_of_an_ablation_has_the_rules_that_it_names_without_a_graph(pipe, monkeypatch):
     monkeypatch.setattr("rocm_sd.engine.optimization.arch.detect", lambda _device: ARCHS["sm_90"])
-    optimize_with(pipe, "performance", "exact", Parts(rules=frozenset({"resblock"}), hoisted=False, recorded=False))
+    optimize_with(pipe, "performance", "exact", Parts(rules=frozenset({"resblock"}), hoisted=False, captured=False))
     replaced = {(change.path.split(".")[0], change.rule) for change in rocm_sd.report(pipe).replaced}
     assert ("unet", "resblock") in replaced
 

@@ -5,7 +5,7 @@ import gc
 import pytest
 import torch
 
-from rocm_sd.engine.recording import record
+from rocm_sd.engine.capture.graph import capture_graph
 from rocm_sd.ops import library_scratch
 
 
@@ -55,7 +55,7 @@ def test_a_graph_outlives_the_one_before_it(device):
     x = torch.randn(512, 2048, device=device, dtype=torch.float16)
     weight = torch.randn(2048, 2048, device=device, dtype=torch.float16) / 45
     expected = x @ weight
-    first, second = (record(lambda: [x @ weight], device) for _ in range(2))
+    first, second = (capture_graph(lambda: [x @ weight], device) for _ in range(2))
     first.replay()
     del first
     gc.collect()
@@ -73,5 +73,5 @@ def test_scratch_does_not_stay(device):
     x = torch.randn(512, 512, device=device, dtype=torch.float16)
     x @ x
     before = torch.cuda.memory_allocated()
-    recording = record(lambda: [x @ x], device)
-    assert torch.cuda.memory_allocated() <= before + recording.outputs[0].nbytes
+    graph = capture_graph(lambda: [x @ x], device)
+    assert torch.cuda.memory_allocated() <= before + graph.outputs[0].nbytes

@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rocm_sd import ops
-from rocm_sd.engine import warmup
+from rocm_sd.engine.capture import warmup
 from rocm_sd.kernels import triton as triton_kernels
 from rocm_sd.ops import registry, self_test
 from rocm_sd.ops.registry import OPS, Implementation, Op, Verification

@@ -14,8 +14,7 @@ import torch
 from rocm_sd.bench import runner
 from rocm_sd.bench.engines import BUILT_IN, Engine, stock
 from rocm_sd.bench.records import BESIDE
-from rocm_sd.engine.optimization import optimize_with
-from rocm_sd.engine.parts import EVERYTHING, Parts
+from rocm_sd.engine import EVERYTHING, Parts, optimize_with
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -48,7 +47,7 @@ _EPILOGUES = _ATTENTION | {"up_block"}
 _SAMPLERS = _EPILOGUES | {"upsample", "downsample", "flux_single_transformer"}
 
 # What was measured of the library belongs to rocm-sd as it comes, the last row, and to no rule.
-_EAGER = Parts(hoisted=False, recorded=False, convolution_library=False)
+_EAGER = Parts(hoisted=False, captured=False, convolution_library=False)
 _NO_HALVES = "a CPU computes in float32"
 _NO_LAUNCHES = "a CPU waits for no launches: nothing is captured there"
 
@@ -98,7 +97,7 @@ ROWS: tuple[Row, ...] = (
     Row(
         "text KV reuse",
         "keys and values of the text, time embeddings and summed weights made once a picture",
-        Parts(recorded=False, convolution_library=False),
+        Parts(captured=False, convolution_library=False),
         on_cpu=_NO_LAUNCHES,
     ),
     Row("step graph", "each forward replayed as one graph: rocm-sd as it comes", EVERYTHING, on_cpu=_NO_LAUNCHES),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from rocm_sd.engine.memory import is_out_of_memory
+from rocm_sd.engine import is_out_of_memory
 
 __all__ = ["Failed", "told", "without_folders"]
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rocm_sd.engine.memory import is_out_of_memory
+from rocm_sd.engine import is_out_of_memory
 from rocm_sd.errors import NumericsFailure
 
 if TYPE_CHECKING:

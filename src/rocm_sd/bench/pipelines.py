@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any
 
+from rocm_sd import engine
 from rocm_sd.bench.gate import free_memory
-from rocm_sd.engine import memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -56,7 +56,7 @@ class Pipelines:
 
 def is_short(device: torch.device, last_mib: float | None) -> bool:
     """Whether there is too little memory beside what is kept for one more, of the size of the last one."""
-    free = memory.free_memory(device)
+    free = engine.free_memory(device)
     return free is not None and last_mib is not None and free < _ROOM * last_mib * 2**20
 
 

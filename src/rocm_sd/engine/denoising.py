@@ -1,4 +1,4 @@
-"""The denoising loop of a pipeline: its models' forwards from recordings, its scheduler's steps from a table.
+"""The denoising loop of a pipeline: its models' forwards from graphs, its scheduler's steps from a table.
 
 The loop stays the pipeline's own, so callbacks, progress bars, interrupts and whatever else it does work as before; it
 only finds its calls answered sooner. Each replay is the whole forward of a model. What the pipeline does between two
@@ -7,87 +7,136 @@ of them (guidance, one kernel for the scheduler's step) is launched while the GP
 
 from __future__ import annotations
 
-from types import MethodType
+from functools import partial
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary, WeakSet, ref
+from weakref import WeakKeyDictionary, ref
 
-from rocm_sd import settings
-from rocm_sd.engine.captured import CapturedForward
+import torch
+
+from rocm_sd.engine.capture import CapturedCalls, HostCall, Policy, Prepared, moves_weights, why_foreign
+from rocm_sd.engine.denoisers import denoiser
 from rocm_sd.engine.installed import Installed
 from rocm_sd.engine.parts import EVERYTHING, Parts
-from rocm_sd.engine.stepping import hook, unhook
+from rocm_sd.engine.schedule import SchedulerHook, hook
+from rocm_sd.rewrite import forwards
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
-    import torch
     from torch import nn
 
-    from rocm_sd.engine.runs import Run
+    from rocm_sd.engine.schedule import ScheduleRun
 
-__all__ = ["holds", "install", "is_wanted", "recorded_models"]
+__all__ = ["captured_models", "holds", "install"]
 
-_CAPTURED: WeakKeyDictionary[nn.Module, CapturedForward] = WeakKeyDictionary()
 _PARTS = ("unet", "transformer", "controlnet", "vae")
-_KINDS = ("UNet2DConditionModel", "ControlNetModel", "ControlNetUnionModel", "SD3Transformer2DModel",
-          "SD3ControlNetModel", "FluxTransformer2DModel", "FluxControlNetModel", "Decoder")  # fmt: skip
+_KEY = "graphs"
 
 
-def is_wanted(device: torch.device, *, allowed: bool) -> bool:
-    """On a GPU, where the level allows it, unless switched off; on a CPU only where asked for: it saves no launches."""
-    asked = settings.current().step_graph
-    if device.type == "cpu":
-        return bool(asked)
-    return allowed and asked is not False
+class _DiffusersPolicy(Policy):
+    """`runs`, one for each pipeline that has the model, tell which schedule is being run, or None: within one, weights
+    do not change, so that what depends on the prompt alone is computed once.
+    """
+
+    def __init__(self, model: nn.Module, parts: Parts) -> None:
+        super().__init__(type(model).__name__)
+        self.captures = parts.captured
+        self.runs: list[Callable[[], ScheduleRun | None]] = []
+        self._hoists = parts.hoisted
+        self._unpack: Callable[[], None] | None = None
+
+    def why_not(self, model: nn.Module, device: torch.device) -> str | None:  # noqa: ARG002 -- the level has decided
+        return "its weights are moved around its calls" if moves_weights(model) else why_foreign(model)
+
+    def prepare(self, model: nn.Module, call: HostCall) -> Prepared | None:
+        prepared = Prepared.of(model, call.args, call.kwargs, self._run_of) if self._hoists else None
+        self._unpack = self._unpack if prepared is None else prepared.hoist.unpack
+        return prepared
+
+    def _run_of(self, timestep: torch.Tensor) -> ScheduleRun | None:
+        """The run that the timestep is of, if it is of one."""
+        current = [run for run in (ask() for ask in self.runs) if run is not None]
+        return next((run for run in current if run.number_of(timestep) is not None), None)
+
+    def cleared(self) -> None:
+        """Let each weight have memory of its own again."""
+        if self._unpack is not None:
+            self._unpack()
+            self._unpack = None
+
+
+_CAPTURED: WeakKeyDictionary[nn.Module, tuple[CapturedCalls, _DiffusersPolicy]] = WeakKeyDictionary()
 
 
 def install(target: Any, models: Sequence[nn.Module], parts: Parts = EVERYTHING) -> Installed:
-    """`target`: the pipeline, or the bare model; `models`: those of it whose forwards are recorded."""
+    """`target`: the pipeline, or the bare model; `models`: those of it whose forwards are captured.
+
+    Where two pipelines share a model, the graphs of the one that came first serve both.
+    """
     follow = _Follow(target)
-    captured = [_captured(model, parts) for model in models]
-    for forward in captured:
-        forward.runs.append(follow.run)
-    scheduler = getattr(target, "scheduler", None)
-    if scheduler is not None:
-        follow.hook(scheduler)
+    restores = [forwards.share(model, _KEY, partial(_captured, model, parts)) for model in models]
+    captured = [_CAPTURED[model] for model in models]
+    for _, policy in captured:
+        policy.runs.append(follow.run)
+    follow.hook()
 
     def notes() -> list[str]:
-        return [*(note for forward in captured for note in forward.notes()), *follow.notes()]
+        return [*(note for calls, _ in captured for note in calls.notes()), *follow.notes()]
 
     def restore() -> None:
-        for forward in captured:
-            forward.runs.remove(follow.run)
-            if not forward.runs:
-                _put_back(forward)
+        for (_, policy), put_back in zip(captured, restores, strict=True):
+            policy.runs.remove(follow.run)
+            put_back()
         follow.unhook_all()
 
     return Installed(notes, restore)
 
 
-def _captured(model: nn.Module, parts: Parts) -> CapturedForward:
-    """Where two pipelines share a model, the recordings of the one that came first serve both."""
-    known = _CAPTURED.get(model)
-    if known is None:
-        known = _CAPTURED[model] = _replace_forward(model, parts)
-    return known
+def _captured(model: nn.Module, parts: Parts) -> Callable[[], None]:
+    policy = _DiffusersPolicy(model, parts)
+    calls, device = CapturedCalls(model, policy), next(model.parameters()).device
+    _CAPTURED[model] = calls, policy
+
+    def answer(model: nn.Module, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # A copy of the model, or one whose wrapper by somebody else outlived `restore`, has no graphs.
+        if not forwards.is_shared(model, _KEY):
+            return inner(*args, **kwargs)
+        return calls(HostCall(*_timestep_as_tensor(args, kwargs), device, partial(inner, *args, **kwargs), inner))
+
+    take_off = forwards.surround(model, answer)
+
+    def restore() -> None:
+        calls.clear()
+        take_off()
+
+    return restore
+
+
+def _timestep_as_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """A number would be baked in, and each step be a kind of its own. Stock makes the same tensor of it."""
+    if "timestep" in kwargs:
+        if isinstance(kwargs["timestep"], (int, float)):
+            kwargs = {**kwargs, "timestep": _as_tensor(kwargs["timestep"])}
+    elif len(args) > 1 and isinstance(args[1], (int, float)):
+        args = (args[0], _as_tensor(args[1]), *args[2:])
+    return args, kwargs
+
+
+def _as_tensor(number: float) -> torch.Tensor:
+    return torch.tensor(number, dtype=torch.float64 if isinstance(number, float) else torch.int64)
 
 
 def holds(model: nn.Module, x: torch.Tensor) -> bool:
     """Whether the model's calls with such a first input are replayed from memory that is held already."""
-    captured = _CAPTURED.get(model)
-    return captured is not None and captured.holds(x)
+    return model in _CAPTURED and _CAPTURED[model][0].holds(x)
 
 
-def recorded_models(target: Any) -> list[nn.Module]:
+def captured_models(target: Any) -> list[nn.Module]:
     """Of a pipeline the parts that its loop calls and its VAE's decoder; of a model itself, or its decoder."""
     parts = [getattr(target, name, None) for name in _PARTS] if hasattr(target, "components") else [target]
-    # Several ControlNets are one part; a VAE is called once a picture, but for hundreds of launches.
+    # Several ControlNets are one part.
     models = [model for part in parts for model in getattr(part, "nets", [getattr(part, "decoder", part)])]
-    return [model for model in models if _is_known(model)]
-
-
-def _is_known(model: Any) -> bool:
-    return type(model).__name__ in _KINDS and type(model).__module__.startswith("diffusers.")
+    return [model for model in models if denoiser(model) is not None]
 
 
 class _Follow:
@@ -95,25 +144,20 @@ class _Follow:
 
     def __init__(self, target: Any) -> None:
         self._target = ref(target)
-        self._hooked: WeakSet[Any] = WeakSet()
+        self._hooks: WeakKeyDictionary[Any, SchedulerHook | None] = WeakKeyDictionary()
 
-    def hook(self, scheduler: Any) -> Any:
-        known = hook(scheduler, user=self)
-        if known is not None:
-            self._hooked.add(scheduler)
-        return known
-
-    def run(self) -> Run | None:
+    def hook(self) -> tuple[Any, SchedulerHook | None]:
         scheduler = getattr(self._target(), "scheduler", None)
-        if scheduler is None:
-            return None
-        known = self.hook(scheduler)
-        found: Run | None = None if known is None else known.run(scheduler)
-        return found
+        if scheduler is not None and scheduler not in self._hooks:
+            self._hooks[scheduler] = hook(scheduler)
+        return scheduler, None if scheduler is None else self._hooks[scheduler]
+
+    def run(self) -> ScheduleRun | None:
+        scheduler, known = self.hook()
+        return None if known is None else known.run(scheduler)
 
     def notes(self) -> list[str]:
-        scheduler = getattr(self._target(), "scheduler", None)
-        known = None if scheduler is None else hook(scheduler, user=self)
+        scheduler, known = self.hook()
         if known is None:
             return []
         kind = type(scheduler).__name__
@@ -122,43 +166,5 @@ class _Follow:
         return [f"{kind}: {known.planned_steps} steps from a table on the device"] if known.planned_steps else []
 
     def unhook_all(self) -> None:
-        for scheduler in list(self._hooked):
-            unhook(scheduler, user=self)
-
-
-def _forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    captured = _CAPTURED.get(self)
-    # A copy of the model has no recordings.
-    return type(self).forward(self, *args, **kwargs) if captured is None else captured(*args, **kwargs)
-
-
-# Pickle finds a bound method by its name: a pickled model comes back with its class's own forward.
-_forward.__name__ = "forward"
-
-
-def _replace_forward(model: nn.Module, parts: Parts) -> CapturedForward:
-    # accelerate's offload hooks wrap `forward` and keep what they wrapped in `_old_forward`: go inside the wrapper.
-    attribute = "_old_forward" if "_old_forward" in model.__dict__ else "forward"
-    inner = getattr(model, attribute)
-    # A copy of an optimised model has this forward, and no recordings.
-    if getattr(inner, "__func__", None) is _forward:
-        delattr(model, attribute)
-        inner = MethodType(type(model).forward, model)
-    captured = CapturedForward(model, inner, hoists=parts.hoisted, records=parts.recorded)
-    captured.was_on_the_instance = attribute in model.__dict__
-    setattr(model, attribute, MethodType(_forward, model))
-    return captured
-
-
-def _put_back(captured: CapturedForward) -> None:
-    captured.clear()
-    for model, forward in list(_CAPTURED.items()):
-        if forward is not captured:
-            continue
-        del _CAPTURED[model]
-        for name in ("forward", "_old_forward"):
-            if getattr(model.__dict__.get(name), "__func__", None) is _forward:
-                if name == "forward" and not captured.was_on_the_instance:
-                    delattr(model, name)
-                else:
-                    setattr(model, name, captured.inner())
+        for known in filter(None, self._hooks.values()):
+            known.unhook()

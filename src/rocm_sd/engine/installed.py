@@ -1,4 +1,4 @@
-"""What every part of the engine gives back once it has changed a pipeline: what to tell, and how to take it back."""
+"""What every part of the engine gives back once it has changed a pipeline: what to note, and how to take it back."""
 
 from __future__ import annotations
 

@@ -10,9 +10,18 @@ import torch
 from torch import nn
 
 from rocm_sd import arch
-from rocm_sd.engine import convolution_library, denoising, levels, vae, warmup
+from rocm_sd.engine import denoising, levels, vae
+from rocm_sd.engine.capture import graphs_wanted, start_compiling
+from rocm_sd.engine.convolutions import (
+    CHANNELS_LAST,
+    choose_layout,
+    choose_library,
+    convolution_dtype,
+    convolving_models,
+    install_library,
+    lay_out,
+)
 from rocm_sd.engine.installed import Installed
-from rocm_sd.engine.layout import CHANNELS_LAST, choose_layout, convolution_dtype
 from rocm_sd.engine.levels import LEVELS
 from rocm_sd.engine.parts import EVERYTHING, Parts
 from rocm_sd.engine.reporting import Report
@@ -23,7 +32,7 @@ from rocm_sd.tuning import Choice, lookup
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-__all__ = ["LEVELS", "QUALITIES", "optimize", "optimize_with", "report", "restore"]
+__all__ = ["QUALITIES", "optimize", "optimize_with", "report", "restore"]
 
 QUALITIES = ("exact", "high", "balanced")
 
@@ -64,9 +73,9 @@ def optimize_with(target: Target, level: str, quality: str, parts: Parts) -> Tar
     decision = levels.decide(target, level)
     device = decision.device
     architecture = arch.detect(device)
-    graphs = (parts.recorded or parts.hoisted) and denoising.is_wanted(device, allowed=decision.graphs)
+    graphs = (parts.captured or parts.hoisted) and graphs_wanted(device, allowed=decision.graphs)
     if graphs:
-        warmup.start(device)
+        start_compiling(device)
     available = _available(parts, graphs=graphs)
     rules = [rule for rule in available if rule.on_cpu or device.type != "cpu"]
     layouts = [
@@ -83,7 +92,7 @@ def optimize_with(target: Target, level: str, quality: str, parts: Parts) -> Tar
     if parts.convolution_library:
         installed.append(_convolution_library(modules, device))
     if graphs:
-        installed.append(denoising.install(target, denoising.recorded_models(target), parts))
+        installed.append(denoising.install(target, denoising.captured_models(target), parts))
     notes = []
     if len(rules) < len(available):
         idle = ", ".join(rule.name for rule in available if rule not in rules)
@@ -113,11 +122,11 @@ def report(target: Any) -> Report:
     state = _OPTIMIZED.get(target) if _weakly_held(target) else None
     if state is None:
         raise Unsupported("report", "a pipeline that was not optimised", hint="Call rocm_sd.optimize(pipe) first.")
-    told = [note for installed in state.installed for note in installed.notes()]
+    notes = [note for installed in state.installed for note in installed.notes()]
     device = levels.placement(target).device
     if device != state.device:
-        told.append(f"its weights are on {device} now, and it was optimised for {state.device}: call optimize again")
-    return replace(state.report, notes=(*told, *state.report.notes))
+        notes.append(f"its weights are on {device} now, and it was optimised for {state.device}: call optimize again")
+    return replace(state.report, notes=(*notes, *state.report.notes))
 
 
 def _available(parts: Parts, *, graphs: bool) -> tuple[Rule, ...]:
@@ -170,44 +179,15 @@ def _relaid(models: Iterable[tuple[nn.Module, Choice]]) -> Iterator[Installed]:
     for model, layout in models:
         by_reason.setdefault(layout.why, []).append(model)
     for why, modules in by_reason.items():
-        yield _channels_last(modules, why)
-
-
-def _channels_last(modules: list[nn.Module], why: str) -> Installed:
-    # The others had that layout, or have none to change.
-    relaid = []
-    for module in modules:
-        for layer in module.modules():
-            weight = getattr(layer, "weight", None)
-            if isinstance(layer, nn.Conv2d) and weight is not None and weight.is_contiguous() and weight.numel():
-                weight.data = weight.data.contiguous(memory_format=torch.channels_last)
-                relaid.append(layer)
-
-    def restore() -> None:
-        for layer in relaid:
-            weight = _held(layer)
-            if weight is not None:
-                weight.data = weight.data.contiguous()
-
-    return Installed(lambda: (f"{len(relaid)} convolutions run channels-last ({why})",), restore)
+        yield lay_out(modules, why)
 
 
 def _convolution_library(modules: list[tuple[str, nn.Module]], device: torch.device) -> Installed:
-    library = convolution_library.choose(device)
+    library = choose_library(device)
     models = [
-        model
-        for name, module in modules
-        for model in convolution_library.models_in(module, library, is_vae=_is_vae(name, module))
+        model for name, module in modules for model in convolving_models(module, library, is_vae=_is_vae(name, module))
     ]
-    return convolution_library.install(models, library, has_vae=any(_is_vae(*each) for each in modules))
-
-
-def _held(layer: nn.Conv2d) -> torch.Tensor | None:
-    """The layer's weight, also where an offload that came later has put it aside."""
-    if layer.weight.device.type != "meta":
-        return layer.weight
-    put_aside = getattr(layer.__dict__.get("_hf_hook"), "weights_map", None)
-    return None if put_aside is None else put_aside["weight"]
+    return install_library(models, library, has_vae=any(_is_vae(*each) for each in modules))
 
 
 def _is_vae(name: str, module: nn.Module) -> bool:

@@ -19,7 +19,7 @@ __all__ = ["EVERYTHING", "Parts"]
 class Parts:
     """`rules`: by name, or None for all; `stock_ops`: those whose stock implementation runs; `packed`: QKV and text KV.
 
-    `recorded`: forwards are answered from graphs; `hoisted`: what depends on the prompt or the timestep alone is made
+    `captured`: forwards are answered from graphs; `hoisted`: what depends on the prompt or the timestep alone is made
     once a run. Without both, calls go to the modules themselves.
     """
 
@@ -29,7 +29,7 @@ class Parts:
     convolution_library: bool = True
     packed: bool = True
     hoisted: bool = True
-    recorded: bool = True
+    captured: bool = True
 
     @contextmanager
     def in_force(self) -> Iterator[None]:

@@ -1,4 +1,4 @@
-"""What `optimize` did to a pipeline: replaced, left alone, and why, in one sentence each."""
+"""What `optimize` did to a pipeline: replaced, skipped, and why, in one sentence each."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Report:
         table.add_column("what was done")
         rows = Counter((c.path.split(".")[0], c.kind, c.rule, c.left_because) for c in self.changes)
         for (part, kind, rule, reason), count in rows.items():
-            done = f"{kind}: replaced by rule {rule}" if reason is None else f"{kind}: left alone, because {reason}"
+            done = f"{kind}: replaced by rule {rule}" if reason is None else f"{kind}: skipped, because {reason}"
             table.add_row(part, str(count), done)
         for note in self.notes:
             table.add_row("pipeline", "", note)

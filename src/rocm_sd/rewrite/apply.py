@@ -7,9 +7,11 @@ LoRA, moving to a device and saving work as before.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from types import MethodType
+from functools import partial
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary, ref
+from weakref import ref
+
+from rocm_sd.rewrite import forwards
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -21,13 +23,13 @@ __all__ = ["Change", "Rule", "apply", "is_applied", "undo"]
 
 @dataclass(frozen=True)
 class Rule:
-    """`applies` says whether a module is of the kind; `why_not` gives the reason to leave such a module alone.
+    """`applies` says whether a module is of the kind; `why_not` gives the reason to skip such a module.
 
     A rule with `channels_last` uses ops of that layout: where convolutions keep another, each use would cost copies.
     One that is not `on_cpu` would call stock's own forward there every time.
     `undo` takes back what the rule's forward has done to the module (weights laid together), once forward is gone.
     `forward` is the module's own, or for a rule of several submodules at once a forward for each of them by name.
-    `begin` is told the module before any forward is replaced: a submodule does not know whose it is.
+    `begin` gets the module before any forward is replaced: a submodule does not know whose it is.
     """
 
     name: str
@@ -42,8 +44,7 @@ class Rule:
 
     def __post_init__(self) -> None:
         for forward in self.parts().values():
-            # Pickle finds a bound method by its name: a pickled model comes back with its class's own forward.
-            forward.__name__ = "forward"
+            forwards.mark(forward, rule=True)
 
     def parts(self) -> Mapping[str, Callable[..., Any]]:
         """What is replaced, by path inside the module; the module itself is the empty path."""
@@ -52,7 +53,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Change:
-    """What happened to one module: replaced, or left alone with the reason."""
+    """What happened to one module: replaced, or skipped with the reason."""
 
     path: str
     kind: str
@@ -65,39 +66,14 @@ class Change:
         return self.left_because is None
 
 
-# How many models that were optimised have the module in them, and how its rule is taken back: two pipelines may share
-# a UNet, and may be restored in any order. Kept beside the modules: nothing to pickle or copy.
-_SHARED: WeakKeyDictionary[nn.Module, dict[str, list[Any]]] = WeakKeyDictionary()
-
-
 def is_applied(module: nn.Module, rule: Rule) -> bool:
-    return rule.name in _SHARED.get(module, {})
-
-
-def _replace(module: nn.Module, rule: Rule) -> Callable[[], None]:
-    shared = _SHARED.setdefault(module, {})
-    if rule.name in shared:
-        shared[rule.name][0] += 1
-    else:
-        shared[rule.name] = [1, _replaced(module, rule)]
-    held = ref(module)
-
-    def restore() -> None:
-        alive = held()
-        users = {} if alive is None else _SHARED.get(alive, {})
-        if rule.name not in users:
-            return
-        users[rule.name][0] -= 1
-        if not users[rule.name][0]:
-            users.pop(rule.name)[1]()
-
-    return restore
+    return forwards.is_shared(module, rule.name)
 
 
 def _replaced(module: nn.Module, rule: Rule) -> Callable[[], None]:
     if rule.begin is not None:
         rule.begin(module)
-    restores = [_replace_forward(module.get_submodule(path), forward) for path, forward in rule.parts().items()]
+    restores = [forwards.replace(module.get_submodule(path), forward) for path, forward in rule.parts().items()]
     held = ref(module)
 
     def restore() -> None:
@@ -106,36 +82,6 @@ def _replaced(module: nn.Module, rule: Rule) -> Callable[[], None]:
         alive = held()
         if rule.undo is not None and alive is not None:
             rule.undo(alive)
-
-    return restore
-
-
-def _replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Callable[[], None]:
-    # accelerate's offload hooks wrap `forward` and keep what they wrapped in `_old_forward`: go inside the wrapper.
-    attribute = "_old_forward" if "_old_forward" in module.__dict__ else "forward"
-    before = module.__dict__.get(attribute)
-    # A copy of an optimised module has the rule's forward, and nobody who takes it back.
-    before_function = getattr(before, "__func__", None)
-    had = before is not None and before_function is not forward
-    # What the registry above holds must not keep the module alive: a method is kept as its function.
-    own_method = getattr(before, "__self__", None) is module
-    kept: Any = before_function if own_method else before
-    held = ref(module)
-    setattr(module, attribute, MethodType(forward, module))
-    del module, before
-
-    def restore() -> None:
-        alive: Any = held()
-        # A hook that was added or removed since then has moved our forward to the other attribute.
-        for name in ("forward", "_old_forward") if alive is not None else ():
-            if getattr(alive.__dict__.get(name), "__func__", None) is not forward:
-                continue
-            if not had and name == "forward":
-                delattr(alive, name)
-            elif not had:
-                setattr(alive, name, MethodType(type(alive).forward, alive))
-            else:
-                setattr(alive, name, MethodType(kept, alive) if own_method else kept)
 
     return restore
 
@@ -154,7 +100,8 @@ def apply(
             if reason is not None:
                 changes.append(Change(path, kind, rule.name, left_because=reason))
                 continue
-            changes.append(Change(path, kind, rule.name, restore=_replace(module, rule)))
+            restore = forwards.share(module, rule.name, partial(_replaced, module, rule))
+            changes.append(Change(path, kind, rule.name, restore=restore))
             if "" in rule.parts():
                 break
     return changes

@@ -26,7 +26,6 @@ __all__ = ["RULE", "chain", "hoistable", "keys_values", "one_dtype", "stock_proc
 
 _KIND = "BasicTransformerBlock"
 _PROCESSORS = "diffusers.models.attention_processor"
-_OWN_PROCESSORS = "rocm_sd.integrations.diffusers.processors"
 
 
 def _applies(module: nn.Module) -> bool:
@@ -161,11 +160,11 @@ def _attend(attn: Any, x: torch.Tensor, text: torch.Tensor | None, mask: torch.T
 
 
 def stock_processor(processor: object) -> type:
-    """The processor's class, or of this project's own the one of Diffusers that it stands in for."""
+    """The processor's class, or the one of Diffusers that it says it stands in for."""
     kind = type(processor)
-    if kind.__module__ != _OWN_PROCESSORS:
-        return kind
-    return next(base for base in kind.__mro__ if base.__module__ == _PROCESSORS)
+    # Said by the class itself: a class of somebody else's that is derived from it may compute something else.
+    stands_in_for: type = vars(kind).get("stands_in_for", kind)
+    return stands_in_for
 
 
 def _is_default(attn: Any) -> bool:

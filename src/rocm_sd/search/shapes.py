@@ -19,8 +19,7 @@ from torch import nn
 from rocm_sd import settings
 from rocm_sd.bench import workloads
 from rocm_sd.bench.gate import free_memory
-from rocm_sd.engine.optimization import optimize_with
-from rocm_sd.engine.parts import Parts
+from rocm_sd.engine import Parts, optimize_with
 from rocm_sd.errors import DeviceUnavailable, InvalidOption, Unsupported
 from rocm_sd.models.source import EMBEDDED
 from rocm_sd.ops import OPS

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from measured_library import AS_TORCH_COMES, FIGURES, SEARCHED, WITHOUT, flags, measure, seen_by_convolutions
-from rocm_sd.engine import convolution_library
-from rocm_sd.engine.convolution_library import Library
+from rocm_sd.engine.convolutions.library import Library
+from rocm_sd.integrations.a1111 import switch
 from rocm_sd.integrations.a1111.switch import SWITCH
 from rocm_sd.ops.registry import forget_choices
 from rocm_sd.tuning import Choice, layers
@@ -69,7 +69,7 @@ def test_the_halves_of_the_vae_are_called_with_it(host, script, monkeypatch):
 def test_without_the_library_where_convolutions_are_contiguous(host, script, channels_last, monkeypatch):
     """As on a GPU: a CPU is not left without oneDNN."""
     found = Library(Choice("none", source="measured here", why=FIGURES), torch.device("cuda"))
-    monkeypatch.setattr(convolution_library, "choose", lambda _device: found)
+    monkeypatch.setattr(switch, "choose_library", lambda _device: found)
     layout = Choice("channels_last" if channels_last else "torch", why="timed")
     monkeypatch.setattr(layers, "choose", lambda *_: layout)
     with seen_by_convolutions(monkeypatch) as seen:

@@ -274,7 +274,7 @@ def test_jobs_with_the_unets_of_the_real_host(as_new, monkeypatch):
     stock = pictures(False, "auto", "exact")
     ours = pictures(True, "auto", "exact")
     assert type(host.sd_unet.current_unet).__name__ == "ROCmSdUnet"
-    assert SWITCH._on.recorded.replays == 3
+    assert SWITCH._on.graphs.calls.replays == 3
     assert float((ours - stock).norm() / stock.norm()) < 1e-5
     assert torch.equal(pictures(False, "auto", "exact"), stock)
     assert host.sd_unet.current_unet is None

@@ -25,8 +25,8 @@ def ops_are_asked(monkeypatch):
 
 
 @pytest.fixture
-def recording(monkeypatch):
-    """On a CPU calls are recorded where it is asked for."""
+def capturing(monkeypatch):
+    """On a CPU calls are captured where it is asked for."""
     monkeypatch.setenv("ROCM_SD_STEP_GRAPH", "1")
 
 
@@ -75,7 +75,7 @@ def test_the_panel_and_the_settings(host, script):
     assert [field for field, _ in script.infotext_fields] == [enabled, level, quality]
 
 
-def test_off_is_the_host_bit_for_bit(host, script, recording):
+def test_off_is_the_host_bit_for_bit(host, script, capturing):
     unet = host.shared.sd_model.model.diffusion_model
     stock = pictures(host, script, OFF, sizes=HIRES)
     assert_stock(host.shared.sd_model)
@@ -87,23 +87,23 @@ def test_off_is_the_host_bit_for_bit(host, script, recording):
     assert host.sd_unet.current_unet is None
 
 
-def test_whole_calls_are_replayed_at_each_size(host, script, recording):
+def test_whole_calls_are_replayed_at_each_size(host, script, capturing):
     stock = pictures(host, script, OFF, sizes=HIRES, steps=5)
     on = pictures(host, script, ON, sizes=HIRES, steps=5)
     assert_near(on, stock)
     assert host.sd_unet.current_unet_option.label == "ROCm SD"
-    # Of five steps the first is as it is, the second is recorded.
-    assert SWITCH._on.recorded.replays == 6
+    # Of five steps the first is as it is, the second is captured.
+    assert SWITCH._on.graphs.calls.replays == 6
     again = pictures(host, script, ON, sizes=HIRES, steps=5)
     assert_near(again, stock)
-    assert SWITCH._on.recorded.replays == 16
-    assert any("recorded kinds" in line for line in SWITCH.report())
+    assert SWITCH._on.graphs.calls.replays == 16
+    assert any("2 graphs of its forward" in line for line in SWITCH.report())
 
 
-def test_level_memory_records_nothing_and_replaces_the_same(host, script, recording):
+def test_level_memory_captures_nothing_and_replaces_the_same(host, script, capturing):
     stock = pictures(host, script, OFF)
     assert_near(pictures(host, script, (True, "memory", "exact")), stock)
-    assert SWITCH._on.recorded is None
+    assert SWITCH._on.graphs is None
     assert host.sd_unet.current_unet_option.label == "ROCm SD"
 
 
@@ -195,7 +195,7 @@ class Lora:
                           for s in strengths]  # fmt: skip
 
 
-def test_loras_come_and_go(host, script, recording, monkeypatch):
+def test_loras_come_and_go(host, script, capturing, monkeypatch):
     lora = Lora(monkeypatch, host)
     plans = ((), (0.7,), (0.7, 0.2), (), (0.3,))
     stock = []
@@ -206,12 +206,12 @@ def test_loras_come_and_go(host, script, recording, monkeypatch):
     for plan, expected in zip(plans, stock, strict=True):
         lora.use(*plan)
         assert_near(pictures(host, script, ON, steps=4), expected)
-    assert SWITCH._on.recorded.replays >= 8
+    assert SWITCH._on.graphs.calls.replays >= 8
     lora.use()
     assert_near(pictures(host, script, OFF, steps=4), stock[0], allowed=0.0)
 
 
-def test_a_lora_that_changes_within_a_job(host, script, recording, monkeypatch):
+def test_a_lora_that_changes_within_a_job(host, script, capturing, monkeypatch):
     lora = Lora(monkeypatch, host)
     lora.use(0.5)
     more = {"steps": 6, "between": lambda step: lora.use(*((0.5,) if step < 4 else ()))}
@@ -219,7 +219,7 @@ def test_a_lora_that_changes_within_a_job(host, script, recording, monkeypatch):
     assert_near(pictures(host, script, ON, **more), stock)
 
 
-def test_the_older_way_of_loras_is_the_hosts(host, script, recording, monkeypatch, capsys):
+def test_the_older_way_of_loras_is_the_hosts(host, script, capturing, monkeypatch, capsys):
     lora = Lora(monkeypatch, host)
     lora.use(0.5)
     host.shared.opts.lora_functional = True
@@ -231,7 +231,7 @@ def test_the_older_way_of_loras_is_the_hosts(host, script, recording, monkeypatc
     assert "LoRA as in older versions" in capsys.readouterr().out
 
 
-def test_layers_that_a_stranger_has_replaced_are_called(host, script, recording, monkeypatch, capsys):
+def test_layers_that_a_stranger_has_replaced_are_called(host, script, capturing, monkeypatch, capsys):
     """--precision of some cards gives every layer's class another forward while the UNet runs."""
     stock = pictures(host, script, OFF)
     pictures(host, script, ON)
@@ -255,7 +255,7 @@ def test_layers_that_a_stranger_has_replaced_are_called(host, script, recording,
     assert "Linear.forward was replaced" in capsys.readouterr().out
 
 
-def test_controlnet_puts_a_forward_of_its_own_in_the_unets_place(host, script, recording):
+def test_controlnet_puts_a_forward_of_its_own_in_the_unets_place(host, script, capturing):
     unet = host.shared.sd_model.model.diffusion_model
     original = host.sd_hijack.ldm_original_forward
 
@@ -281,7 +281,7 @@ def test_controlnet_puts_a_forward_of_its_own_in_the_unets_place(host, script, r
 
 
 @pytest.mark.parametrize("what", ["hypernetwork", "upcast", "token-merging"])
-def test_what_is_not_to_be_recorded_is_not(host, script, recording, what):
+def test_what_is_not_to_be_captured_is_not(host, script, capturing, what):
     sd_model = host.shared.sd_model
     if what == "hypernetwork":
         host.shared.loaded_hypernetworks.append(lambda keys, values: (keys, values))
@@ -291,11 +291,11 @@ def test_what_is_not_to_be_recorded_is_not(host, script, recording, what):
         sd_model.applied_token_merged_ratio = 0.5
     stock = pictures(host, script, OFF, steps=5)
     assert_near(pictures(host, script, ON, steps=5), stock)
-    assert SWITCH._on.recorded.replays == 0
+    assert SWITCH._on.graphs.calls.replays == 0
 
 
-def test_tiling_that_is_switched_between_jobs_counts(host, script, recording):
-    """A recording has the padding baked in."""
+def test_tiling_that_is_switched_between_jobs_counts(host, script, capturing):
+    """A graph has the padding baked in."""
 
     def tile(mode):
         for layer in host.shared.sd_model.modules():
@@ -312,12 +312,12 @@ def test_tiling_that_is_switched_between_jobs_counts(host, script, recording):
     stock = both(OFF)
     assert float((stock[0] - stock[1]).norm()) > 0.1
     assert_near(both(ON), stock)
-    assert SWITCH._on.recorded.replays >= 4
+    assert SWITCH._on.graphs.calls.replays >= 4
 
 
-def test_an_extension_that_wraps_attention_after_a_recording_is_called(host, script, recording):
+def test_an_extension_that_wraps_attention_after_a_capture_is_called(host, script, capturing):
     pictures(host, script, ON, steps=4)
-    replays = SWITCH._on.recorded.replays
+    replays = SWITCH._on.graphs.calls.replays
     attn = host.shared.sd_model.model.diffusion_model.middle_block[1].transformer_blocks[0].attn1
     plain, seen = attn.forward, []
 
@@ -328,11 +328,11 @@ def test_an_extension_that_wraps_attention_after_a_recording_is_called(host, scr
     attn.forward = tiled
     pictures(host, script, ON, steps=4)
     assert len(seen) == 4
-    assert SWITCH._on.recorded.replays == replays
+    assert SWITCH._on.graphs.calls.replays == replays
     del attn.forward
 
 
-def test_a_result_stays_what_it_was_when_the_next_step_is_replayed(host, script, recording):
+def test_a_result_stays_what_it_was_when_the_next_step_is_replayed(host, script, capturing):
     pictures(host, script, ON, steps=4)
     with torch.no_grad():
         x, text = torch.randn(2, 4, 8, 8), torch.randn(2, 7, 24)
@@ -343,24 +343,24 @@ def test_a_result_stays_what_it_was_when_the_next_step_is_replayed(host, script,
     assert not torch.equal(first, second)
 
 
-def test_a_recording_that_differs_from_the_call_is_not_used(host, script, recording, monkeypatch, capsys):
-    from rocm_sd.integrations.a1111 import recorded
+def test_a_graph_that_differs_from_the_call_is_not_used(host, script, capturing, monkeypatch, capsys):
+    from rocm_sd.engine.capture import captured
 
     stock = pictures(host, script, OFF, steps=4)
-    original = recorded.record
+    original = captured.capture_graph
 
     def wrong(function, device):
         found = original(function, device)
         found.outputs[0].add_(1)
-        return recorded.Recording(found.outputs, lambda: None)
+        return captured.Graph(found.outputs, lambda: None)
 
-    monkeypatch.setattr(recorded, "record", wrong)
+    monkeypatch.setattr(captured, "capture_graph", wrong)
     assert_near(pictures(host, script, ON, steps=4), stock)
-    assert SWITCH._on.recorded.replays == 0
+    assert SWITCH._on.graphs.calls.replays == 0
     assert "differs" in capsys.readouterr().out
 
 
-def test_another_model_is_optimised_when_it_is_loaded(host, script, recording):
+def test_another_model_is_optimised_when_it_is_loaded(host, script, capturing):
     stock = pictures(host, script, OFF)
     pictures(host, script, ON)
     first = host.shared.sd_model
@@ -379,7 +379,7 @@ def test_another_model_is_optimised_when_it_is_loaded(host, script, recording):
     assert_stock(second)
 
 
-def test_another_unet_that_the_user_chose_is_kept(host, script, recording):
+def test_another_unet_that_the_user_chose_is_kept(host, script, capturing):
     host.shared.opts.sd_unet = "None"
     stock = pictures(host, script, OFF)
     assert_near(pictures(host, script, ON), stock)
@@ -422,7 +422,7 @@ def test_a_model_that_cannot_be_changed_stays_whole(host, script, monkeypatch, c
     assert_stock(host.shared.sd_model)
 
 
-def test_autocast_of_the_host(host, script, recording):
+def test_autocast_of_the_host(host, script, capturing):
     """Half precision weights under autocast, as the host runs by default; on a CPU that is bfloat16."""
     sd_model = host.shared.sd_model
     exact = pictures(host, script, OFF, steps=4)
@@ -434,7 +434,7 @@ def test_autocast_of_the_host(host, script, recording):
     with torch.autocast("cpu", torch.bfloat16):
         stock = pictures(host, script, OFF, steps=4)
         ours = pictures(host, script, ON, steps=4)
-    assert SWITCH._on.recorded.replays == 2
+    assert SWITCH._on.graphs.calls.replays == 2
     error = [float((one[0] - exact[0]).norm() / exact[0].norm()) for one in (stock, ours)]
     assert error[1] <= 2 * error[0] + 1e-3
 

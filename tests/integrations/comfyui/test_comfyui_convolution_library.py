@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from measured_library import AS_TORCH_COMES, FIGURES, SEARCHED, WITHOUT, flags, measure, seen_by_convolutions
-from rocm_sd.engine.convolution_library import Library
+from rocm_sd.engine.convolutions.library import Library
 from rocm_sd.integrations.comfyui import host, patching
 from rocm_sd.integrations.comfyui.record import Record
 from rocm_sd.integrations.comfyui.rules import compiled_ahead

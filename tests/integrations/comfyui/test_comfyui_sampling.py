@@ -33,7 +33,7 @@ def real_host():
 
 @pytest.fixture
 def ops(monkeypatch):
-    """As on a GPU: the ops do the work, and steps are recorded."""
+    """As on a GPU: the ops do the work, and steps are captured."""
     monkeypatch.setenv("ROCM_SD_IMPLEMENTATION", NAMED)
     monkeypatch.setenv("ROCM_SD_STEP_GRAPH", "1")
 
@@ -68,7 +68,7 @@ def replays(patcher):
     import comfy.patcher_extension
 
     wrappers = patcher.get_wrappers(comfy.patcher_extension.WrappersMP.DIFFUSION_MODEL, host.KEY)
-    return wrappers[0].__self__.replays
+    return wrappers[0].__self__.calls.replays
 
 
 @pytest.mark.parametrize("kind", comfyui_in_process.KINDS)
@@ -200,7 +200,7 @@ def test_a_controlnet_changes_every_step(ops):
     assert replays(ours) > 0
 
 
-def test_patches_of_other_nodes_run_in_every_step_and_keep_it_from_being_recorded(ops):
+def test_patches_of_other_nodes_run_in_every_step_and_keep_it_from_being_captured(ops):
     stock = comfyui_in_process.patcher()
     calls = []
 
@@ -293,7 +293,7 @@ def test_an_interrupt_in_any_step_reaches_the_host_and_leaves_it_healthy(ops):
     for _ in range(2):
         near(sample(ours), expected)
     assert replays(ours) > 0
-    assert "a kind is not captured" not in notes(ours)
+    assert "a call is not captured" not in notes(ours)
 
 
 def test_an_area_of_the_picture(ops):
@@ -311,13 +311,13 @@ def test_a_model_that_is_unloaded_gives_its_graphs_back(ops):
     stock = comfyui_in_process.patcher()
     ours = patching.optimize_model(stock, "auto", "exact")
     sample(ours)
-    assert "1 graphs held" in notes(ours)
+    assert "1 graph of its forward" in notes(ours)
     comfy.model_management.unload_all_models()
-    assert "0 graphs held" in notes(ours)
+    assert "0 graphs of its forward" in notes(ours)
     near(sample(ours), sample(stock))
 
 
-def test_weights_that_are_computed_around_each_call_are_not_recorded(ops):
+def test_weights_that_are_computed_around_each_call_are_not_captured(ops):
     stock = comfyui_in_process.patcher()
     plain = sample(stock)
     stock.add_weight_wrapper(WEIGHT, lambda weight: weight * 2)

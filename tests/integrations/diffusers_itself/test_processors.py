@@ -21,7 +21,7 @@ import pipelines
 import rocm_sd
 from model_inputs import sd3_inputs, sdxl_inputs, unet_inputs
 from pipelines import CASES, Twins, small_blocks_too
-from rocm_sd.engine import strangers
+from rocm_sd.engine.capture import foreign
 from rocm_sd.errors import Unsupported
 from rocm_sd.integrations.diffusers import (
     ROCmAttnProcessor,
@@ -300,17 +300,17 @@ class TestTheEngineKnowsThem:
     def test_by_what_they_stand_in_for(self):
         unet = unet_of("sd15")
         unet.set_attn_processor(ROCmAttnProcessor())
-        assert strangers.found_in(unet) is None
+        assert foreign.why_foreign(unet) is None
         unet.mid_block.attentions[0].transformer_blocks[0].attn2.set_processor(
             ROCmIPAdapterAttnProcessor.of(adapter_of(64, 32))
         )
-        assert strangers.found_in(unet) is None
+        assert foreign.why_foreign(unet) is None
 
         class Counting(ROCmAttnProcessor):
             """What a user adds is not known."""
 
         unet.set_attn_processor(Counting())
-        assert strangers.found_in(unet) == "its Attention is computed by Counting"
+        assert foreign.why_foreign(unet) == "its Attention is computed by Counting"
 
     @torch.no_grad()
     @pytest.mark.parametrize("when", ["before", "after"])

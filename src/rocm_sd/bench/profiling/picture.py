@@ -13,8 +13,7 @@ from rocm_sd.bench.profiling.capture import Recording, synchronize
 from rocm_sd.bench.profiling.findings import findings
 from rocm_sd.bench.profiling.tables import annotated
 from rocm_sd.bench.profiling.trace import Trace, read
-from rocm_sd.engine.optimization import optimize_with
-from rocm_sd.engine.parts import Parts
+from rocm_sd.engine import Parts, optimize_with
 from rocm_sd.rewrite import RULES, RULES_FOR_GRAPHS
 
 if TYPE_CHECKING:
@@ -32,7 +31,7 @@ STAGES = 5
 _EAGER_ENGINES = ("stock", "channels_last", "xformers")
 # All that a graph replays, called from Python.
 _WITHOUT_GRAPHS = Parts(
-    rules=frozenset(rule.name for rule in (*RULES, *RULES_FOR_GRAPHS)), hoisted=False, recorded=False
+    rules=frozenset(rule.name for rule in (*RULES, *RULES_FOR_GRAPHS)), hoisted=False, captured=False
 )
 _EAGER = (
     "modules are those of a second picture, drawn eagerly: kernels are launched one by one, and what graphs have once "

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from rocm_sd.rewrite.forwards import is_ours
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
@@ -20,13 +22,13 @@ _LAYERS: tuple[Any, ...] = (nn.Linear, nn.Conv2d, nn.GroupNorm, nn.LayerNorm)
 _HOSTS_OWN = frozenset(
     {"modules.sd_hijack_utils", "modules.sd_hijack_optimizations", "modules.hypernetworks.hypernetwork"}
 )
-_PACKAGES = frozenset({"torch", "ldm", "sgm", "rocm_sd"})
+_PACKAGES = frozenset({"torch", "ldm", "sgm"})
 _METHODS = ("forward", "_forward")
 
 
 def _is_known(function: Any) -> bool:
     name = str(getattr(function, "__module__", ""))
-    return name.partition(".")[0] in _PACKAGES or name in _HOSTS_OWN
+    return is_ours(function) or name.partition(".")[0] in _PACKAGES or name in _HOSTS_OWN
 
 
 def is_usual(module: nn.Module) -> bool:
@@ -42,7 +44,7 @@ def is_usual(module: nn.Module) -> bool:
 
 
 def identities(kinds: Iterable[type]) -> tuple[Any, ...]:
-    """By which a recording knows that nobody has replaced anything since."""
+    """By which a graph knows that nobody has replaced anything since."""
     return tuple(getattr(kind, method, None) for kind in (*_LAYERS, *kinds) for method in _METHODS)
 
 

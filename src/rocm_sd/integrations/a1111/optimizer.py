@@ -10,6 +10,7 @@ import torch
 from rocm_sd.integrations.a1111 import host
 from rocm_sd.integrations.a1111.permission import PERMISSION
 from rocm_sd.ops import attention
+from rocm_sd.rewrite.forwards import mark
 
 __all__ = ["attention_forward", "attnblock_forward", "list_into"]
 
@@ -88,4 +89,4 @@ def list_into(found: list[Any]) -> None:
 
 def _set(module: str, kind: str, forward: Any) -> None:
     """As the host's own optimizations do; its `undo` brings the classes' own forwards back."""
-    getattr(import_module(module), kind).forward = forward
+    getattr(import_module(module), kind).forward = mark(forward, rule=True)

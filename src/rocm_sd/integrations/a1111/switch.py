@@ -11,28 +11,36 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
-import torch
-from torch import nn
-
 import rocm_sd
-from rocm_sd.engine import convolution_library, denoising, warmup
-from rocm_sd.engine.layout import CHANNELS_LAST, choose_layout, convolution_dtype
-from rocm_sd.engine.memory import free_memory
+from rocm_sd.engine import free_memory
+from rocm_sd.engine.capture import graphs_wanted, start_compiling
+from rocm_sd.engine.convolutions import (
+    CHANNELS_LAST,
+    choose_layout,
+    choose_library,
+    convolution_dtype,
+    convolving_models,
+    install_library,
+    lay_out,
+)
 from rocm_sd.integrations.a1111 import host, messages, transformer_blocks, unet_blocks, vae_blocks
-from rocm_sd.integrations.a1111.class_forwards import LoraNetworks, identities, why_not_layers
+from rocm_sd.integrations.a1111.class_forwards import LoraNetworks, why_not_layers
 from rocm_sd.integrations.a1111.permission import PERMISSION
-from rocm_sd.integrations.a1111.recorded import RecordedCalls
+from rocm_sd.integrations.a1111.unet_graphs import UnetGraphs
 from rocm_sd.rewrite.apply import Change, apply, undo
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from rocm_sd.engine.installed import Installed
+    import torch
+    from torch import nn
+
+    from rocm_sd.engine import Installed
 
 __all__ = ["SWITCH", "Switch", "Wish", "why_not_model"]
 
-# Level auto records where so much is free: chosen, not measured. Recordings keep to half of what is free in any case.
-_ROOM_FOR_RECORDINGS = 2 * 2**30
+# Level auto captures where so much is free: chosen, not measured. Graphs keep to half of what is free in any case.
+_ROOM_FOR_GRAPHS = 2 * 2**30
 _KINDS = ("UNetModel",)
 
 
@@ -73,13 +81,11 @@ class _Optimized:
         self.unet = ref(unet)
         self.device = next(unet.parameters()).device
         self.changes: list[Change] = []
-        self._relaid: list[torch.Tensor] = []
+        self._installed: list[Installed] = []
         self._hook: Any = None
-        self.library = convolution_library.choose(self.device)
-        self._steered: Installed | None = None
-        self.recorded: RecordedCalls | None = None
+        self.library = choose_library(self.device)
+        self.graphs: UnetGraphs | None = None
         self._lora = LoraNetworks(unet)
-        self._kinds = {type(module) for module in unet.modules() if type(module).__module__.startswith(("ldm", "sgm"))}
         try:
             self._install(unet, [unet, sd_model.first_stage_model] if wish.vae else [unet])
         except BaseException:
@@ -87,18 +93,22 @@ class _Optimized:
             raise
 
     def _install(self, unet: nn.Module, parts: list[nn.Module]) -> None:
-        records = _may_record(self.wish.level, self.device) and denoising.is_wanted(self.device, allowed=True)
-        if records:
-            warmup.start(self.device)
-            self.recorded = RecordedCalls(unet)
-        reason = _lay_out_channels_last(parts, self.device, self._relaid)
-        rules = [*unet_blocks.RULES, *vae_blocks.RULES, *(transformer_blocks.RULES if records else ())]
+        captures = _may_capture(self.wish.level, self.device) and graphs_wanted(self.device)
+        if captures:
+            start_compiling(self.device)
+            self.graphs = UnetGraphs(unet)
+        layout = choose_layout(self.device, next(filter(None, map(convolution_dtype, parts)), None))
+        reason: str | None = f"its convolutions keep their layout ({layout.why})"
+        if layout.implementation == CHANNELS_LAST:
+            reason = None
+            self._installed.append(lay_out(parts, layout.why))
+        rules = [*unet_blocks.RULES, *vae_blocks.RULES, *(transformer_blocks.RULES if captures else ())]
         rules = [rule for rule in rules if rule.on_cpu or self.device.type != "cpu"]
         for part in parts:
             self.changes += apply(part, rules, not_channels_last=reason)
         # The UNet's own forward is asked for through `call`; nobody asks for those of the VAE's halves.
-        halves = [half for part in parts[1:] for half in convolution_library.models_in(part, self.library, is_vae=True)]
-        self._steered = convolution_library.install(halves, self.library, has_vae=len(parts) > 1)
+        halves = [half for part in parts[1:] for half in convolving_models(part, self.library, is_vae=True)]
+        self._installed.append(install_library(halves, self.library, has_vae=len(parts) > 1))
         self._hook = unet.register_forward_pre_hook(lambda _module, _args: self._before_call())
 
     def _before_call(self) -> None:
@@ -117,7 +127,7 @@ class _Optimized:
             messages.say(f"the UNet runs as the host has it: {reason}")
 
     def call(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The UNet's own forward, from a recording where one fits, with the library that was measured to be faster."""
+        """The UNet's own forward, from a graph where one fits, with the library that was measured to be faster."""
         unet = self.unet()
         with nullcontext() if unet is None else self.library.in_force(unet, args, kwargs):
             return self._called(original, args, kwargs)
@@ -125,21 +135,11 @@ class _Optimized:
     def _called(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         unet = self.unet()
         sd_model = self.model()
-        if self.recorded is None or unet is None or not self._records_now(sd_model):
+        if self.graphs is None or unet is None or not self._captures_now(sd_model):
             return original(unet, *args, **kwargs)
-        device = self.device.type
-        autocast = torch.is_autocast_enabled(device)
-        dtype = torch.get_autocast_dtype(device)
+        return self.graphs(original, args, kwargs)
 
-        def run(*args: Any, **kwargs: Any) -> Any:
-            # Autocast keeps casts of weights for its next use: a recording would read them after they are gone.
-            with PERMISSION.a_whole_call(), torch.autocast(device, dtype, enabled=autocast, cache_enabled=False):
-                return original(unet, *args, **kwargs)
-
-        depends = (autocast, dtype, identities(self._kinds))
-        return self.recorded(run, args, kwargs, depends)
-
-    def _records_now(self, sd_model: Any) -> bool:
+    def _captures_now(self, sd_model: Any) -> bool:
         if PERMISSION.unet is not None or PERMISSION.broken is not None or not PERMISSION.attention:
             return False
         return not getattr(sd_model, "applied_token_merged_ratio", 0)
@@ -147,32 +147,18 @@ class _Optimized:
     def restore(self) -> None:
         if self._hook is not None:
             self._hook.remove()
-        if self.recorded is not None:
-            self.recorded.clear()
-        if self._steered is not None:
-            self._steered.restore()
+        if self.graphs is not None:
+            self.graphs.calls.clear()
         undo(self.changes)
-        for weight in self._relaid:
-            weight.data = weight.data.contiguous()
+        for installed in reversed(self._installed):
+            installed.restore()
 
 
-def _may_record(level: str, device: torch.device) -> bool:
+def _may_capture(level: str, device: torch.device) -> bool:
     if level != "auto":
         return level == "performance"
     free = free_memory(device)
-    return free is None or free >= _ROOM_FOR_RECORDINGS
-
-
-def _lay_out_channels_last(parts: list[nn.Module], device: torch.device, relaid: list[torch.Tensor]) -> str | None:
-    """Lay the convolutions' weights out anew, and note which; the reason, where none is."""
-    layout = choose_layout(device, next(filter(None, map(convolution_dtype, parts)), None))
-    if layout.implementation != CHANNELS_LAST:
-        return f"its convolutions keep their layout ({layout.why})"
-    for layer in (layer for part in parts for layer in part.modules()):
-        if isinstance(layer, nn.Conv2d) and layer.weight.is_contiguous() and layer.weight.numel():
-            layer.weight.data = layer.weight.data.contiguous(memory_format=torch.channels_last)
-            relaid.append(layer.weight)
-    return None
+    return free is None or free >= _ROOM_FOR_GRAPHS
 
 
 class Switch:
@@ -231,9 +217,9 @@ class Switch:
             return original(unet, *args, **kwargs)
         return on.call(original, args, kwargs)
 
-    def forget_recordings(self) -> None:
-        if self._on is not None and self._on.recorded is not None:
-            self._on.recorded.clear()
+    def forget_graphs(self) -> None:
+        if self._on is not None and self._on.graphs is not None:
+            self._on.graphs.calls.clear()
 
     def told(self) -> str:
         """For the picture's own record: version, level, how many blocks."""
@@ -257,10 +243,9 @@ class Switch:
             for (kind, why), count in counted.items()
         ]
         told += [*on.library.notes(on.unet()), *(on.library.notes_of_a_vae() if on.wish.vae else ())]
-        note = None if on.recorded is None else on.recorded.note()
         if PERMISSION.unet is not None:
             told.append(f"the UNet runs as the host has it: {PERMISSION.unet}")
-        return told if note is None else [*told, note]
+        return told if on.graphs is None else [*told, *on.graphs.calls.notes()]
 
 
 SWITCH = Switch()

@@ -1,4 +1,4 @@
-"""An entry in the host's list of UNets (Settings > Stable Diffusion > SD Unet): its own UNet, called from recordings.
+"""An entry in the host's list of UNets (Settings > Stable Diffusion > SD Unet): its own UNet, called from graphs.
 
 "Automatic", which is the host's default, takes the entry whose model name is that of the checkpoint at work. Ours has
 that name while the optimisation is on, so that nobody has to choose it, and no file of the host is touched.
@@ -47,7 +47,7 @@ def _option(sd_unet: Any) -> Any:
                 shared.sd_model.model.diffusion_model.to(devices.device)
 
         def deactivate(self) -> None:
-            SWITCH.forget_recordings()
+            SWITCH.forget_graphs()
 
     class ROCmSdUnetOption(option_base):  # type: ignore[misc]  # the host's class has no types
         label = LABEL

@@ -14,8 +14,8 @@ from weakref import WeakSet
 import torch
 from torch import nn
 
-from rocm_sd.integrations.comfyui.rules import is_ours
 from rocm_sd.rewrite.convolutions import through_op
+from rocm_sd.rewrite.forwards import is_ours
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from rocm_sd.engine.memory import is_out_of_memory
+from rocm_sd.engine import is_out_of_memory
 from rocm_sd.errors import Unsupported
 
 __all__ = ["KEY", "belongs_to_the_host", "is_comfy", "log", "require", "say", "the"]

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from rocm_sd.engine.levels import LEVELS
-from rocm_sd.engine.optimization import QUALITIES
+from rocm_sd.engine import LEVELS, QUALITIES
 from rocm_sd.integrations.comfyui import benchmark, patching
 from rocm_sd.integrations.comfyui.host import belongs_to_the_host, say
 

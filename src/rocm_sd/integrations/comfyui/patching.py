@@ -10,19 +10,19 @@ import copy
 from typing import TYPE_CHECKING, Any
 
 from rocm_sd import arch
-from rocm_sd.engine import convolution_library, denoising, warmup
-from rocm_sd.engine.layout import CHANNELS_LAST, choose_layout, convolution_dtype
-from rocm_sd.engine.levels import LEVELS
-from rocm_sd.engine.optimization import QUALITIES
+from rocm_sd.engine import LEVELS, QUALITIES
+from rocm_sd.engine.capture import graphs_wanted, start_compiling
+from rocm_sd.engine.convolutions import CHANNELS_LAST, choose_layout, choose_library, convolution_dtype
 from rocm_sd.errors import InvalidOption, Unsupported
 from rocm_sd.integrations.comfyui import transformer_blocks, unet_blocks, vae_blocks
 from rocm_sd.integrations.comfyui.attention import OPTION, is_our_override, override_for
 from rocm_sd.integrations.comfyui.channels_last import Layout
 from rocm_sd.integrations.comfyui.host import KEY, is_comfy, require, the
 from rocm_sd.integrations.comfyui.record import Record
-from rocm_sd.integrations.comfyui.rules import compiled_ahead, find, is_ours, replacement
+from rocm_sd.integrations.comfyui.rules import compiled_ahead, find, replacement
 from rocm_sd.integrations.comfyui.step_graph import StepGraph
 from rocm_sd.kernels import triton as triton_kernels
+from rocm_sd.rewrite.forwards import is_ours
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -71,7 +71,7 @@ def optimize_attention(patcher: Any, level: str) -> Any:
 
 
 def optimize_model(patcher: Any, level: str, quality: str) -> Any:
-    """Attention, fused blocks and recorded steps; of a model that is not a UNet of Stable Diffusion attention alone."""
+    """Attention, fused blocks and captured steps; of a model that is not a UNet of Stable Diffusion attention alone."""
     clone, record = _begin(patcher, "model", level, quality)
     _override_attention(clone, record)
     unet = getattr(clone.model, _UNET, None)
@@ -82,15 +82,15 @@ def optimize_model(patcher: Any, level: str, quality: str) -> Any:
     _patch(clone, record, unet, (*unet_blocks.RULES, *transformer_blocks.RULES), f"{_UNET}.")
     _lay_out(clone, record, lambda model: model.diffusion_model)
     device = clone.load_device
-    # Before the graph's wrapper, and so around it: what wraps the model inside of that keeps steps from being recorded.
+    # Before the graph's wrapper, and so around it: what wraps the model inside of that keeps steps from being captured.
     _use_library(clone, record)
     if level == "memory":
-        record.notes.append("steps are not recorded as graphs: level memory holds no memory for them")
-    elif denoising.is_wanted(device, allowed=True):
-        _record_steps(clone, record, StepGraph(unet, level))
-        warmup.start(device)
+        record.notes.append("steps are not captured as graphs: level memory holds no memory for them")
+    elif graphs_wanted(device):
+        _capture_steps(clone, record, StepGraph(unet, level))
+        start_compiling(device)
     else:
-        record.notes.append(f"steps are not recorded as graphs: {_why_no_graphs(device)}")
+        record.notes.append(f"steps are not captured as graphs: {_why_no_graphs(device)}")
     return clone
 
 
@@ -105,7 +105,7 @@ def optimize_vae(vae: Any, level: str) -> Any:
     clone, record = _begin(patcher, "VAE", level, "exact")
     _patch(clone, record, model, vae_blocks.RULES, "")
     _lay_out(clone, record, lambda first_stage: first_stage)
-    library = convolution_library.choose(clone.load_device)
+    library = choose_library(clone.load_device)
     record.sources.append(library.notes if library.serves_a_vae else library.notes_of_a_vae)
     for name in ("decode", "encode"):
         if name not in clone.object_patches and hasattr(model, name):
@@ -174,7 +174,7 @@ def _lay_out(clone: Any, record: Record, part: Any) -> None:
 
 
 def _use_library(clone: Any, record: Record) -> None:
-    library = convolution_library.choose(clone.load_device)
+    library = choose_library(clone.load_device)
     record.sources.append(library.notes)
     if not library.is_wanted:
         return
@@ -186,11 +186,11 @@ def _use_library(clone: Any, record: Record) -> None:
     clone.add_wrapper_with_key(the("comfy.patcher_extension").WrappersMP.DIFFUSION_MODEL, KEY, wrapper)
 
 
-def _record_steps(clone: Any, record: Record, graph: StepGraph) -> None:
+def _capture_steps(clone: Any, record: Record, graph: StepGraph) -> None:
     extension = the("comfy.patcher_extension")
     clone.add_wrapper_with_key(extension.WrappersMP.DIFFUSION_MODEL, KEY, graph.wrapper)
     clone.add_callback_with_key(extension.CallbacksMP.ON_DETACH, KEY, graph.detached)
-    record.sources.append(graph.notes)
+    record.sources.append(graph.calls.notes)
 
 
 def _why_no_graphs(device: torch.device) -> str:

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rocm_sd.engine import warmup
-from rocm_sd.engine.memory import is_out_of_memory
+from rocm_sd.engine import is_out_of_memory
+from rocm_sd.engine.capture import compile_kernels
 from rocm_sd.integrations.comfyui.host import belongs_to_the_host
 from rocm_sd.rewrite import Change
+from rocm_sd.rewrite.forwards import is_ours, mark
 from rocm_sd.rewrite.layers import untouched
 
 if TYPE_CHECKING:
@@ -23,10 +24,10 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from rocm_sd.engine.convolution_library import Library
+    from rocm_sd.engine.convolutions import Library
     from rocm_sd.integrations.comfyui.record import Record
 
-__all__ = ["BlockRule", "compiled_ahead", "find", "is_ours", "replacement"]
+__all__ = ["BlockRule", "compiled_ahead", "find", "replacement"]
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ def replacement(rule: BlockRule, module: nn.Module, record: Record) -> MethodTyp
                 return answer
         return type(self).forward(self, *args, **kwargs)
 
-    return MethodType(forward, module)
+    return MethodType(mark(forward, rule=True), module)
 
 
 def compiled_ahead(model: nn.Module, name: str, record: Record, library: Library) -> MethodType:
@@ -81,18 +82,14 @@ def compiled_ahead(model: nn.Module, name: str, record: Record, library: Library
         if x.dtype not in ready:
             ready.add(x.dtype)
             try:
-                warmup.compile_kernels(lambda: method(self, x, *args, **kwargs), x.device, x.dtype)
+                compile_kernels(lambda: method(self, x, *args, **kwargs), x.device, x.dtype)
             except Exception as error:
                 if belongs_to_the_host(error):
                     raise
                 record.fail(f"compiling ahead of {name}", error)
         return method(self, x, *args, **kwargs)
 
-    return MethodType(call, model)
-
-
-def is_ours(forward: Any) -> bool:
-    return getattr(getattr(forward, "__func__", None), "__module__", None) == __name__
+    return MethodType(mark(call, name=name), model)
 
 
 def find(

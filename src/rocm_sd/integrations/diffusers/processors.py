@@ -1,8 +1,8 @@
 """Attention processors for `unet.set_attn_processor(...)`: UNets and SD3 call SDPA directly, past any backend.
 
 Each is a subclass of the one of Diffusers' own that it stands in for, and computes the same; where that is more than
-attention of plain tensors (a mask, autocast, gradients), SDPA is called as stock does. `rocm_sd.optimize` knows them by
-their bases.
+attention of plain tensors (a mask, autocast, gradients), SDPA is called as stock does. `rocm_sd.optimize` takes one
+for what it stands in for.
 """
 
 from __future__ import annotations
@@ -61,9 +61,13 @@ class _ToTokens:
 class ROCmAttnProcessor(_ToTokens, AttnProcessor2_0):  # type: ignore[misc]
     """Stands in for AttnProcessor2_0: `unet.set_attn_processor(ROCmAttnProcessor())`."""
 
+    stands_in_for = AttnProcessor2_0
+
 
 class ROCmFusedAttnProcessor(_ToTokens, FusedAttnProcessor2_0):  # type: ignore[misc]
     """Stands in for FusedAttnProcessor2_0: after `fuse_qkv_projections()`."""
+
+    stands_in_for = FusedAttnProcessor2_0
 
     @staticmethod
     def _project(attn: Any, x: torch.Tensor, text: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
@@ -74,6 +78,8 @@ class ROCmFusedAttnProcessor(_ToTokens, FusedAttnProcessor2_0):  # type: ignore[
 
 class ROCmJointAttnProcessor(JointAttnProcessor2_0):  # type: ignore[misc]
     """Stands in for JointAttnProcessor2_0: the tokens of SD3's picture and text in one attention."""
+
+    stands_in_for = JointAttnProcessor2_0
 
     def __call__(
         self,
@@ -102,6 +108,8 @@ class ROCmJointAttnProcessor(JointAttnProcessor2_0):  # type: ignore[misc]
 
 class ROCmIPAdapterAttnProcessor(IPAdapterAttnProcessor2_0):  # type: ignore[misc]
     """Stands in for IPAdapterAttnProcessor2_0: made `of` one that `pipe.load_ip_adapter` has put there."""
+
+    stands_in_for = IPAdapterAttnProcessor2_0
 
     @classmethod
     def of(cls, processor: Any) -> ROCmIPAdapterAttnProcessor:

@@ -1,0 +1,15 @@
+"""A model's calls as graphs: captured once for each kind of call, looked at before each replay.
+
+`CapturedCalls` is one state machine for every host program; what a host decides is a `Policy`.
+"""
+
+from rocm_sd.engine.capture.captured import CapturedCalls, graphs_wanted
+from rocm_sd.engine.capture.foreign import has_foreign_forward, moves_weights, why_foreign, why_foreign_layer
+from rocm_sd.engine.capture.policy import HostCall, Policy
+from rocm_sd.engine.capture.prepared import Prepared
+from rocm_sd.engine.capture.warmup import compile_kernels, start_compiling
+
+__all__ = [
+    "CapturedCalls", "HostCall", "Policy", "Prepared", "compile_kernels", "graphs_wanted", "has_foreign_forward",
+    "moves_weights", "start_compiling", "why_foreign", "why_foreign_layer",
+]  # fmt: skip

@@ -1,0 +1,166 @@
+"""What of a UNet's work is done once per prompt or once per schedule, and not in every step.
+
+The embedding of a timestep and its projection in every block depend on the timestep; the keys and values of the text
+depend on the prompt. Both are computed here by the model's own layers, whatever a LoRA has made of them, and handed to
+the blocks through rewrite/conditioning.py.
+"""
+
+from __future__ import annotations
+
+import threading
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+from weakref import ref
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from rocm_sd.engine.denoisers import denoiser
+from rocm_sd.ops.upsample_conv2d import parity_weights
+from rocm_sd.rewrite import resblock, transformer
+from rocm_sd.rewrite.conditioning import Conditioning, TimeAdd
+from rocm_sd.rewrite.convolutions import of_kind, unusual
+from rocm_sd.rewrite.layers import is_plain, untouched
+from rocm_sd.rewrite.packing import packed_linear, unpack
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+__all__ = ["Hoist", "time_tensors"]
+
+_EMBEDDINGS = (None, "text_time")
+
+
+def time_tensors(named: Mapping[str, Any]) -> list[torch.Tensor]:
+    """What the time embedding of a call with these arguments is made of, besides the timestep."""
+    given = (named["timestep_cond"], *(named["added_cond_kwargs"] or {}).values())
+    return [value for value in given if isinstance(value, torch.Tensor)]
+
+
+class Hoist:
+    """For one UNet as it stands now: `find` says whether it can be done at all."""
+
+    def __init__(self, unet: Any, blocks: list[Any], attentions: list[nn.Module]) -> None:
+        # Held weakly, or the model would live as long as its graphs.
+        self._unet = ref(unet)
+        self.blocks = blocks
+        self.attentions = attentions
+        # Convolutions after nearest 2x that asked for their summed weights.
+        self.upsamplers: list[Any] = []
+
+    @property
+    def unet(self) -> Any:
+        return self._unet()
+
+    @classmethod
+    def find(cls, unet: Any, arguments: Mapping[str, Any]) -> Hoist | None:
+        """None where a call with these arguments has to compute them itself."""
+        if not getattr(denoiser(unet), "is_unet", False) or unet.config.addition_embed_type not in _EMBEDDINGS:
+            return None
+        # A scale in these is put on the LoRA's layers inside of the forward only.
+        if arguments.get("cross_attention_kwargs") or not isinstance(
+            arguments.get("encoder_hidden_states"), torch.Tensor
+        ):
+            return None
+        more = (unet.class_embedding, unet.encoder_hid_proj, unet.time_embed_act)
+        if any(part is not None for part in more) or not untouched(unet.time_embedding):
+            return None
+        own = unet.__dict__
+        if any(name in own for name in ("get_time_embed", "get_aug_embed", "get_class_embed")):
+            return None
+        modules = list(unet.modules())
+        blocks = [module for module in modules if resblock.hoistable(module)]
+        attentions = [attn for attn in map(transformer.hoistable, modules) if attn is not None]
+        return cls(unet, blocks, attentions) if blocks or attentions else None
+
+    def time_rows(self, timesteps: torch.Tensor, named: Mapping[str, Any]) -> torch.Tensor:
+        """[T, width]: for each of T timesteps the embedding and every block's add, for the whole batch, in one row.
+
+        timesteps: [T], each for the whole batch. named: the other arguments of a call.
+        """
+        sample, condition = named["sample"], named["timestep_cond"]
+        count, batch = len(timesteps), sample.shape[0]
+        # Of the sample the embedding only asks how many there are, of which kind.
+        like = torch.empty((count * batch, 0), dtype=sample.dtype, device=sample.device)
+        times = timesteps.to(sample.device).repeat_interleave(batch)
+        condition = None if condition is None else condition.repeat(count, 1)
+        emb = self.unet.time_embedding(self.unet.get_time_embed(sample=like, timestep=times), condition)
+        text, added = named["encoder_hidden_states"], named["added_cond_kwargs"]
+        more = self.unet.get_aug_embed(emb=emb, encoder_hidden_states=text, added_cond_kwargs=added)
+        if more is not None:
+            emb = emb + more.repeat(count, 1)
+        pieces = [emb, *self._adds(F.silu(emb))]
+        return torch.cat([piece.reshape(count, -1) for piece in pieces], dim=1)
+
+    def _adds(self, activated: torch.Tensor) -> Sequence[torch.Tensor]:
+        projections = [block.time_emb_proj for block in self.blocks]
+        biases: list[Any] = [block.conv1.bias if self._bias_in_add(block) else None for block in self.blocks]
+        if projections and all(map(is_plain, projections)) and all(bias is not None for bias in biases):
+            packed = packed_linear(*projections)
+            if packed is not None and packed[1] is not None:
+                # One product for all blocks; a bias of the convolution is one more for every row.
+                rows = F.linear(activated, packed[0], packed[1] + torch.cat(biases))
+                return torch.split(rows, [layer.weight.shape[0] for layer in projections], dim=1)
+        adds = [layer(activated) for layer in projections]
+        return [add if bias is None else add + bias for add, bias in zip(adds, biases, strict=True)]
+
+    @staticmethod
+    def _bias_in_add(block: Any) -> bool:
+        layer = block.conv1
+        plain = type(layer) is nn.Conv2d and is_plain(layer) and unusual(layer) is None
+        if not plain or layer.bias is None or "_conv_forward" in layer.__dict__:
+            return False
+        return of_kind(layer.bias, block.time_emb_proj.weight)
+
+    def conditioning(self, row: torch.Tensor, batch: int, of_the_run: Sequence[torch.Tensor]) -> Conditioning:
+        """Views of a row of `time_rows`, and what `of_the_run` gave."""
+        adds, at = {}, self.embedding(row, batch).numel()
+        for block in self.blocks:
+            channels = block.out_channels
+            value = row[at : at + batch * channels].view(batch, channels)
+            adds[block] = TimeAdd(value, with_bias=self._bias_in_add(block))
+            at += batch * channels
+        keys_values = of_the_run[: 2 * len(self.attentions)]
+        pairs = zip(keys_values[::2], keys_values[1::2], strict=True)
+        weights = dict(zip(self.upsamplers, of_the_run[len(keys_values) :], strict=True))
+        return Conditioning(adds, dict(zip(self.attentions, pairs, strict=True)), weights)
+
+    def embedding(self, row: torch.Tensor, batch: int) -> torch.Tensor:
+        width = row.numel() - batch * sum(block.out_channels for block in self.blocks)
+        return row[:width].view(batch, -1)
+
+    def of_the_run(self, text: torch.Tensor) -> list[torch.Tensor]:
+        """What changes with the prompt and the weights only: keys and values, then summed weights."""
+        keys_values = [tensor for attn in self.attentions for tensor in transformer.keys_values(attn, text)]
+        return [*keys_values, *(parity_weights(layer.weight) for layer in self.upsamplers)]
+
+    @contextmanager
+    def substituted(self, embedding: torch.Tensor) -> Iterator[None]:
+        """Within, and on this thread, the UNet takes this time embedding in place of computing one."""
+        unet, owner = self.unet, threading.get_ident()
+        kind, embedder = type(unet), type(unet.time_embedding)
+
+        def get_time_embed(*args: Any, **named: Any) -> Any:
+            return embedding if threading.get_ident() == owner else kind.get_time_embed(unet, *args, **named)
+
+        def get_aug_embed(*args: Any, **named: Any) -> Any:
+            return None if threading.get_ident() == owner else kind.get_aug_embed(unet, *args, **named)
+
+        def forward(*args: Any, **named: Any) -> Any:
+            ours = threading.get_ident() == owner
+            return embedding if ours else embedder.forward(unet.time_embedding, *args, **named)
+
+        unet.get_time_embed, unet.get_aug_embed = get_time_embed, get_aug_embed
+        # A hook that accelerate took off again leaves the class's own forward on the instance.
+        before = unet.time_embedding.__dict__.get("forward")
+        unet.time_embedding.forward = forward
+        try:
+            yield
+        finally:
+            del unet.get_time_embed, unet.get_aug_embed, unet.time_embedding.forward
+            if before is not None:
+                unet.time_embedding.forward = before
+
+    def unpack(self) -> None:
+        unpack(nn.ModuleList([block.time_emb_proj for block in self.blocks]))

@@ -1,0 +1,146 @@
+"""Everything of a model that a graph has baked in, and whether it still is so.
+
+A graph keeps the addresses of the weights and every decision that Python took: which modules there are, their
+hooks, a LoRA's scale, a convolution's padding, training or not. All of it is state of the modules, so their classes and
+all of their attributes are compared, with no list of the ones that matter. The weights' values are read at each replay:
+they may change.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import TYPE_CHECKING, Any
+from weakref import ref
+
+import torch
+
+if TYPE_CHECKING:
+    from torch import nn
+
+__all__ = ["DormantSnapshot", "Snapshot", "global_state"]
+
+_MISSING = object()
+_HOLDING_TENSORS = frozenset({"_parameters", "_buffers", "_modules"})
+
+
+class Snapshot:
+    """Of a model at the time of a capture. It does not keep the model alive."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = ref(model)
+        self._own = _copied(_unbound(model))
+        inside = [(path, module) for path, module in model.named_modules() if module is not model]
+        self._modules = [module for _, module in inside]
+        self._kinds = [type(model), *map(type, self._modules)]
+        self._inside = [(path, module.__dict__, _copied(module.__dict__)) for path, module in inside]
+        self._tensors = [*model.named_parameters(), *model.named_buffers()]
+        self._addresses = [tensor.data_ptr() for _, tensor in self._tensors]
+
+    def difference(self) -> str | None:
+        """What has changed since then, in words; None where nothing has."""
+        model = self._model()
+        if model is None:
+            return "the model is gone"
+        kinds = [type(model), *map(type, self._modules)]
+        if kinds != self._kinds:
+            # Token merging gives blocks another class.
+            was, now = next(pair for pair in zip(self._kinds, kinds, strict=True) if pair[0] is not pair[1])
+            return f"a {was.__name__} has become a {now.__name__} of {now.__module__}"
+        for path, now, then in (("the model", _unbound(model), self._own), *self._inside):
+            # Values are compared by identity first: a pass in C over what has not changed. Before each replay of SDXL
+            # there are 1930 modules to look at, and a call of a function for each would be felt.
+            try:
+                same = now == then
+            except (RuntimeError, ValueError, TypeError):  # tensors and arrays have no one answer
+                same = False
+            if not same:
+                return f"{path}: {_which(now, then)} has changed"
+        for (name, tensor), address in zip(self._tensors, self._addresses, strict=True):
+            if tensor.data_ptr() != address:
+                return f"{name} has moved in memory"
+        return None
+
+
+class DormantSnapshot:
+    """Of a model while its host may change it: a snapshot holds the parameters themselves, and where the host puts
+    others in their place, as for a LoRA, the memory of the old ones must be free by then. Compared once, before the
+    graph is used again.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._modules = [(ref(module), type(module), _without_tensors(module)) for module in model.modules()]
+        self._tensors = [(ref(tensor), tensor.data_ptr()) for tensor in _tensors(model)]
+
+    def is_of(self, model: nn.Module) -> bool:
+        """Whether the model is as it was."""
+        modules, tensors = list(model.modules()), _tensors(model)
+        if len(modules) != len(self._modules) or len(tensors) != len(self._tensors):
+            return False
+        for tensor, (known, address) in zip(tensors, self._tensors, strict=True):
+            if known() is not tensor or tensor.data_ptr() != address:
+                return False
+        return all(
+            known() is module and type(module) is kind and _equal(_without_tensors(module), state)
+            for module, (known, kind, state) in zip(modules, self._modules, strict=True)
+        )
+
+
+def _tensors(model: nn.Module) -> list[torch.Tensor]:
+    return [*model.parameters(), *model.buffers()]
+
+
+def _without_tensors(module: nn.Module) -> dict[str, Any]:
+    return _copied({name: value for name, value in module.__dict__.items() if name not in _HOLDING_TENSORS})
+
+
+def _unbound(model: nn.Module) -> dict[str, Any]:
+    """Its attributes, without the methods on it that hold the model itself."""
+    return {name: getattr(value, "__func__", value) for name, value in model.__dict__.items()}
+
+
+def _equal(now: Any, then: Any) -> bool:
+    try:
+        return now is then or bool(now == then)
+    except (RuntimeError, ValueError, TypeError):
+        return False
+
+
+def _copied(attributes: dict[str, Any]) -> dict[str, Any]:
+    # Hooks, children and a LoRA's scales are dicts inside, which change in place.
+    return {name: dict(value) if isinstance(value, dict) else _kept(value) for name, value in attributes.items()}
+
+
+def _kept(value: Any) -> Any:
+    return value.copy() if isinstance(value, (list, set)) else value
+
+
+def _which(now: dict[str, Any], then: dict[str, Any]) -> str:
+    for name in sorted(now.keys() | then.keys()):
+        before, after = then.get(name, _MISSING), now.get(name, _MISSING)
+        if not _equal(before, after):
+            return name
+    return "an attribute"
+
+
+def _attention_backend() -> Any:
+    """Diffusers' own choice for all models of those that take one; None where Diffusers is not in use."""
+    dispatch = sys.modules.get("diffusers.models.attention_dispatch")
+    return getattr(getattr(dispatch, "_AttentionBackendRegistry", None), "_active_backend", None)
+
+
+def global_state() -> tuple[Any, ...]:
+    """What outside of the model decides which kernels a graph has."""
+    return (
+        _attention_backend(),
+        os.environ.get("ROCM_SD_IMPLEMENTATION"),
+        torch.is_inference_mode_enabled(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.get_float32_matmul_precision(),
+        torch.backends.cudnn.allow_tf32,
+        torch.backends.cudnn.deterministic,
+        torch.backends.cuda.flash_sdp_enabled(),  # type: ignore[no-untyped-call]
+        torch.backends.cuda.mem_efficient_sdp_enabled(),  # type: ignore[no-untyped-call]
+        torch.backends.cuda.math_sdp_enabled(),  # type: ignore[no-untyped-call]
+        torch.backends.cuda.cudnn_sdp_enabled(),  # type: ignore[no-untyped-call]
+    )
