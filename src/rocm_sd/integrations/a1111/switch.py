@@ -18,7 +18,8 @@ import rocm_sd
 from rocm_sd.engine import convolution_library, denoising, warmup
 from rocm_sd.engine.layout import CHANNELS_LAST, choose_layout, convolution_dtype
 from rocm_sd.engine.memory import free_memory
-from rocm_sd.integrations.a1111 import host, messages, transformer_blocks, unet_blocks, vae_blocks
+from rocm_sd.integrations.a1111 import host, messages
+from rocm_sd.integrations.a1111.blocks import CAPTURED_RULES, RULES
 from rocm_sd.integrations.a1111.class_forwards import LoraNetworks, identities, why_not_layers
 from rocm_sd.integrations.a1111.permission import PERMISSION
 from rocm_sd.integrations.a1111.recorded import RecordedCalls
@@ -92,8 +93,8 @@ class _Optimized:
             warmup.start(self.device)
             self.recorded = RecordedCalls(unet)
         reason = _lay_out_channels_last(parts, self.device, self._relaid)
-        rules = [*unet_blocks.RULES, *vae_blocks.RULES, *(transformer_blocks.RULES if records else ())]
-        rules = [rule for rule in rules if rule.on_cpu or self.device.type != "cpu"]
+        rules = (*RULES, *(CAPTURED_RULES if records else ()))
+        rules = tuple(rule for rule in rules if rule.on_cpu or self.device.type != "cpu")
         for part in parts:
             self.changes += apply(part, rules, not_channels_last=reason)
         # The UNet's own forward is asked for through `call`; nobody asks for those of the VAE's halves.
@@ -193,7 +194,7 @@ class Switch:
         """Make it so; why it is not, in words, where it cannot be."""
         if wish != self._wish:
             # Off and on again is the user's way to try once more.
-            PERMISSION.mend()
+            PERMISSION.reset()
         self._wish = wish
         if wish is None:
             self.restore()
@@ -207,7 +208,7 @@ class Switch:
         # A model that was moved, or whose weights were loaded anew in another dtype, is optimised for where it is.
         if on is None or on.model() is not sd_model or on.wish != wish or on.device != next(unet.parameters()).device:
             self.restore()
-            PERMISSION.mend()
+            PERMISSION.reset()
             self._on = _Optimized(sd_model, wish)
         return None
 
@@ -216,7 +217,7 @@ class Switch:
         if self._wish is None:
             return None
         self.restore()
-        PERMISSION.mend()
+        PERMISSION.reset()
         return self.settle(sd_model, self._wish)
 
     def restore(self) -> None:
@@ -235,8 +236,8 @@ class Switch:
         if self._on is not None and self._on.recorded is not None:
             self._on.recorded.clear()
 
-    def told(self) -> str:
-        """For the picture's own record: version, level, how many blocks."""
+    def infotext(self) -> str:
+        """For the picture's own metadata: version, level, how many blocks."""
         on = self._on
         if on is None:
             return "off"
@@ -245,22 +246,22 @@ class Switch:
         return f"{rocm_sd.__version__}, level {wish.level}, quality {wish.quality}, {blocks} blocks"
 
     def report(self) -> list[str]:
-        """What was replaced and what was left alone, a sentence for each kind."""
+        """What was replaced and what was skipped, a sentence for each kind."""
         on = self._on
         if on is None:
             return ["off: everything is the host's own"]
         counted: dict[tuple[str, str | None], int] = {}
         for change in on.changes:
             counted[change.kind, change.left_because] = counted.get((change.kind, change.left_because), 0) + 1
-        told = [
-            f"{count} {kind}: replaced" if why is None else f"{count} {kind}: left alone, because {why}"
+        lines = [
+            f"{count} {kind}: replaced" if why is None else f"{count} {kind}: skipped, because {why}"
             for (kind, why), count in counted.items()
         ]
-        told += [*on.library.notes(on.unet()), *(on.library.notes_of_a_vae() if on.wish.vae else ())]
+        lines += [*on.library.notes(on.unet()), *(on.library.notes_of_a_vae() if on.wish.vae else ())]
         note = None if on.recorded is None else on.recorded.note()
         if PERMISSION.unet is not None:
-            told.append(f"the UNet runs as the host has it: {PERMISSION.unet}")
-        return told if note is None else [*told, note]
+            lines.append(f"the UNet runs as the host has it: {PERMISSION.unet}")
+        return lines if note is None else [*lines, note]
 
 
 SWITCH = Switch()

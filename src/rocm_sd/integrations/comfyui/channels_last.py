@@ -14,7 +14,7 @@ from weakref import WeakSet
 import torch
 from torch import nn
 
-from rocm_sd.integrations.comfyui.rules import is_ours
+from rocm_sd.integrations.ldm import is_replacement
 from rocm_sd.rewrite.convolutions import through_op
 
 if TYPE_CHECKING:
@@ -78,11 +78,11 @@ class Layout:
 
 
 def _is_at_rest(layer: Any, device: torch.device) -> bool:
-    """Whether its weight stays on the device between calls: those that are brought in for each are left alone."""
+    """Whether its weight stays on the device between calls: those that are brought in for each are skipped."""
     weight = layer.weight
     if type(weight) is not nn.Parameter or weight.dim() != 4 or weight.device.type != device.type:
         return False
-    if getattr(layer, "comfy_cast_weights", False) or is_ours(layer.__dict__.get("forward")):
+    if getattr(layer, "comfy_cast_weights", False) or is_replacement(layer.__dict__.get("forward")):
         return False
     return through_op("conv2d", weight)
 

@@ -139,7 +139,7 @@ class ROCmOptimizationReport:
         for name, target in (("model", model), ("VAE", vae)):
             if target is None:
                 continue
-            record = patching.record_of(target)
+            record = patching.report_of(target)
             if record is None:
                 lines.append(f"{name}: not optimised. If a node of ROCm Optimizations comes before, see the console.")
             else:

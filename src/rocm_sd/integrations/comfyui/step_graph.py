@@ -24,10 +24,10 @@ from rocm_sd.engine.recording import Recording, record
 from rocm_sd.engine.shelf import Shelf, half_of_the_free_memory
 from rocm_sd.engine.snapshot import Snapshot
 from rocm_sd.integrations.comfyui.attention import OPTION, is_our_override
+from rocm_sd.integrations.comfyui.blocks import fused
 from rocm_sd.integrations.comfyui.dormant import Dormant
 from rocm_sd.integrations.comfyui.host import belongs_to_the_host, say
-from rocm_sd.integrations.comfyui.rules import is_ours
-from rocm_sd.integrations.comfyui.transformer_blocks import fused
+from rocm_sd.integrations.ldm import is_replacement
 from rocm_sd.ops import library_scratch
 
 if TYPE_CHECKING:
@@ -332,7 +332,7 @@ def _why_not_recorded(unet: nn.Module, device: torch.device) -> str | None:
             return f"its {kind} is of {cls.__module__}"
         forward = own.get("forward")
         foreign = getattr(forward, "__func__", None) is not cls.forward
-        if forward is not None and foreign and not is_ours(forward):
+        if forward is not None and foreign and not is_replacement(forward):
             return f"its {kind} has a forward that is not its class's own"
         if getattr(module, "weight_function", None) or getattr(module, "bias_function", None):
             return "its weights are computed around each call, as a LoRA's of a model that is loaded in part"
