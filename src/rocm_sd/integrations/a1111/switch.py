@@ -19,7 +19,7 @@ from rocm_sd.engine import convolution_library, denoising, warmup
 from rocm_sd.engine.layout import CHANNELS_LAST, choose_layout, convolution_dtype
 from rocm_sd.engine.memory import free_memory
 from rocm_sd.integrations.a1111 import host, messages
-from rocm_sd.integrations.a1111.blocks import CAPTURED_RULES, RULES
+from rocm_sd.integrations.a1111.a1111_policy import CAPTURED_RULES, RULES
 from rocm_sd.integrations.a1111.class_forwards import LoraNetworks, identities, why_not_layers
 from rocm_sd.integrations.a1111.permission import PERMISSION
 from rocm_sd.integrations.a1111.recorded import RecordedCalls

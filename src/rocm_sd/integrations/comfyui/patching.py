@@ -17,8 +17,8 @@ from rocm_sd.engine.levels import LEVELS
 from rocm_sd.engine.optimization import QUALITIES
 from rocm_sd.errors import InvalidOption, Unsupported
 from rocm_sd.integrations.comfyui.attention import OPTION, is_our_override, override_for
-from rocm_sd.integrations.comfyui.blocks import MODEL_RULES, VAE_RULES, ComfyUIPolicy, compiled_ahead, find
 from rocm_sd.integrations.comfyui.channels_last import Layout
+from rocm_sd.integrations.comfyui.comfyui_policy import MODEL_RULES, VAE_RULES, ComfyUIPolicy, compiled_ahead, find
 from rocm_sd.integrations.comfyui.host import KEY, is_comfy, require, the
 from rocm_sd.integrations.comfyui.patch_report import PatchReport
 from rocm_sd.integrations.comfyui.step_graph import StepGraph

@@ -24,7 +24,7 @@ from rocm_sd.engine.recording import Recording, record
 from rocm_sd.engine.shelf import Shelf, half_of_the_free_memory
 from rocm_sd.engine.snapshot import Snapshot
 from rocm_sd.integrations.comfyui.attention import OPTION, is_our_override
-from rocm_sd.integrations.comfyui.blocks import fused
+from rocm_sd.integrations.comfyui.comfyui_policy import fused
 from rocm_sd.integrations.comfyui.dormant import Dormant
 from rocm_sd.integrations.comfyui.host import belongs_to_the_host, say
 from rocm_sd.integrations.ldm import is_replacement

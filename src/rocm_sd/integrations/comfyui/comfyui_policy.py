@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
-from functools import lru_cache
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +24,6 @@ from rocm_sd.integrations.ldm import (
     is_replacement,
     mark_replacement,
 )
-from rocm_sd.integrations.ldm.policy import TORCH_LAYERS
 from rocm_sd.rewrite import Change
 from rocm_sd.rewrite.layers import untouched
 
@@ -42,8 +40,6 @@ if TYPE_CHECKING:
 __all__ = ["MODEL_RULES", "VAE_RULES", "ComfyUIPolicy", "compiled_ahead", "find", "fused"]
 
 MODEL_RULES = (*UNET_RULES, NORM_OUT, *TRANSFORMER_RULES)
-# Those of `comfy.ops.disable_weight_init`; its others (fp8, scaled, mixed precision) have products of their own.
-_PLAIN = frozenset(f"disable_weight_init.{kind.__name__}" for kind in TORCH_LAYERS)
 _FUSED: ContextVar[bool] = ContextVar("rocm_sd_comfyui_fused", default=False)
 
 
@@ -57,16 +53,18 @@ def fused() -> Iterator[None]:
         _FUSED.reset(token)
 
 
-@lru_cache(maxsize=128)
-def _is_known(kind: Any) -> bool:
-    return kind in TORCH_LAYERS or (kind.__module__ == "comfy.ops" and kind.__qualname__ in _PLAIN)
-
-
 class ComfyUIPolicy(HostPolicy):
-    """Of one model that was patched. Weights are not packed: the host's patcher changes them."""
+    """Of one model that was patched."""
 
     roots = ("comfy.ldm",)
+    # The others of `comfy.ops` (fp8, scaled, mixed precision) have products of their own.
+    layers = frozenset(
+        ("comfy.ops", f"disable_weight_init.{n}") for n in ("Linear", "Conv2d", "GroupNorm", "LayerNorm")
+    )
     in_captured_calls = frozenset({"transformer"})
+    works_on_cpu = under_autocast = pads_by_job = False
+    # The host's patcher changes them.
+    packs_weights = False
     # The convolution adds it: a picture that was decoded before comes out the same, bit for bit.
     vae_bias_in_norm = False
 
@@ -92,9 +90,6 @@ class ComfyUIPolicy(HostPolicy):
             return True
         self._report.fail(rule.name, error)
         return False
-
-    def knows(self, kind: Any) -> bool:
-        return _is_known(kind)
 
     def is_plain(self, layer: Any, x: torch.Tensor) -> bool:
         if not super().is_plain(layer, x) or getattr(layer, "comfy_cast_weights", False):

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from rocm_sd.integrations.a1111.class_forwards import is_usual, why_not_layers
 from rocm_sd.integrations.a1111.permission import PERMISSION
 from rocm_sd.integrations.ldm import TRANSFORMER_RULES, UNET_RULES, VAE_RULES, HostPolicy
-from rocm_sd.integrations.ldm.policy import TORCH_LAYERS
 from rocm_sd.rewrite.apply import Rule
 from rocm_sd.rewrite.packing import unpack
 
@@ -22,22 +20,14 @@ if TYPE_CHECKING:
 __all__ = ["CAPTURED_RULES", "POLICY", "RULES", "A1111Policy"]
 
 
-@lru_cache(maxsize=128)
-def _is_known(kind: Any) -> bool:
-    # GroupNorm32 computes in float32 and answers in x's dtype, as the op does.
-    of_ldm = kind.__module__.partition(".")[0] in A1111Policy.roots
-    return kind in TORCH_LAYERS or (of_ldm and kind.__name__ == "GroupNorm32")
-
-
 class A1111Policy(HostPolicy):
     """The host makes one picture at a time: what it permits is kept in one place, PERMISSION."""
 
     roots = ("ldm", "sgm")
+    # It computes in float32 and answers in x's dtype, as the op does.
+    layers = frozenset((f"{root}.modules.diffusionmodules.util", "GroupNorm32") for root in ("ldm", "sgm"))
     in_captured_calls = frozenset(rule.name for rule in TRANSFORMER_RULES)
-    works_on_cpu = True
-    under_autocast = True
-    pads_by_job = True
-    packs_weights = True
+    works_on_cpu = under_autocast = pads_by_job = packs_weights = vae_bias_in_norm = True
 
     def permits(self, rule: BlockRule, module: nn.Module) -> bool:
         # The UNet's layers were looked at before it was called; a VAE's parts are called one by one.
@@ -54,9 +44,6 @@ class A1111Policy(HostPolicy):
         """Whatever it was, the host's own forward can say it, or do without."""
         PERMISSION.fail(f"The {rule.model}'s {rule.name}", error)
         return False
-
-    def knows(self, kind: Any) -> bool:
-        return _is_known(kind)
 
     def is_usual(self, module: nn.Module) -> bool:
         return is_usual(module)
