@@ -105,7 +105,7 @@ class ROCmOptimizedVAE:
 class ROCmOptimizationReport:
     CATEGORY: ClassVar[str] = _CATEGORY
     DESCRIPTION: ClassVar[str] = (
-        "Shows what was replaced, what was left alone and why. Place it after the sampler (connect a latent or an"
+        "Shows what was replaced, what was skipped and why. Place it after the sampler (connect a latent or an"
         " image to `after`) to see what happened in the run, too."
     )
     RETURN_TYPES: ClassVar[tuple[str, ...]] = ("STRING",)
