@@ -114,7 +114,7 @@ def test_batches(batch, way):
     ],
     ids=lambda v: v if isinstance(v, str) else "",
 )
-def test_upsamplers_left_alone_with_the_reason(options, reason):
+def test_upsamplers_are_skipped_with_the_reason(options, reason):
     module = sampler(**options)
     (change,) = apply(module, RULES)
     assert reason in change.left_because
@@ -130,7 +130,7 @@ def test_upsamplers_left_alone_with_the_reason(options, reason):
     ],
     ids=lambda v: v if isinstance(v, str) else "",
 )
-def test_downsamplers_left_alone_with_the_reason(options, reason):
+def test_downsamplers_are_skipped_with_the_reason(options, reason):
     (change,) = apply(sampler(Downsample2D, **options), RULES)
     assert reason in change.left_because
 
@@ -145,7 +145,7 @@ def test_downsamplers_left_alone_with_the_reason(options, reason):
     ids=["circular", "groups", "dilation"],
 )
 @pytest.mark.parametrize("kind", [Upsample2D, Downsample2D])
-def test_unusual_convolutions_are_left_alone(kind, change, reason):
+def test_unusual_convolutions_are_skipped(kind, change, reason):
     module = sampler(kind)
     stride = 2 if kind is Downsample2D else 1
     module.conv = nn.Conv2d(16, 16, 3, stride, **{"padding": 1} | change)

@@ -207,9 +207,9 @@ def test_a_block_that_fails_is_the_hosts_from_then_on(fake, monkeypatch, capsys)
     monkeypatch.setattr(blocks, "plain_norm_silu", fail)
     assert torch.equal(run(unet, **inputs), stock)
     assert torch.equal(run(unet, **inputs), stock)
-    told = capsys.readouterr().out
-    assert told.count("no such kernel") == 1
-    assert "long story" not in told
+    said = capsys.readouterr().out
+    assert said.count("no such kernel") == 1
+    assert "long story" not in said
 
 
 def test_layers_of_a_vae_with_a_foreign_forward_are_called(fake, monkeypatch):
