@@ -251,7 +251,7 @@ def measure(options, size: int, dtype: torch.dtype) -> dict:
         for name, patcher in (("stock", model), ("optimized", optimized)):
             steps[name].append(sample(patcher)[1])
     result["sampling_s"], result["step_s"] = _summary("sampling", times), _summary("a step", steps)
-    print("\n".join(patching.record_of(optimized).lines()))
+    print("\n".join(patching.report_of(optimized).lines()))
     vae = build_vae(tiny=options.tiny)
     fast = patching.optimize_vae(vae, options.level)
     latents = torch.randn(1, 4, size // 8, size // 8, generator=torch.Generator().manual_seed(2))
@@ -260,7 +260,7 @@ def measure(options, size: int, dtype: torch.dtype) -> dict:
         vae.decode(latents), fast.decode(latents)
     times = in_turns(device, options.repeats, lambda: vae.decode(latents), lambda: fast.decode(latents))
     result["decode_s"], result["vae_dtype"] = _summary("decode", times), str(vae.vae_dtype)
-    print("\n".join(patching.record_of(fast).lines()))
+    print("\n".join(patching.report_of(fast).lines()))
     return result
 
 

@@ -38,7 +38,12 @@ def ops(monkeypatch):
 def block(**options) -> ResnetBlock2D:
     torch.manual_seed(0)
     config = {"in_channels": 32, "out_channels": 64, "temb_channels": 16, "groups": 8}
-    return ResnetBlock2D(**config | options).eval().requires_grad_(False)
+    return laid(ResnetBlock2D(**config | options))
+
+
+def laid(module):
+    """As `optimize` lays convolutions out where it applies the rule."""
+    return module.eval().requires_grad_(False).to(memory_format=torch.channels_last)
 
 
 def inputs(batch=2, channels=32, size=(5, 7), temb=True, seed=1):
@@ -141,8 +146,8 @@ def test_an_empty_batch_is_stocks(way):
 )
 def test_convolutions_of_other_kinds(conv, way):
     module = block()
-    module.conv1 = conv.requires_grad_(False)
-    check(module, *inputs())
+    module.conv1 = conv
+    check(laid(module), *inputs())
 
 
 def test_padding_changed_while_in_use(way):
@@ -217,6 +222,15 @@ def test_forward_hooks_of_layers_run(name, way):
     assert torch.equal(seen[0], held)
 
 
+def test_a_hook_of_the_activation_runs(way):
+    module, arguments, seen = block(), inputs(), []
+    apply(module, [RULE])
+    module.nonlinearity.register_forward_hook(lambda _module, _inputs, _output: seen.append(1))
+    assert torch.equal(module(*arguments), ResnetBlock2D.forward(module, *arguments))
+    # After each norm and of the time embedding, in both.
+    assert len(seen) == 6
+
+
 def test_offload_of_every_layer(way):
     module, arguments = block(), inputs()
     stock = module(*arguments)
@@ -288,7 +302,8 @@ def test_compiles_as_one_graph(named, monkeypatch):
     undo(changes)
 
 
-def test_a_block_is_five_ops_with_every_add_inside(ops, monkeypatch):
+def ops_called(monkeypatch):
+    """(op, which of its optional tensors are given) of each call from here on."""
     calls = []
 
     def counted(name):
@@ -302,6 +317,30 @@ def test_a_block_is_five_ops_with_every_add_inside(ops, monkeypatch):
 
     counted("conv2d")
     counted("group_norm_silu")
+    return calls
+
+
+def test_weights_of_another_layout_are_not_copied_in_every_call(ops, monkeypatch):
+    module, arguments = block(), inputs()
+    apply(module, [RULE])
+    for layer in (module.conv1, module.conv2):
+        layer.weight.data = layer.weight.data.contiguous()
+    calls = ops_called(monkeypatch)
+    torch.testing.assert_close(module(*arguments), ResnetBlock2D.forward(module, *arguments))
+    # A weight of 1x1 lies in both layouts at once.
+    assert [name for name, *_ in calls] == ["group_norm_silu", "group_norm_silu", "conv2d"]
+
+
+def test_a_bias_of_another_dtype_is_stocks_error(ops):
+    module, arguments = block(), inputs()
+    apply(module, [RULE])
+    module.conv1.bias.data = module.conv1.bias.data.half()
+    with pytest.raises(RuntimeError, match="bias"):
+        module(*arguments)
+
+
+def test_a_block_is_five_ops_with_every_add_inside(ops, monkeypatch):
+    calls = ops_called(monkeypatch)
     module = block()
     apply(module, [RULE])
     module(*inputs())
@@ -354,7 +393,7 @@ def test_state_dict_keys_stay(ops):
 
 def test_a_small_unet(way):
     torch.manual_seed(0)
-    unet = tiny_unet().eval().requires_grad_(False)
+    unet = laid(tiny_unet())
     x, text = torch.randn(2, 4, 10, 14), torch.randn(2, 5, 32)
     stock = unet(x, 7, text).sample
     exact = copy.deepcopy(unet).double()(x.double(), 7, text.double()).sample
@@ -367,7 +406,7 @@ def test_a_small_unet(way):
 
 def test_a_small_vae(way):
     torch.manual_seed(0)
-    vae = tiny_vae().eval().requires_grad_(False)
+    vae = laid(tiny_vae())
     picture, latents = torch.randn(1, 3, 10, 14), torch.randn(1, 4, 5, 7)
     exact = copy.deepcopy(vae).double()
     stock = vae.encode(picture).latent_dist.mean, vae.decode(latents).sample

@@ -85,16 +85,17 @@ def test_a_spatial_transformer_is_as_accurate_as_stock(options, layout, dtype):
 @torch.no_grad()
 def test_a_channels_last_map_is_not_copied(monkeypatch):
     """Its tokens lie in its own memory, going in as the residual and coming out as the result."""
-    import rocm_sd.rewrite.spatial_transformer as rule
+    from rocm_sd.rewrite import tokens
 
     module = spatial(use_linear_projection=True)
     replaced(module)
     seen = []
-    linear = rule.linear_residual
-    monkeypatch.setattr(rule, "linear_residual", lambda *a: seen.append((a, linear(*a))) or seen[-1][1])
+    linear = tokens.linear_residual
+    monkeypatch.setattr(tokens, "linear_residual", lambda *a: seen.append((a, linear(*a))) or seen[-1][1])
     x = draw(2, C, 5, 3).contiguous(memory_format=torch.channels_last)
     (out,) = module(x, text(), return_dict=False)
-    (_, (last, result)) = seen
+    (_, *inner, (last, result)) = seen
+    assert len(inner) == 3, "QKV, the query of the text's attention, its keys and values"
     assert last[3].data_ptr() == x.data_ptr()
     assert out.data_ptr() == result.data_ptr()
 

@@ -1,6 +1,7 @@
 """What rules of convolutional blocks share: convolutions and norms through their weights, or as the layers they are.
 
 A layer is looked at anew in every call: a LoRA, an offload hook or another padding may have come since the last one.
+Functions named `plain_*` do not look: their layers are nothing but their weights, and whoever calls them has asked.
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ from rocm_sd.ops.conv2d.workload import problem
 from rocm_sd.ops.group_norm_silu.op import group_norm_silu_, overwrites
 from rocm_sd.ops.group_norm_silu.op import reads_two as norm_reads_two
 from rocm_sd.ops.group_norm_silu.workload import problem as norm_problem
-from rocm_sd.rewrite.layers import is_plain
+from rocm_sd.rewrite.layers import is_plain, untouched
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from rocm_sd.tuning import Problem
 
 __all__ = [
@@ -32,8 +35,13 @@ __all__ = [
     "norm_overwrites",
     "norm_silu",
     "of_kind",
+    "parameters_of_kind",
+    "plain_convolution",
+    "plain_convolution_and_add",
+    "plain_norm_silu",
     "read_two",
     "takes",
+    "through_op",
     "unusual",
 ]
 
@@ -84,17 +92,39 @@ def unusual(layer: nn.Module) -> str | None:
     return None
 
 
-def takes(layer: Any, x: torch.Tensor) -> bool:
-    """Whether layer(x) is `conv2d` of its weights, now."""
-    # Scripts that make seamless textures give layers another padding, or another `_conv_forward`, while in use.
-    if type(layer) is not nn.Conv2d or not is_plain(layer) or "_conv_forward" in layer.__dict__:
+def _is_plain_convolution(layer: Any, x: torch.Tensor) -> bool:
+    return type(layer) is nn.Conv2d and is_plain(layer) and parameters_of_kind(layer, x)
+
+
+def takes(layer: Any, x: torch.Tensor, plain: Callable[[Any, torch.Tensor], bool] = _is_plain_convolution) -> bool:
+    """Whether layer(x) is `conv2d` of its weights, now, and these lie as the op reads them: it would copy others.
+
+    `plain` says whether calling a layer is nothing but its weights: a host may have classes of its own.
+    """
+    if not _is_conv2d(layer, x, plain):
         return False
-    return unusual(layer) is None and of_kind(layer.weight, x)
+    as_read: bool = layer.weight.is_contiguous(memory_format=torch.channels_last)
+    return as_read
+
+
+def _is_conv2d(layer: Any, x: torch.Tensor, plain: Callable[[Any, torch.Tensor], bool]) -> bool:
+    # Scripts that make seamless textures give layers another padding, or another `_conv_forward`, while in use.
+    known = isinstance(layer, nn.Conv2d) and "_conv_forward" not in layer.__dict__ and plain(layer, x)
+    return known and unusual(layer) is None
 
 
 def of_kind(weight: torch.Tensor, x: torch.Tensor) -> bool:
     """Of x's dtype and device, and no quantised or distributed tensor. Otherwise the layer knows what to do or say."""
     return type(weight) in _TENSORS and weight.dtype == x.dtype and weight.device == x.device
+
+
+def parameters_of_kind(layer: nn.Module, x: torch.Tensor) -> bool:
+    """`of_kind` of weight and bias, where the layer has them."""
+    # Not through attributes: nn.Module looks those up in Python.
+    for parameter in layer.__dict__["_parameters"].values():
+        if parameter is not None and not of_kind(parameter, x):
+            return False
+    return True
 
 
 def _fits(add: torch.Tensor, x: torch.Tensor, channels: int) -> bool:
@@ -106,7 +136,7 @@ def convolution(
     layer: Any, x: torch.Tensor, add: torch.Tensor | None = None, residual: torch.Tensor | None = None
 ) -> torch.Tensor:
     """layer(x) + add + residual; add: [N, C]; residual: like layer(x)."""
-    return _convolved(layer, x, add, residual) if takes(layer, x) else _summed(layer(x), add, residual)
+    return plain_convolution(layer, x, add, residual) if takes(layer, x) else _summed(layer(x), add, residual)
 
 
 def _summed(y: torch.Tensor, add: torch.Tensor | None, residual: torch.Tensor | None) -> torch.Tensor:
@@ -115,10 +145,10 @@ def _summed(y: torch.Tensor, add: torch.Tensor | None, residual: torch.Tensor | 
     return y if residual is None else residual + y
 
 
-def _convolved(
-    layer: nn.Conv2d, x: torch.Tensor, add: torch.Tensor | None, residual: torch.Tensor | None
+def plain_convolution(
+    layer: nn.Conv2d, x: torch.Tensor, add: torch.Tensor | None = None, residual: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """`convolution` of a layer that its weights stand for."""
+    """`convolution` of a layer that `takes`."""
     weight, bias, stride, padding = layer.weight, layer.bias, layer.stride, layer.padding
     fits = add is None or _fits(add, x, weight.shape[0])
     if residual is not None:
@@ -150,13 +180,23 @@ def norm_silu(
     """silu(norm(x + add)); add: [N, C]. `overwrite`: nobody reads x after this, so its memory may take the result."""
     if add is not None and not _fits(add, x, x.shape[1]):
         x, add = x + add[:, :, None, None], None
-    plain = _is_plain_norm(norm, x)
-    if plain and through_op("group_norm_silu", x):
+    if _is_plain_norm(norm, x):
+        return plain_norm_silu(norm, x, add, silu=silu, overwrite=overwrite)
+    y: torch.Tensor = norm(x if add is None else x + add[:, :, None, None])
+    return F.silu(y) if silu else y
+
+
+def plain_norm_silu(
+    norm: Any, x: torch.Tensor, add: torch.Tensor | None = None, *, silu: bool = True, overwrite: bool = False
+) -> torch.Tensor:
+    """`norm_silu` of a norm that is nothing but its weights; add: [N, C] of x's dtype."""
+    if through_op("group_norm_silu", x):
         op = group_norm_silu_ if overwrite else group_norm_silu
         return op(x, norm.num_groups, norm.weight, norm.bias, add, norm.eps, silu)
-    y: torch.Tensor = norm(x if add is None else x + add[:, :, None, None])
-    # In place only where nobody else can hold what the norm returned.
-    return F.silu(y, inplace=plain) if silu else y
+    x = x if add is None else x + add[:, :, None, None]
+    y = F.group_norm(x, norm.num_groups, norm.weight, norm.bias, norm.eps)
+    # Nobody else can hold what the norm returned.
+    return F.silu(y, inplace=True) if silu else y
 
 
 def norm_overwrites(norm: Any, x: torch.Tensor) -> bool:
@@ -183,11 +223,7 @@ def read_two(norm: Any, layer: Any, x: torch.Tensor, beside: torch.Tensor) -> bo
 
 
 def _is_plain_norm(norm: Any, x: torch.Tensor) -> bool:
-    if type(norm) is not nn.GroupNorm or "forward" in norm.__dict__ or hasattr(norm, "_hf_hook"):
-        return False
-    if norm._forward_hooks or norm._forward_pre_hooks:  # noqa: SLF001 -- torch has no public question for it
-        return False
-    return norm.weight is None or of_kind(norm.weight, x)
+    return type(norm) is nn.GroupNorm and untouched(norm) and parameters_of_kind(norm, x)
 
 
 def convolution_and_add(
@@ -199,20 +235,25 @@ def convolution_and_add(
     the picture again, for the bias alone too: there the norm after it adds them, as it reads the picture in any case.
     `bias_in_add`: the layer's bias is in `add` already.
     """
-    if not takes(layer, x):
-        if bias_in_add:
-            raise Unsupported("A bias that was added in advance", f"a convolution that is a {type(layer).__name__}")
-        return layer(x), add
-    fits = add is None or _fits(add, x, layer.weight.shape[0])
-    bias, stride, padding = layer.bias, layer.stride[0], int(layer.padding[0])
     if bias_in_add:
+        # The bias cannot be taken out of `layer(x)`: weights of another layout are copied.
+        if not _is_conv2d(layer, x, _is_plain_convolution):
+            raise Unsupported("A bias that was added in advance", f"a convolution that is a {type(layer).__name__}")
         now, later = (None, add) if _needs_another_pass(layer, x) else (add, None)
-        return conv2d(x, layer.weight, None, now, None, stride, padding), later
+        return conv2d(x, layer.weight, None, now, None, layer.stride[0], int(layer.padding[0])), later
+    return plain_convolution_and_add(layer, x, add) if takes(layer, x) else (layer(x), add)
+
+
+def plain_convolution_and_add(
+    layer: nn.Conv2d, x: torch.Tensor, add: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """`convolution_and_add` of a layer that `takes`."""
+    fits = add is None or _fits(add, x, layer.weight.shape[0])
     if not fits or not _needs_another_pass(layer, x):
-        return _convolved(layer, x, add, None), None
-    if bias is not None:
-        add = bias.expand(x.shape[0], -1) if add is None else add + bias
-    return conv2d(x, layer.weight, None, None, None, stride, padding), add
+        return plain_convolution(layer, x, add), None
+    if layer.bias is not None:
+        add = layer.bias.expand(x.shape[0], -1) if add is None else add + layer.bias
+    return conv2d(x, layer.weight, None, None, None, layer.stride[0], int(layer.padding[0])), add
 
 
 def _needs_another_pass(layer: nn.Conv2d, x: torch.Tensor) -> bool:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from torch import nn
 
-__all__ = ["is_plain", "untouched"]
+__all__ = ["idle", "is_plain", "untouched"]
 
 _PLAIN = (nn.Linear, nn.Conv2d)
+_HANDS_ON = (nn.Dropout, nn.Identity)
 
 
 def is_plain(layer: nn.Module) -> bool:
@@ -29,5 +30,15 @@ def untouched(*modules: nn.Module) -> bool:
         forward = own.get("forward")
         # A hook that accelerate took off again leaves the class's own forward on the instance.
         if "_hf_hook" in own or (forward and getattr(forward, "__func__", None) is not type(module).forward):
+            return False
+    return True
+
+
+def idle(*layers: nn.Module) -> bool:
+    """Whether these hand on what they get, now: dropouts that are not at work."""
+    for layer in layers:
+        if type(layer) not in _HANDS_ON or not untouched(layer):
+            return False
+        if isinstance(layer, nn.Dropout) and layer.training and layer.p:
             return False
     return True

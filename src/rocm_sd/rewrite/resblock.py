@@ -24,6 +24,7 @@ from rocm_sd.rewrite.convolutions import (
     read_two,
     takes,
 )
+from rocm_sd.rewrite.layers import untouched
 
 __all__ = ["RULE", "WORTH_IT_ON_CPU", "consume", "consumes", "hoistable", "of_two", "takes_two"]
 
@@ -52,7 +53,8 @@ def _forward(self: Any, input_tensor: torch.Tensor, temb: torch.Tensor | None, *
     # Without a projection stock adds the embedding as it comes, of any shape that broadcasts.
     unprojected = temb is not None and self.time_emb_proj is None and self.time_embedding_norm == "default"
     deprecated = args or kwargs.get("scale") is not None
-    if unprojected or deprecated or left_to_stock(input_tensor, self.norm1.weight, "conv2d", WORTH_IT_ON_CPU):
+    known = not unprojected and not deprecated and untouched(self.nonlinearity)
+    if not known or left_to_stock(input_tensor, self.norm1.weight, "conv2d", WORTH_IT_ON_CPU):
         return type(self).forward(self, input_tensor, temb, *args, **kwargs)
     hidden = norm_silu(self.norm1, input_tensor)
     if self.upsample is not None:
@@ -96,6 +98,8 @@ def takes_two(module: Any, x: torch.Tensor, beside: torch.Tensor) -> bool:
     if getattr(own, "__func__", None) is not _forward or module.upsample is not None or module.downsample is not None:
         return False
     if module._forward_hooks or module._forward_pre_hooks or module.conv_shortcut is None:  # noqa: SLF001 -- torch has no public question for it
+        return False
+    if not untouched(module.nonlinearity):
         return False
     if left_to_stock(x, module.norm1.weight, "conv2d", WORTH_IT_ON_CPU) or module.time_emb_proj is None:
         return False

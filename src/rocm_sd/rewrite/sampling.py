@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -12,10 +12,20 @@ from rocm_sd.ops import OPS, conv2d, upsample, upsample_conv2d
 from rocm_sd.ops.upsample_conv2d.workload import problem
 from rocm_sd.rewrite import conditioning
 from rocm_sd.rewrite.apply import Rule
-from rocm_sd.rewrite.convolutions import convolution, is_diffusers, left_to_stock, takes, through_op, unusual
+from rocm_sd.rewrite.convolutions import (
+    is_diffusers,
+    left_to_stock,
+    plain_convolution,
+    takes,
+    through_op,
+    unusual,
+)
 from rocm_sd.tuning.choice import STOCK
 
-__all__ = ["DOWNSAMPLE", "UPSAMPLE"]
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["DOWNSAMPLE", "UPSAMPLE", "doubles", "plain_doubled"]
 
 # `upsample_conv2d` does 2.25 times less arithmetic with sums of the weights, which must be taken anew in every call:
 # fusing a LoRA changes weights without a trace. The sums move about 1.1 kB for each pair of channels, and save
@@ -51,25 +61,32 @@ def _keeps_size(layer: nn.Conv2d) -> bool:
 def _upsample(self: Any, hidden_states: torch.Tensor, output_size: Any = None, *args: Any, **kwargs: Any) -> Any:
     layer = _convolution_of(self)
     deprecated = args or kwargs.get("scale") is not None
+    known = not deprecated and through_op("upsample_conv2d", hidden_states) and takes(layer, hidden_states)
     if (
-        deprecated
-        or not through_op("upsample_conv2d", hidden_states)
-        or not _doubles(self, hidden_states, output_size, layer)
+        not known
+        or left_to_stock(hidden_states, layer.weight, "upsample_conv2d")
+        or self.channels != hidden_states.shape[1]
+        or not doubles(layer, hidden_states, output_size)
     ):
         return type(self).forward(self, hidden_states, output_size, *args, **kwargs)
-    if _as_one_op(hidden_states, layer.weight):
-        return upsample_conv2d(hidden_states, layer.weight, layer.bias, conditioning.parity_weight(layer))
-    return conv2d(upsample(hidden_states), layer.weight, layer.bias, padding=1)
+    return plain_doubled(layer, hidden_states)
 
 
-def _doubles(module: Any, x: torch.Tensor, output_size: Any, layer: Any) -> bool:
-    if not takes(layer, x) or not _keeps_size(layer) or left_to_stock(x, layer.weight, "upsample_conv2d"):
-        return False
-    N, C, H, W = x.shape
-    if output_size is not None and tuple(output_size) != (2 * H, 2 * W):
+def doubles(layer: nn.Conv2d, x: torch.Tensor, size: Sequence[int] | None = None) -> bool:
+    """Whether `plain_doubled` is the convolution, one that `takes`, of x enlarged to `size`, twice its own if None."""
+    N, _, H, W = x.shape
+    # A picture of odd size is enlarged to what the other half of a UNet had.
+    if not _keeps_size(layer) or (size is not None and tuple(size) != (2 * H, 2 * W)):
         return False
     # Stock turns large batches and pictures to another layout first: torch's kernel for this one fails on them.
-    return bool(module.channels == C and N < 64 and 0 < 2 * x.numel() <= 2**31)
+    return N < 64 and 0 < 2 * x.numel() <= 2**31
+
+
+def plain_doubled(layer: nn.Conv2d, x: torch.Tensor) -> torch.Tensor:
+    """layer(nearest 2x of x) of a layer that `doubles`."""
+    if _as_one_op(x, layer.weight):
+        return upsample_conv2d(x, layer.weight, layer.bias, conditioning.parity_weight(layer))
+    return conv2d(upsample(x), layer.weight, layer.bias, padding=1)
 
 
 def _as_one_op(x: torch.Tensor, weight: torch.Tensor) -> bool:
@@ -100,7 +117,7 @@ def _downsample(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: An
     if self.padding == 0:
         # A VAE's encoder pads below and to the right only.
         hidden_states = F.pad(hidden_states, (0, 1, 0, 1))
-    return convolution(layer, hidden_states)
+    return plain_convolution(layer, hidden_states)
 
 
 UPSAMPLE = Rule(

@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from rocm_sd.ops import group_norm_silu, linear_residual
+from rocm_sd.ops import group_norm_silu
 from rocm_sd.rewrite import transformer
 from rocm_sd.rewrite.apply import Rule
 from rocm_sd.rewrite.layers import is_plain, untouched
+from rocm_sd.rewrite.tokens import map_of, plain_linear, tokens_of
 from rocm_sd.rewrite.transformer import one_dtype
 
 __all__ = ["RULE"]
@@ -57,7 +58,6 @@ def forward(
             self, hidden_states, encoder_hidden_states, timestep, added_cond_kwargs, class_labels,
             cross_attention_kwargs, attention_mask, encoder_attention_mask, return_dict,
         )  # fmt: skip
-    _, _, height, width = x.shape
     tokens = _project_in(self.proj_in, _norm(self.norm, x), takes_tokens=self.use_linear_projection)
     chained = transformer.chain(self.transformer_blocks, tokens, encoder_hidden_states)
     for block in self.transformer_blocks if chained is None else ():
@@ -73,10 +73,10 @@ def forward(
     tokens = tokens if chained is None else chained
     layer = self.proj_out
     if is_plain(layer):
-        return (_map(linear_residual(tokens, _matrix(layer), layer.bias, _tokens(x)), height, width),)
+        return (map_of(plain_linear(layer, tokens, tokens_of(x)), x),)
     if self.use_linear_projection:
-        return (_map(layer(tokens), height, width) + x,)
-    return (layer(_map(tokens, height, width)) + x,)
+        return (map_of(layer(tokens), x) + x,)
+    return (layer(map_of(tokens, x)) + x,)
 
 
 def _norm(norm: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -88,24 +88,9 @@ def _norm(norm: nn.Module, x: torch.Tensor) -> torch.Tensor:
 
 def _project_in(layer: Any, x: torch.Tensor, *, takes_tokens: bool) -> torch.Tensor:
     if is_plain(layer):
-        return linear_residual(_tokens(x), _matrix(layer), layer.bias)
-    tokens: torch.Tensor = layer(_tokens(x)) if takes_tokens else _tokens(layer(x))
+        return plain_linear(layer, tokens_of(x))
+    tokens: torch.Tensor = layer(tokens_of(x)) if takes_tokens else tokens_of(layer(x))
     return tokens
-
-
-def _matrix(layer: nn.Linear | nn.Conv2d) -> torch.Tensor:
-    """The weight as [N, K]: of a 1x1 convolution it is a view, in either layout."""
-    return layer.weight.flatten(1)
-
-
-def _tokens(x: torch.Tensor) -> torch.Tensor:
-    """[B, C, H, W] -> [B, HW, C]; a view where x is channels-last."""
-    return x.permute(0, 2, 3, 1).flatten(1, 2)
-
-
-def _map(tokens: torch.Tensor, height: int, width: int) -> torch.Tensor:
-    """[B, HW, C] -> [B, C, H, W] that is channels-last."""
-    return tokens.reshape(tokens.shape[0], height, width, tokens.shape[2]).permute(0, 3, 1, 2)
 
 
 RULE = Rule(

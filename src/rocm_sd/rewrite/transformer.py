@@ -13,11 +13,11 @@ import torch
 from torch import nn
 
 from rocm_sd.ops import attention, geglu, layer_norm_residual, linear_geglu, linear_residual
-from rocm_sd.ops.linear_residual.packing import split_heads
 from rocm_sd.rewrite import conditioning
 from rocm_sd.rewrite.apply import Rule
-from rocm_sd.rewrite.layers import is_plain, untouched
-from rocm_sd.rewrite.packing import packed_linear, unpack
+from rocm_sd.rewrite.layers import idle, is_plain, untouched
+from rocm_sd.rewrite.packing import unpack
+from rocm_sd.rewrite.tokens import projected
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -146,7 +146,7 @@ def hoistable(block: nn.Module) -> nn.Module | None:
 
 def _attend(attn: Any, x: torch.Tensor, text: torch.Tensor | None, mask: torch.Tensor | None) -> torch.Tensor:
     out, dropout = attn.to_out
-    if mask is not None or not (_is_default(attn) and untouched(attn) and _idle(dropout)):
+    if mask is not None or not (_is_default(attn) and untouched(attn) and idle(dropout)):
         stock: torch.Tensor = attn(x, encoder_hidden_states=text, attention_mask=mask)
         return stock
     to_q, to_k, to_v, heads = attn.to_q, attn.to_k, attn.to_v, attn.heads
@@ -179,10 +179,8 @@ def _is_default(attn: Any) -> bool:
 
 def _project(x: torch.Tensor, heads: int, *layers: Any) -> tuple[torch.Tensor, ...]:
     """[B, S, H, D] of each layer, by one product where their weights can be read as one."""
-    if len(layers) > 1 and all(is_plain(layer) for layer in layers):
-        packed = packed_linear(*layers)
-        if packed is not None:
-            return split_heads(linear_residual(x, *packed), len(layers), heads)
+    if all(is_plain(layer) for layer in layers):
+        return projected(x, heads, *layers)
     columns = [_linear(layer, x) for layer in layers]
     return tuple(y.reshape(*y.shape[:-1], heads, y.shape[-1] // heads) for y in columns)
 
@@ -204,7 +202,7 @@ def _add_and_norm(norm: nn.LayerNorm, h: torch.Tensor, x: torch.Tensor) -> tuple
 
 def _feed_forward(ff: Any, h: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
     gate, dropout, out, *last = ff.net
-    if not (untouched(ff, gate) and _idle(dropout, *last)):
+    if not (untouched(ff, gate) and idle(dropout, *last)):
         stock: torch.Tensor = ff(h)
         return stock if residual is None else stock + residual
     projection = gate.proj
@@ -218,10 +216,6 @@ def _linear(layer: Any, x: torch.Tensor, residual: torch.Tensor | None = None) -
         return linear_residual(x, layer.weight, layer.bias, residual)
     y: torch.Tensor = layer(x)
     return y if residual is None else y + residual
-
-
-def _idle(*dropouts: nn.Module) -> bool:
-    return all(type(d) is nn.Dropout and not (d.training and d.p) and untouched(d) for d in dropouts)
 
 
 def one_dtype(x: torch.Tensor) -> bool:

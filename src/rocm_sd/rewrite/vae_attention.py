@@ -13,6 +13,7 @@ from rocm_sd.ops import attention, library_scratch, linear_residual
 from rocm_sd.rewrite.apply import Rule
 from rocm_sd.rewrite.convolutions import is_diffusers, left_to_stock, norm_silu, of_kind
 from rocm_sd.rewrite.layers import is_plain
+from rocm_sd.rewrite.tokens import map_of, tokens_of
 from rocm_sd.rewrite.transformer import stock_processor
 
 __all__ = ["RULE"]
@@ -60,11 +61,11 @@ def _forward(
         or not hidden_states.numel()
     ):
         return type(self).forward(self, hidden_states, encoder_hidden_states, attention_mask, **kwargs)
-    tokens = _tokens(norm_silu(self.group_norm, hidden_states, silu=False))
+    tokens = tokens_of(norm_silu(self.group_norm, hidden_states, silu=False))
     q, k, v = (_heads(_linear(layer, tokens), self.heads) for layer in (self.to_q, self.to_k, self.to_v))
     out, dropout = self.to_out
     mixed = attention(q, k, v).flatten(2)
-    residual = _tokens(hidden_states) if self.residual_connection else None
+    residual = tokens_of(hidden_states) if self.residual_connection else None
     if dropout.training and dropout.p:
         y = dropout(_linear(out, mixed))
         y = y if residual is None else y + residual
@@ -73,12 +74,7 @@ def _forward(
     # These are a VAE's only products; its memory peaks later in a decoder, and earlier in an encoder.
     library_scratch.give_back()
     y = y if self.rescale_output_factor == 1.0 else y / self.rescale_output_factor
-    return y.view(len(y), *hidden_states.shape[2:], -1).permute(0, 3, 1, 2)
-
-
-def _tokens(x: torch.Tensor) -> torch.Tensor:
-    """[N, C, H, W] as [N, H * W, C]: a view of a channels-last picture."""
-    return x.permute(0, 2, 3, 1).flatten(1, 2)
+    return map_of(y, hidden_states)
 
 
 def _heads(x: torch.Tensor, heads: int) -> torch.Tensor:

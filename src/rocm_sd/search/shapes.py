@@ -168,6 +168,8 @@ def _draw_rewritten(made: workloads.Workload, batch: int, seen: Watched) -> None
             if on_cpu:
                 # There `optimize` leaves ops out, as they would be stock torch; with all of them named, rules use them.
                 for part in (pipe.unet, pipe.vae):
+                    # The rules leave convolutions of another layout to stock.
+                    part.to(memory_format=torch.channels_last)
                     apply(part, (*RULES, *RULES_FOR_GRAPHS))
                 _once_a_picture(pipe.vae, seen, made.facts.steps)
                 with settings.stock_implementations(frozenset(OPS)):

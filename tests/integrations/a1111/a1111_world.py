@@ -18,7 +18,7 @@ from torch import nn
 HERE = Path(__file__).parent
 FAKE_LDM = HERE / "fake_ldm"
 FAKE_HOST = HERE / "fake_host"
-_OWN = ("modules", "gradio", "launch", "ldm", "sgm", "networks")
+_OWN = ("modules", "gradio", "launch", "ldm", "sgm", "networks", "comfy")
 
 
 def checkout_of(package):
@@ -52,11 +52,33 @@ def clean_imports():
         invalidate_caches()
 
 
+@contextmanager
+def fresh():
+    """Everything of ours is as new, and the host's packages can be imported within and leave no trace."""
+    from rocm_sd.integrations.a1111 import messages, unet_option
+    from rocm_sd.integrations.a1111.permission import PERMISSION
+    from rocm_sd.integrations.a1111.switch import SWITCH
+
+    def reset():
+        SWITCH.restore()
+        SWITCH._wish = None
+        PERMISSION.reset()
+        PERMISSION.whole = False
+        messages.forget()
+        unet_option._option.cache_clear()
+
+    reset()
+    with clean_imports():
+        yield
+    reset()
+
+
 def place_package(name, folder):
     """As an empty package: the real sgm imports a training framework in its __init__."""
-    for path in (name, f"{name}.modules", f"{name}.modules.diffusionmodules"):
+    for below in ("", ".modules", ".modules.diffusionmodules"):
+        path = name + below
         module = ModuleType(path)
-        module.__path__ = [str(Path(folder, *path.split(".")[1:]))]
+        module.__path__ = [str(Path(folder, *below.split(".")))]
         sys.modules[path] = module
     return SimpleNamespace(
         attention=import_module(f"{name}.modules.attention"),

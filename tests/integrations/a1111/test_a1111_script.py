@@ -231,7 +231,7 @@ def test_the_older_way_of_loras_is_the_hosts(host, script, capturing, monkeypatc
     assert "LoRA as in older versions" in capsys.readouterr().out
 
 
-def test_layers_that_a_stranger_has_replaced_are_called(host, script, capturing, monkeypatch, capsys):
+def test_layers_with_a_foreign_forward_are_called(host, script, capturing, monkeypatch, capsys):
     """--precision of some cards gives every layer's class another forward while the UNet runs."""
     stock = pictures(host, script, OFF)
     pictures(host, script, ON)
@@ -390,14 +390,14 @@ def test_another_unet_that_the_user_chose_is_kept(host, script, capturing):
 
 
 def test_a_failure_within_a_job_is_said_under_the_picture(host, script, monkeypatch, capsys):
-    from rocm_sd.integrations.a1111 import unet_blocks
+    from rocm_sd.integrations.ldm import blocks
 
     stock = pictures(host, script, OFF)
 
     def fail(*_arguments, **_named):
         raise RuntimeError("no such kernel")
 
-    monkeypatch.setattr(unet_blocks, "norm_silu", fail)
+    monkeypatch.setattr(blocks, "plain_norm_silu", fail)
     p, processed = job(host, script, ON)
     assert_near(processed.images, stock)
     assert "no such kernel" in processed.comments

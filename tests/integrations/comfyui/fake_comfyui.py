@@ -180,31 +180,41 @@ class BasicTransformerBlock(nn.Module):
 
 @_of(ATTENTION)
 class SpatialTransformer(nn.Module):
-    def __init__(self, channels, heads, context_dim):
+    def __init__(self, channels, heads, context_dim, depth=1, use_linear=False):
         super().__init__()
-        self.in_channels, self.use_linear = channels, False
+        self.in_channels, self.use_linear = channels, use_linear
         self.norm = GroupNorm(32, channels, eps=1e-6)
-        self.proj_in, self.proj_out = Conv2d(channels, channels, 1), Conv2d(channels, channels, 1)
-        self.transformer_blocks = nn.ModuleList([BasicTransformerBlock(channels, heads, context_dim)])
+        made = (Linear(channels, channels) if use_linear else Conv2d(channels, channels, 1) for _ in range(2))
+        self.proj_in, self.proj_out = made
+        self.transformer_blocks = nn.ModuleList(
+            BasicTransformerBlock(channels, heads, context_dim) for _ in range(depth)
+        )
 
     def forward(self, x, context=None, transformer_options=None):
-        tokens = self.proj_in(self.norm(x)).flatten(2).transpose(1, 2)
-        for block in self.transformer_blocks:
-            tokens = block(tokens, context=context, transformer_options=transformer_options)
-        return x + self.proj_out(tokens.transpose(1, 2).reshape(x.shape))
+        blocks = self.transformer_blocks
+        context = context if isinstance(context, list) else [context] * len(blocks)
+        tokens = self.norm(x) if self.use_linear else self.proj_in(self.norm(x))
+        tokens = tokens.flatten(2).transpose(1, 2)
+        tokens = self.proj_in(tokens) if self.use_linear else tokens
+        for number, block in enumerate(blocks):
+            tokens = block(tokens, context=context[number], transformer_options=transformer_options)
+        tokens = self.proj_out(tokens) if self.use_linear else tokens
+        tokens = tokens.transpose(1, 2).reshape(x.shape)
+        return x + (tokens if self.use_linear else self.proj_out(tokens))
 
 
 @_of(UNET)
 class UNetModel(nn.Module):
     """Down, middle, up and out, with the places where a ControlNet adds and a patch is called."""
 
-    def __init__(self, width=32, context_dim=16):
+    def __init__(self, width=32, context_dim=16, use_linear_in_transformer=False):
         super().__init__()
         self.dtype = torch.float32
         self.time_embed = Linear(1, 24)
         self.input_blocks = nn.ModuleList([
             Conv2d(4, width, 3, padding=1), ResBlock(width, 24, 2 * width),
-            SpatialTransformer(2 * width, 4, context_dim), Downsample(2 * width), Upsample(2 * width),
+            SpatialTransformer(2 * width, 4, context_dim, use_linear=use_linear_in_transformer),
+            Downsample(2 * width), Upsample(2 * width),
         ])  # fmt: skip
         self.out = nn.Sequential(GroupNorm(32, 2 * width), nn.SiLU(), Conv2d(2 * width, 4, 3, padding=1))
 

@@ -8,16 +8,14 @@ import comfyui_in_process
 import pytest
 import torch
 
-from rocm_sd.integrations.comfyui import transformer_blocks, unet_blocks, vae_blocks
 from rocm_sd.integrations.comfyui.attention import OPTION, override_for
 from rocm_sd.integrations.comfyui.channels_last import Layout
-from rocm_sd.integrations.comfyui.record import Record
-from rocm_sd.integrations.comfyui.rules import find, replacement
+from rocm_sd.integrations.comfyui.comfyui_policy import MODEL_RULES, VAE_RULES, ComfyUIPolicy, find, fused
+from rocm_sd.integrations.comfyui.patch_report import PatchReport
 from rocm_sd.ops import OPS
 from rocm_sd.verify import numerics
 
 NAMED = ",".join(f"{name}=torch" for name in OPS)
-UNET_RULES = (*unet_blocks.RULES, *transformer_blocks.RULES)
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 
@@ -62,10 +60,11 @@ def doubled(value):
 
 def check_all(model, rules, run):
     """Compare each replaced module on the inputs that it has in the model; returns the names of the rules that ran."""
-    found = list(find(model, rules, {}, {}))
+    report, layout = PatchReport("model", "cpu", "auto"), Layout(lambda whole: whole, "for the test")
+    policy = ComfyUIPolicy(report)
+    found = list(find(model, rules, policy, {}, {}))
     assert all(change.replaced for _, _, change in found), [c for _, _, c in found if not c.replaced]
     calls = calls_of(model, [module for _, module, _ in found], run)
-    record, layout = Record("model", "cpu", "auto"), Layout(lambda whole: whole, "for the test")
     for rule, module, change in found:
         args, kwargs = calls[module]
         if "transformer_options" in kwargs or rule.name == "spatial_transformer":
@@ -75,20 +74,20 @@ def check_all(model, rules, run):
         exact = copy.deepcopy(module).double()
         expected = exact(*doubled(args), **{name: doubled(value) for name, value in kwargs.items()})
         if "transformer" in rule.name:
-            kwargs["transformer_options"] = {OPTION: override_for(record)}
+            kwargs["transformer_options"] = {OPTION: override_for(report)}
         patcher = Laid(module)
         layout.inject(patcher)
         args = tuple(a.contiguous(memory_format=torch.channels_last) if _is_map(a) else a for a in args)
-        with transformer_blocks.fused():
-            direct = rule.forward(module, *args, **kwargs)
-            ours = replacement(rule, module, record)(*args, **kwargs)
+        with fused():
+            direct = rule.forward(policy, module, *args, **kwargs)
+            ours = rule.replacement(policy)(module, *args, **kwargs)
         layout.eject(patcher)
-        assert direct is not None, f"{change.path} was left to the host"
+        assert direct is not None, f"{change.path}: fallback to the host"
         assert ours.dtype == stock.dtype
         numerics.require(change.path, ours, expected, stock)
         again = type(module).forward(module, *calls[module][0], **calls[module][1])
         assert torch.equal(again, stock), f"{change.path} is not as it was"
-    assert not record.failed
+    assert not report.failed
     return {rule.name for rule, _, _ in found}
 
 
@@ -103,7 +102,7 @@ def test_each_block_of_a_unet_is_as_exact_as_the_hosts(kind, dtype):
     generator = torch.Generator().manual_seed(1)
     x, context = (torch.randn(size, generator=generator).to(dtype) for size in ((2, 4, 8, 10), (2, 7, 24)))
     vector = torch.randn(2, 2816, generator=generator).to(dtype) if kind == "sdxl" else None
-    ran = check_all(unet, UNET_RULES, lambda: unet(x, torch.tensor([7.0, 400.0]), context, vector))
+    ran = check_all(unet, MODEL_RULES, lambda: unet(x, torch.tensor([7.0, 400.0]), context, vector))
     assert ran == {"resblock", "upsample", "downsample", "norm_out", "spatial_transformer", "transformer"}
 
 
@@ -115,7 +114,7 @@ def test_each_block_of_a_vae_is_as_exact_as_the_hosts(dtype):
     def run():
         model.decode(model.encode(picture))
 
-    ran = check_all(model, vae_blocks.RULES, run)
+    ran = check_all(model, VAE_RULES, run)
     assert ran == {"vae_resblock", "vae_attention", "vae_upsample", "vae_downsample"}
 
 
@@ -125,18 +124,18 @@ def test_a_picture_of_odd_size_is_enlarged_by_the_host():
     x = torch.randn(1, block.channels, 4, 4)
     patcher = Laid(block)
     Layout(lambda whole: whole, "for the test").inject(patcher)
-    rule = next(rule for rule in unet_blocks.RULES if rule.name == "upsample")
-    assert rule.forward(block, x, output_shape=[1, 1, 8, 8]) is not None
-    assert rule.forward(block, x, output_shape=[1, 1, 7, 8]) is None
-    ours = replacement(rule, block, Record("model", "cpu", "auto"))(x, output_shape=[1, 1, 7, 8])
+    rule = next(rule for rule in MODEL_RULES if rule.name == "upsample")
+    policy = ComfyUIPolicy(PatchReport("model", "cpu", "auto"))
+    assert rule.forward(policy, block, x, output_shape=[1, 1, 8, 8]) is not None
+    assert rule.forward(policy, block, x, output_shape=[1, 1, 7, 8]) is None
+    ours = rule.replacement(policy)(block, x, output_shape=[1, 1, 7, 8])
     assert ours.shape[2:] == (7, 8)
 
 
 def test_what_casts_its_weights_or_has_functions_is_called_itself():
     import comfy.ops
 
-    from rocm_sd.integrations.comfyui.layers import is_plain
-
+    is_plain = ComfyUIPolicy(PatchReport("model", "cpu", "auto")).is_plain
     x = torch.randn(1, 8)
     layer = comfy.ops.disable_weight_init.Linear(8, 8)
     assert is_plain(layer, x)
@@ -149,10 +148,11 @@ def test_what_casts_its_weights_or_has_functions_is_called_itself():
     assert not is_plain(layer, x)
 
 
-def test_video_models_blocks_are_left_alone_with_the_reason():
+def test_video_models_blocks_are_skipped_with_the_reason():
     from comfy.ldm.modules.diffusionmodules import openaimodel
 
     block = openaimodel.VideoResBlock(64, 32, 0.0, video_kernel_size=[3, 1, 1])
-    changes = [change for _, _, change in find(block, UNET_RULES, {}, {})]
+    policy = ComfyUIPolicy(PatchReport("model", "cpu", "auto"))
+    changes = [change for _, _, change in find(block, MODEL_RULES, policy, {}, {})]
     assert [(change.kind, change.replaced) for change in changes] == [("ResBlock", False)]
     assert "two dimensions" in changes[0].left_because or "time embedding" in changes[0].left_because

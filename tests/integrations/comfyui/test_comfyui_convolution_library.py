@@ -9,8 +9,8 @@ import torch
 from measured_library import AS_TORCH_COMES, FIGURES, SEARCHED, WITHOUT, flags, measure, seen_by_convolutions
 from rocm_sd.engine.convolutions.library import Library
 from rocm_sd.integrations.comfyui import host, patching
-from rocm_sd.integrations.comfyui.record import Record
-from rocm_sd.integrations.comfyui.rules import compiled_ahead
+from rocm_sd.integrations.comfyui.comfyui_policy import compiled_ahead
+from rocm_sd.integrations.comfyui.patch_report import PatchReport
 from rocm_sd.ops import OPS
 from rocm_sd.ops.registry import forget_choices
 from rocm_sd.tuning import Choice
@@ -19,7 +19,7 @@ from rocm_sd.tuning import Choice
 @pytest.fixture(autouse=True)
 def card(tmp_path, monkeypatch):
     fake_comfyui.install(monkeypatch)
-    host._TOLD.clear()
+    host._SAID.clear()
     monkeypatch.setenv("ROCM_SD_CACHE", str(tmp_path))
     forget_choices()
     measure()
@@ -30,7 +30,7 @@ def card(tmp_path, monkeypatch):
 
 
 def notes(patched):
-    return "\n".join(patching.record_of(patched).lines())
+    return "\n".join(patching.report_of(patched).lines())
 
 
 @pytest.mark.parametrize("recorded", ["0", "1"])
@@ -93,6 +93,6 @@ def test_a_vae_decodes_with_a_search_and_not_without_the_library(implementation,
     device = torch.device("cpu" if implementation == "searched" else "cuda")
     library = Library(Choice(implementation, source="measured here", why=FIGURES), device)
     vae = _Vae()
-    decode = compiled_ahead(vae, "decode", Record("VAE", "cpu", "auto"), library)
+    decode = compiled_ahead(vae, "decode", PatchReport("VAE", "cpu", "auto"), library)
     assert decode(torch.ones(1)) == expected
     assert bool(library.notes_of_a_vae()) == (implementation == "none")

@@ -18,9 +18,9 @@ from rocm_sd.integrations.comfyui import (
     WEB_DIRECTORY,
     host,
     patching,
-    transformer_blocks,
 )
 from rocm_sd.integrations.comfyui.attention import OPTION, is_our_override, override_for
+from rocm_sd.integrations.comfyui.comfyui_policy import fused
 from rocm_sd.integrations.comfyui.nodes import (
     ROCmBenchmark,
     ROCmOptimizationReport,
@@ -28,7 +28,8 @@ from rocm_sd.integrations.comfyui.nodes import (
     ROCmOptimizedModel,
     ROCmOptimizedVAE,
 )
-from rocm_sd.integrations.comfyui.record import Record
+from rocm_sd.integrations.comfyui.patch_report import PatchReport
+from rocm_sd.integrations.ldm import blocks
 from rocm_sd.ops import OPS
 from rocm_sd.verify import numerics
 
@@ -38,7 +39,7 @@ NAMED = ",".join(f"{name}=torch" for name in OPS)
 @pytest.fixture(autouse=True)
 def stand_ins(monkeypatch):
     fake_comfyui.install(monkeypatch)
-    host._TOLD.clear()
+    host._SAID.clear()
     with torch.no_grad():
         yield
 
@@ -55,7 +56,7 @@ def graph_of(patched):
 
 
 def notes(patched):
-    return "\n".join(patching.record_of(patched).lines())
+    return "\n".join(patching.report_of(patched).lines())
 
 
 def near(ours, stock):
@@ -136,10 +137,10 @@ def test_the_whole_unet_is_as_exact_as_stock_in_half_precision(ops, monkeypatch,
     ours.patch_model()
     for _ in range(3 if recorded else 1):
         options = {**ours.model_options["transformer_options"], "wrappers": ours.wrappers}
-        with transformer_blocks.fused():
+        with fused():
             got = unet(*half, transformer_options=options)
         numerics.require("UNet", got, exact, expected)
-    assert not patching.record_of(ours).failed
+    assert not patching.report_of(ours).failed
     assert not recorded or graph_of(ours).replays == 1
 
 
@@ -204,7 +205,7 @@ def test_a_graph_that_differs_is_not_used(ops, monkeypatch):
     def wrong(h, weight, _bias):
         return torch.zeros(*h.shape[:-1], weight.shape[0] // 2)
 
-    monkeypatch.setattr(transformer_blocks, "linear_geglu", wrong)
+    monkeypatch.setattr(blocks, "linear_geglu", wrong)
     stock = fake_comfyui.patcher()
     ours = patching.optimize_model(stock, "auto", "exact")
     unet = ours.patch_model().diffusion_model
@@ -255,13 +256,13 @@ def test_a_compiled_model_is_the_hosts_own(ops):
     options = {**ours.model_options["transformer_options"], "wrappers": ours.wrappers}
     for _ in range(2):
         near(unet(*arguments, transformer_options=dict(options)), expected)
-    assert not patching.record_of(ours).failed
+    assert not patching.report_of(ours).failed
 
 
 @pytest.mark.parametrize("split", [True, False])
 @pytest.mark.parametrize("joined", [True, False])
 def test_attention_in_every_shape_that_the_host_has(ops, split, joined):
-    record = Record("attention", "cpu", "auto")
+    record = PatchReport("attention", "cpu", "auto")
     override, calls = override_for(record), []
 
     def func(*args, **kwargs):
@@ -291,7 +292,7 @@ def test_attention_that_fails_is_the_hosts_from_then_on(ops, monkeypatch, caplog
         raise ValueError("the kernel is broken")
 
     monkeypatch.setattr(attention, "attention", fails)
-    record = Record("attention", "cpu", "auto")
+    record = PatchReport("attention", "cpu", "auto")
     q = torch.randn(1, 5, 8)
     with caplog.at_level(logging.WARNING):
         for _ in range(3):

@@ -10,9 +10,10 @@ import comfyui_in_process
 import pytest
 import torch
 
-from rocm_sd.integrations.comfyui import benchmark, host, patching, unet_blocks, vae_blocks
+from rocm_sd.integrations.comfyui import benchmark, host, patching
 from rocm_sd.integrations.comfyui.attention import OPTION
 from rocm_sd.integrations.comfyui.nodes import ROCmBenchmark, ROCmOptimizationReport, ROCmOptimizedModel
+from rocm_sd.integrations.ldm import blocks
 from rocm_sd.ops import OPS
 
 NAMED = ",".join(f"{name}=torch" for name in OPS)
@@ -28,7 +29,7 @@ def real_host():
     import comfy.model_management
 
     comfy.model_management.unload_all_models()
-    host._TOLD.clear()
+    host._SAID.clear()
 
 
 @pytest.fixture
@@ -61,7 +62,7 @@ def near(ours, stock, factor=64.0):
 
 
 def notes(patcher):
-    return "\n".join(patching.record_of(patcher).lines())
+    return "\n".join(patching.report_of(patcher).lines())
 
 
 def replays(patcher):
@@ -352,19 +353,19 @@ def test_a_model_that_is_loaded_in_part_runs_layer_by_layer(ops):
     assert torch.equal(sample(stock), expected)
 
 
-def test_a_block_that_fails_is_left_to_the_host_and_told_once(ops, monkeypatch, caplog):
+def test_a_block_that_fails_falls_back_to_the_host_and_is_said_once(ops, monkeypatch, caplog):
     stock = comfyui_in_process.patcher()
 
-    def fails(*_args):
+    def fails(*_args, **_named):
         raise ValueError("the kernel is broken")
 
-    monkeypatch.setattr(unet_blocks, "norm_silu", fails)
+    monkeypatch.setattr(blocks, "plain_norm_silu", fails)
     ours = patching.optimize_model(stock, "memory", "exact")
     with caplog.at_level(logging.WARNING):
         near(sample(ours), sample(stock))
     assert [message for message in caplog.messages if "the kernel is broken" in message and "resblock" in message]
     assert sum("resblock of the model" in message for message in caplog.messages) == 1
-    assert "left to ComfyUI after an error" in notes(ours)
+    assert "fallback to ComfyUI after an error" in notes(ours)
 
 
 def test_decoding_and_encoding_are_the_same_and_the_original_vae_is_untouched(ops):
@@ -386,19 +387,19 @@ def test_a_vae_that_runs_out_of_memory_is_tiled_by_the_host(ops, monkeypatch):
     stock = comfyui_in_process.vae()
     ours = patching.optimize_vae(stock, "auto")
     z = torch.randn(1, 4, 6, 8, generator=torch.Generator().manual_seed(1))
-    whole = vae_blocks.convolution
+    whole = blocks.plain_convolution
     attempts = []
 
-    def short(*args):
+    def short(*args, **named):
         if not attempts:
             attempts.append(1)
             raise torch.OutOfMemoryError("out of memory")
-        return whole(*args)
+        return whole(*args, **named)
 
-    monkeypatch.setattr(vae_blocks, "convolution", short)
+    monkeypatch.setattr(blocks, "plain_convolution", short)
     assert ours.decode(z).shape == (1, 48, 64, 3)
     assert attempts
-    assert not patching.record_of(ours).failed
+    assert not patching.report_of(ours).failed
 
 
 def test_the_report_and_the_benchmark_nodes_tell_what_happened(ops):

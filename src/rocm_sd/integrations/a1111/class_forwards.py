@@ -44,7 +44,7 @@ def is_usual(module: nn.Module) -> bool:
 
 
 def identities(kinds: Iterable[type]) -> tuple[Any, ...]:
-    """By which a graph knows that nobody has replaced anything since."""
+    """By which a captured graph is known to be of classes that nobody has changed since."""
     return tuple(getattr(kind, method, None) for kind in (*_LAYERS, *kinds) for method in _METHODS)
 
 

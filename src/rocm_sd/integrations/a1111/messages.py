@@ -1,4 +1,4 @@
-"""What the user is told: each sentence once in the console, and all of them on the script's panel."""
+"""Messages for the user: each sentence once in the console, and all of them on the script's panel."""
 
 from __future__ import annotations
 

@@ -12,13 +12,16 @@ if TYPE_CHECKING:
 
 __all__ = ["PERMISSION", "Permission"]
 
+# A GPU's allocator, and the host's. By words: this module is imported where torch may be missing.
+_OUT_OF_MEMORY = ("out of memory", "can't allocate memory")
+
 
 class Permission:
     """The host makes one picture at a time, so there is one of these.
 
     `unet`: why the UNet's blocks run as the host has them, or None. `attention`: whether attention is nothing but its
-    weights and softmax now. `whole`: within a call that is recorded as a whole; a transformer block of separate
-    launches is no faster than the host's own. `broken`: what went wrong; nothing is tried again before `mend`.
+    weights and softmax now. `whole`: within a call that is captured as a whole; a transformer block of separate
+    launches is no faster than the host's own. `broken`: what went wrong; nothing is retried before `reset`.
     """
 
     def __init__(self) -> None:
@@ -29,14 +32,14 @@ class Permission:
 
     def fail(self, part: str, error: BaseException) -> None:
         """Say it, and try no more. Memory that has run out is another matter: a smaller picture may fit."""
-        if "out of memory" in str(error).lower() or isinstance(error, MemoryError):
-            messages.say(f"{part} found too little memory, and the host's own was called in its place.")
+        if isinstance(error, MemoryError) or any(words in str(error).lower() for words in _OUT_OF_MEMORY):
+            messages.say(f"{part} found too little memory: fallback to the host's own.")
             return
         reason = (f"{type(error).__name__}: {error}".splitlines() or [""])[0]
-        self.broken = f"{part} failed and is left to the host from now on ({reason}). Pictures are made as without it."
+        self.broken = f"{part} failed: fallback to the host's own from now on ({reason}). Pictures are as without it."
         messages.say(self.broken)
 
-    def mend(self) -> None:
+    def reset(self) -> None:
         self.unet, self.broken, self.attention = None, None, True
 
     @contextmanager

@@ -119,7 +119,7 @@ def _script_class() -> Any:
             if reason is not None:
                 _tell(p, f"not used for this picture: {reason}")
             elif enabled:
-                p.extra_generation_params[INFOTEXT] = SWITCH.told()
+                p.extra_generation_params[INFOTEXT] = SWITCH.infotext()
 
         def postprocess(self, p: Any, processed: Any, *args: Any) -> None:  # noqa: ARG002 -- the host's signature
             """What went wrong while the picture was made, under the picture."""

@@ -23,7 +23,8 @@ from rocm_sd.engine.convolutions import (
     install_library,
     lay_out,
 )
-from rocm_sd.integrations.a1111 import host, messages, transformer_blocks, unet_blocks, vae_blocks
+from rocm_sd.integrations.a1111 import host, messages
+from rocm_sd.integrations.a1111.a1111_policy import CAPTURED_RULES, RULES
 from rocm_sd.integrations.a1111.class_forwards import LoraNetworks, why_not_layers
 from rocm_sd.integrations.a1111.permission import PERMISSION
 from rocm_sd.integrations.a1111.unet_graphs import UnetGraphs
@@ -102,8 +103,8 @@ class _Optimized:
         if layout.implementation == CHANNELS_LAST:
             reason = None
             self._installed.append(lay_out(parts, layout.why))
-        rules = [*unet_blocks.RULES, *vae_blocks.RULES, *(transformer_blocks.RULES if captures else ())]
-        rules = [rule for rule in rules if rule.on_cpu or self.device.type != "cpu"]
+        rules = (*RULES, *(CAPTURED_RULES if captures else ()))
+        rules = tuple(rule for rule in rules if rule.on_cpu or self.device.type != "cpu")
         for part in parts:
             self.changes += apply(part, rules, not_channels_last=reason)
         # The UNet's own forward is asked for through `call`; nobody asks for those of the VAE's halves.
@@ -179,7 +180,7 @@ class Switch:
         """Make it so; why it is not, in words, where it cannot be."""
         if wish != self._wish:
             # Off and on again is the user's way to try once more.
-            PERMISSION.mend()
+            PERMISSION.reset()
         self._wish = wish
         if wish is None:
             self.restore()
@@ -193,7 +194,7 @@ class Switch:
         # A model that was moved, or whose weights were loaded anew in another dtype, is optimised for where it is.
         if on is None or on.model() is not sd_model or on.wish != wish or on.device != next(unet.parameters()).device:
             self.restore()
-            PERMISSION.mend()
+            PERMISSION.reset()
             self._on = _Optimized(sd_model, wish)
         return None
 
@@ -202,7 +203,7 @@ class Switch:
         if self._wish is None:
             return None
         self.restore()
-        PERMISSION.mend()
+        PERMISSION.reset()
         return self.settle(sd_model, self._wish)
 
     def restore(self) -> None:
@@ -221,8 +222,8 @@ class Switch:
         if self._on is not None and self._on.graphs is not None:
             self._on.graphs.calls.clear()
 
-    def told(self) -> str:
-        """For the picture's own record: version, level, how many blocks."""
+    def infotext(self) -> str:
+        """For the picture's own metadata: version, level, how many blocks."""
         on = self._on
         if on is None:
             return "off"
@@ -231,21 +232,21 @@ class Switch:
         return f"{rocm_sd.__version__}, level {wish.level}, quality {wish.quality}, {blocks} blocks"
 
     def report(self) -> list[str]:
-        """What was replaced and what was left alone, a sentence for each kind."""
+        """What was replaced and what was skipped, a sentence for each kind."""
         on = self._on
         if on is None:
             return ["off: everything is the host's own"]
         counted: dict[tuple[str, str | None], int] = {}
         for change in on.changes:
             counted[change.kind, change.left_because] = counted.get((change.kind, change.left_because), 0) + 1
-        told = [
-            f"{count} {kind}: replaced" if why is None else f"{count} {kind}: left alone, because {why}"
+        lines = [
+            f"{count} {kind}: replaced" if why is None else f"{count} {kind}: skipped, because {why}"
             for (kind, why), count in counted.items()
         ]
-        told += [*on.library.notes(on.unet()), *(on.library.notes_of_a_vae() if on.wish.vae else ())]
+        lines += [*on.library.notes(on.unet()), *(on.library.notes_of_a_vae() if on.wish.vae else ())]
         if PERMISSION.unet is not None:
-            told.append(f"the UNet runs as the host has it: {PERMISSION.unet}")
-        return told if on.graphs is None else [*told, *on.graphs.calls.notes()]
+            lines.append(f"the UNet runs as the host has it: {PERMISSION.unet}")
+        return lines if on.graphs is None else [*lines, *on.graphs.calls.notes()]
 
 
 SWITCH = Switch()

@@ -7,15 +7,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rocm_sd.integrations.comfyui.host import belongs_to_the_host
-from rocm_sd.integrations.comfyui.layers import ours
+from rocm_sd.integrations.ldm import is_ready
 from rocm_sd.ops import OPS, attention
 from rocm_sd.ops.attention.op import scratch_bytes
 from rocm_sd.ops.attention.workload import problem
+from rocm_sd.rewrite.convolutions import through_op
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from rocm_sd.integrations.comfyui.record import Record
+    from rocm_sd.integrations.comfyui.patch_report import PatchReport
 
 __all__ = ["OPTION", "is_our_override", "override_for"]
 
@@ -30,7 +31,7 @@ def is_our_override(function: Any) -> bool:
     return getattr(function, "__module__", None) == __name__
 
 
-def override_for(record: Record) -> Callable[..., Any]:
+def override_for(report: PatchReport) -> Callable[..., Any]:
     """A function, and no object: the host copies its options deeply, and functions stay themselves."""
 
     def override(
@@ -45,22 +46,26 @@ def override_for(record: Record) -> Callable[..., Any]:
         skip_output_reshape: bool = False,
         **kwargs: Any,
     ) -> Any:
-        if mask is None and kwargs.keys() <= _HARMLESS and _NAME not in record.failed and ours(_NAME, q):
+        answer = None
+        if mask is None and kwargs.keys() <= _HARMLESS and _NAME not in report.failed and _is_for_op(q):
             try:
-                answer = _attend(q, k, v, heads, skip_reshape, spare_memory=record.level == "memory")
+                answer = _attend(q, k, v, heads, skip_reshape, spare_memory=report.level == "memory")
             except Exception as error:
                 if belongs_to_the_host(error):
                     raise
-                record.fail(_NAME, error)
-                answer = None
-            if answer is not None:
-                return answer.transpose(1, 2) if skip_output_reshape else answer.flatten(2)
+                report.fail(_NAME, error)
+        if answer is not None:
+            return answer.transpose(1, 2) if skip_output_reshape else answer.flatten(2)
         return func(
             q, k, v, heads, mask=mask, attn_precision=attn_precision, skip_reshape=skip_reshape,
             skip_output_reshape=skip_output_reshape, **kwargs,
         )  # fmt: skip
 
     return override
+
+
+def _is_for_op(q: Any) -> bool:
+    return is_ready(q) and not torch.is_autocast_enabled(q.device.type) and through_op(_NAME, q)
 
 
 def _attend(

@@ -111,7 +111,7 @@ def measure(
     for _ in range(repeats):
         measured.stock.append(sampling.run(stock, steps)[1])
         measured.optimized.append(sampling.run(optimized, steps)[1])
-    record = patching.record_of(optimized)
+    record = patching.report_of(optimized)
     measured.report = [] if record is None else record.lines()
     return measured
 

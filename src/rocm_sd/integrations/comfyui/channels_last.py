@@ -78,7 +78,7 @@ class Layout:
 
 
 def _is_at_rest(layer: Any, device: torch.device) -> bool:
-    """Whether its weight stays on the device between calls: those that are brought in for each are left alone."""
+    """Whether its weight stays on the device between calls: those that are brought in for each are skipped."""
     weight = layer.weight
     if type(weight) is not nn.Parameter or weight.dim() != 4 or weight.device.type != device.type:
         return False

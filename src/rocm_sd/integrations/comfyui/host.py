@@ -22,7 +22,7 @@ _METHODS = (
     "clone", "add_object_patch", "add_wrapper_with_key", "remove_wrappers_with_key", "add_callback_with_key",
     "remove_callbacks_with_key", "set_injections", "remove_injections", "set_attachments", "get_attachment",
 )  # fmt: skip
-_TOLD: set[str] = set()
+_SAID: set[str] = set()
 
 
 def the(module: str) -> Any:
@@ -37,8 +37,8 @@ def is_comfy(kind: type, name: str, module: str) -> bool:
 
 def say(sentence: str) -> None:
     """Once in the host's console, however often it happens."""
-    if sentence not in _TOLD:
-        _TOLD.add(sentence)
+    if sentence not in _SAID:
+        _SAID.add(sentence)
         log.warning("ROCm Optimizations: %s", sentence)
 
 

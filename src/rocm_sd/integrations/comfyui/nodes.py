@@ -104,7 +104,7 @@ class ROCmOptimizedVAE:
 class ROCmOptimizationReport:
     CATEGORY: ClassVar[str] = _CATEGORY
     DESCRIPTION: ClassVar[str] = (
-        "Shows what was replaced, what was left alone and why. Place it after the sampler (connect a latent or an"
+        "Shows what was replaced, what was skipped and why. Place it after the sampler (connect a latent or an"
         " image to `after`) to see what happened in the run, too."
     )
     RETURN_TYPES: ClassVar[tuple[str, ...]] = ("STRING",)
@@ -138,7 +138,7 @@ class ROCmOptimizationReport:
         for name, target in (("model", model), ("VAE", vae)):
             if target is None:
                 continue
-            record = patching.record_of(target)
+            record = patching.report_of(target)
             if record is None:
                 lines.append(f"{name}: not optimised. If a node of ROCm Optimizations comes before, see the console.")
             else:

@@ -7,6 +7,7 @@ back before it loads another one of the same weights, the original among them.
 from __future__ import annotations
 
 import copy
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 from rocm_sd import arch
@@ -14,12 +15,11 @@ from rocm_sd.engine import LEVELS, QUALITIES
 from rocm_sd.engine.capture import graphs_wanted, start_compiling
 from rocm_sd.engine.convolutions import CHANNELS_LAST, choose_layout, choose_library, convolution_dtype
 from rocm_sd.errors import InvalidOption, Unsupported
-from rocm_sd.integrations.comfyui import transformer_blocks, unet_blocks, vae_blocks
 from rocm_sd.integrations.comfyui.attention import OPTION, is_our_override, override_for
 from rocm_sd.integrations.comfyui.channels_last import Layout
+from rocm_sd.integrations.comfyui.comfyui_policy import MODEL_RULES, VAE_RULES, ComfyUIPolicy, compiled_ahead, find
 from rocm_sd.integrations.comfyui.host import KEY, is_comfy, require, the
-from rocm_sd.integrations.comfyui.record import Record
-from rocm_sd.integrations.comfyui.rules import compiled_ahead, find, replacement
+from rocm_sd.integrations.comfyui.patch_report import PatchReport
 from rocm_sd.integrations.comfyui.step_graph import StepGraph
 from rocm_sd.kernels import triton as triton_kernels
 from rocm_sd.rewrite.forwards import is_ours
@@ -30,21 +30,21 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from rocm_sd.integrations.comfyui.rules import BlockRule
+    from rocm_sd.integrations.ldm import BlockRule
 
-__all__ = ["optimize_attention", "optimize_model", "optimize_vae", "record_of", "stock_clone"]
+__all__ = ["optimize_attention", "optimize_model", "optimize_vae", "report_of", "stock_clone"]
 
 _UNET = "diffusion_model"
 _UNET_KIND = ("UNetModel", "ldm.modules.diffusionmodules.openaimodel")
 _VAES = (("AutoencoderKL", "ldm.models.autoencoder"), ("AutoencodingEngine", "ldm.models.autoencoder"))
 
 
-def record_of(target: Any) -> Record | None:
+def report_of(target: Any) -> PatchReport | None:
     """What was done to a MODEL or a VAE of the host, if anything was."""
     patcher = getattr(target, "patcher", target)
     ask = getattr(patcher, "get_attachment", None)
     found = ask(KEY) if callable(ask) else None
-    return found if isinstance(found, Record) else None
+    return found if isinstance(found, PatchReport) else None
 
 
 def stock_clone(patcher: Any) -> Any:
@@ -79,7 +79,7 @@ def optimize_model(patcher: Any, level: str, quality: str) -> Any:
     if unet is None or not is_comfy(kind, *_UNET_KIND):
         record.notes.append(f"only its attention is replaced: {kind.__name__} is no UNet of SD 1.5, SD 2 or SDXL")
         return clone
-    _patch(clone, record, unet, (*unet_blocks.RULES, *transformer_blocks.RULES), f"{_UNET}.")
+    _patch(clone, record, unet, MODEL_RULES, f"{_UNET}.")
     _lay_out(clone, record, lambda model: model.diffusion_model)
     device = clone.load_device
     # Before the graph's wrapper, and so around it: what wraps the model inside of that keeps steps from being captured.
@@ -103,7 +103,7 @@ def optimize_vae(vae: Any, level: str) -> Any:
     if not any(is_comfy(type(model), *kind) for kind in _VAES):
         raise Unsupported("ROCmOptimizedVAE", f"a VAE that is a {type(model).__name__}")
     clone, record = _begin(patcher, "VAE", level, "exact")
-    _patch(clone, record, model, vae_blocks.RULES, "")
+    _patch(clone, record, model, VAE_RULES, "")
     _lay_out(clone, record, lambda first_stage: first_stage)
     library = choose_library(clone.load_device)
     record.sources.append(library.notes if library.serves_a_vae else library.notes_of_a_vae)
@@ -117,7 +117,7 @@ def optimize_vae(vae: Any, level: str) -> Any:
     return copied
 
 
-def _begin(patcher: Any, what: str, level: str, quality: str) -> tuple[Any, Record]:
+def _begin(patcher: Any, what: str, level: str, quality: str) -> tuple[Any, PatchReport]:
     if level not in LEVELS:
         raise InvalidOption("optimization_level", level, list(LEVELS))
     if quality not in QUALITIES:
@@ -125,7 +125,7 @@ def _begin(patcher: Any, what: str, level: str, quality: str) -> tuple[Any, Reco
     require(patcher)
     clone = stock_clone(patcher)
     device = clone.load_device
-    record = Record(what, arch.detect(device).name, level, quality)
+    record = PatchReport(what, arch.detect(device).name, level, quality)
     if device.type == "cpu":
         record.notes.append(
             "on a CPU each call is ComfyUI's own: the ops are stock torch there, unless a setting names others"
@@ -140,27 +140,28 @@ def _begin(patcher: Any, what: str, level: str, quality: str) -> tuple[Any, Reco
     return clone, record
 
 
-def _override_attention(clone: Any, record: Record) -> None:
+def _override_attention(clone: Any, record: PatchReport) -> None:
     options = clone.model_options.setdefault("transformer_options", {})
     if OPTION in options:
-        record.notes.append("attention is left alone, because another node computes it")
+        record.notes.append("attention is skipped, because another node computes it")
         return
     if not hasattr(the("comfy.ldm.modules.attention"), "wrap_attn"):
-        record.notes.append("attention is left alone, because this ComfyUI has no attention override")
+        record.notes.append("attention is skipped, because this ComfyUI has no attention override")
         return
     options[OPTION] = override_for(record)
     record.notes.append("attention without a mask goes through the attention op; with one it is ComfyUI's own")
 
 
-def _patch(clone: Any, record: Record, model: nn.Module, rules: Sequence[BlockRule], prefix: str) -> None:
-    found = find(model, rules, clone.object_patches, clone.object_patches_backup, prefix.rstrip("."))
+def _patch(clone: Any, record: PatchReport, model: nn.Module, rules: Sequence[BlockRule], prefix: str) -> None:
+    policy = ComfyUIPolicy(record)
+    found = find(model, rules, policy, clone.object_patches, clone.object_patches_backup, prefix.rstrip("."))
     for rule, module, change in found:
         record.changes.append(change)
         if change.replaced:
-            clone.add_object_patch(f"{change.path}.forward", replacement(rule, module, record))
+            clone.add_object_patch(f"{change.path}.forward", MethodType(rule.replacement(policy), module))
 
 
-def _lay_out(clone: Any, record: Record, part: Any) -> None:
+def _lay_out(clone: Any, record: PatchReport, part: Any) -> None:
     # Weights that ComfyUI casts at each call are convolved in the other dtype.
     dtype = getattr(clone.model, "manual_cast_dtype", None) or convolution_dtype(part(clone.model))
     layout = choose_layout(clone.load_device, dtype)
@@ -173,7 +174,7 @@ def _lay_out(clone: Any, record: Record, part: Any) -> None:
     record.sources.append(laid.notes)
 
 
-def _use_library(clone: Any, record: Record) -> None:
+def _use_library(clone: Any, record: PatchReport) -> None:
     library = choose_library(clone.load_device)
     record.sources.append(library.notes)
     if not library.is_wanted:
@@ -186,7 +187,7 @@ def _use_library(clone: Any, record: Record) -> None:
     clone.add_wrapper_with_key(the("comfy.patcher_extension").WrappersMP.DIFFUSION_MODEL, KEY, wrapper)
 
 
-def _capture_steps(clone: Any, record: Record, graph: StepGraph) -> None:
+def _capture_steps(clone: Any, record: PatchReport, graph: StepGraph) -> None:
     extension = the("comfy.patcher_extension")
     clone.add_wrapper_with_key(extension.WrappersMP.DIFFUSION_MODEL, KEY, graph.wrapper)
     clone.add_callback_with_key(extension.CallbacksMP.ON_DETACH, KEY, graph.detached)

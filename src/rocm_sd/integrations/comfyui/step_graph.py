@@ -16,8 +16,8 @@ import torch
 from rocm_sd.engine import free_memory
 from rocm_sd.engine.capture import CapturedCalls, HostCall, Policy, why_foreign_layer
 from rocm_sd.integrations.comfyui.attention import OPTION, is_our_override
+from rocm_sd.integrations.comfyui.comfyui_policy import fused
 from rocm_sd.integrations.comfyui.host import belongs_to_the_host, say
-from rocm_sd.integrations.comfyui.transformer_blocks import fused
 
 if TYPE_CHECKING:
     from collections.abc import Callable
