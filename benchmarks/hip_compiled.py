@@ -21,8 +21,8 @@ import torch
 from rocm_sd import arch as archs
 from rocm_sd.kernels.hip import attention, conv2d, layout_copy, linear_geglu, toolchain, upsample, upsample_conv2d
 from rocm_sd.kernels.hip.launch import Kernel
+from rocm_sd.numerics import in_float64
 from rocm_sd.ops import OPS
-from rocm_sd.ops.numerics import in_float64
 from rocm_sd.ops.upsample_conv2d.parity import parity_weights
 from rocm_sd.verify.hip_runner import EmulatedLauncher
 from rocm_sd.verify.ladder import EMULATED

@@ -12,9 +12,9 @@ from peft import LoraConfig
 
 import rocm_sd
 from pipelines import tiny_pipeline, tiny_unet
+from rocm_sd import numerics
 from rocm_sd.engine import captured, denoising
 from rocm_sd.errors import Unsupported
-from rocm_sd.verify import numerics
 
 
 @pytest.fixture(autouse=True)

@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from rocm_sd.errors import InvalidOption, ModelNotFound
+from rocm_sd.numerics import outputs
 from rocm_sd.ops import OPS
 from rocm_sd.ops.registry import Op
 from rocm_sd.search import shapes
 from rocm_sd.search.calls import make
 from rocm_sd.search.candidates import operation
-from rocm_sd.verify.ladder import outputs
 
 CPU = torch.device("cpu")
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from rocm_sd import arch
-from rocm_sd.bench.measuring import LEAST_TURNS, interval
+from rocm_sd.measuring import LEAST_TURNS, interval
 from rocm_sd.search import ahead
 from rocm_sd.search.calls import make
 from rocm_sd.search.candidates import Candidate, candidates, hash_of, operations

@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rocm_sd.bench.measuring import Stopwatch, interleaved
+from rocm_sd import numerics
 from rocm_sd.errors import RocmSdError
+from rocm_sd.measuring import Stopwatch, interleaved
+from rocm_sd.numerics import in_float64, outputs
 from rocm_sd.search.calls import Call, make
 from rocm_sd.search.candidates import operation
 from rocm_sd.search.pipeline import Prepared
-from rocm_sd.verify import numerics
-from rocm_sd.verify.ladder import in_float64, outputs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

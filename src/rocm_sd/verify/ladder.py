@@ -20,13 +20,14 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal, Union
 
 from rocm_sd import arch as archs
+from rocm_sd import numerics
 from rocm_sd.errors import InvalidOption, MissingDependency, RocmSdError
 from rocm_sd.kernels.hip import toolchain
 from rocm_sd.kernels.hip.runtime import tagged
+from rocm_sd.numerics import in_float64, outputs
 from rocm_sd.ops import OPS
-from rocm_sd.ops.numerics import in_float64, outputs
 from rocm_sd.tuning import lookup
-from rocm_sd.verify import numerics, workers
+from rocm_sd.verify import workers
 from rocm_sd.verify.compiler import targets
 from rocm_sd.verify.gates import check
 from rocm_sd.verify.hip_runner import emulated_hip
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
     from rocm_sd.verify.emulator import Counters
     from rocm_sd.verify.runner import Run
 
-__all__ = ["EMULATED", "Outcome", "Task", "in_float64", "names", "outputs", "plan", "verify"]
+__all__ = ["EMULATED", "Outcome", "Task", "names", "plan", "verify"]
 
 # One of each family with its own instruction encoding and matrix layout: gfx11 and gfx12 WMMA, gfx94x MFMA.
 EMULATED = ("gfx1100", "gfx1201", "gfx942")

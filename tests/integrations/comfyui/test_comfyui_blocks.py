@@ -8,13 +8,13 @@ import comfyui_in_process
 import pytest
 import torch
 
+from rocm_sd import numerics
 from rocm_sd.integrations.comfyui import transformer_blocks, unet_blocks, vae_blocks
 from rocm_sd.integrations.comfyui.attention import OPTION, override_for
 from rocm_sd.integrations.comfyui.channels_last import Layout
 from rocm_sd.integrations.comfyui.record import Record
 from rocm_sd.integrations.comfyui.rules import find, replacement
 from rocm_sd.ops import OPS
-from rocm_sd.verify import numerics
 
 NAMED = ",".join(f"{name}=torch" for name in OPS)
 UNET_RULES = (*unet_blocks.RULES, *transformer_blocks.RULES)

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from rocm_sd import numerics
 from rocm_sd.errors import NumericsFailure
-from rocm_sd.verify import numerics
 
 EXACT = torch.linspace(-4, 4, 101, dtype=torch.float64)
 STOCK = EXACT.half()

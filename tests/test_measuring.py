@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from rocm_sd import arch
-from rocm_sd.bench import measuring
-from rocm_sd.bench.measuring import Stopwatch, compare, flush_bytes, interleaved, interval, settled, turn
+from rocm_sd import arch, measuring
+from rocm_sd.measuring import Stopwatch, compare, flush_bytes, interleaved, interval, settled, turn
 
 NOISES = ("plain", "drift", "spikes", "correlated", "drift spikes correlated")
 

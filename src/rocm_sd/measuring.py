@@ -1,6 +1,6 @@
 """How times are taken and compared: a stopwatch, a warm-up that knows when to end, turns, and an honest interval.
 
-docs/measuring.md gives the reasons at length; tests/bench/test_measuring.py shows what the interval is worth.
+docs/measuring.md gives the reasons at length; tests/test_measuring.py shows what the interval is worth.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from rocm_sd import arch
-from rocm_sd.bench.records import TURNS_FOR_95, Comparison
+from rocm_sd.comparison import TURNS_FOR_95, Comparison
 
 try:
     import resource
