@@ -111,7 +111,7 @@ def test_an_optimized_pipeline_can_be_collected(tmp_path):
 def test_where_convolutions_keep_their_layout_nothing_is_replaced_and_the_reason_is_told(pipe, monkeypatch):
     """Copies between layouts around every norm would be slower than stock."""
     stock = latents(pipe)
-    monkeypatch.setattr("rocm_sd.engine.layout.layers.choose", lambda *_: Choice("torch", why="slower on Radeon"))
+    monkeypatch.setattr("rocm_sd.engine.layout.resolve.choose", lambda *_: Choice("torch", why="slower on Radeon"))
     rocm_sd.optimize(pipe)
     told = rocm_sd.report(pipe)
     assert not told.replaced

@@ -94,9 +94,9 @@ def test_what_others_were_measured_at_a_problem_is_told_apart(database):
     elsewhere = [entry(candidate="mine", environment=THERE), entry(candidate="mine", problem={**PROBLEM, "n": 9})]
     database.put([entry(), *others, *elsewhere, entry(candidate="mine", op="geglu")])
     database.quarantine("conv2d", "mine", HERE, HASH, "NaN")
-    found = database.beside("conv2d", PROBLEM, HERE, ("torch", "triton"))
+    found = database.by_others("conv2d", PROBLEM, HERE, ("torch", "triton"))
     assert sorted(found, key=lambda each: each.median_us) == others
-    assert database.beside("conv2d", PROBLEM, HERE, ("torch", "triton", "mine")) == ()
+    assert database.by_others("conv2d", PROBLEM, HERE, ("torch", "triton", "mine")) == ()
 
 
 @pytest.mark.parametrize(

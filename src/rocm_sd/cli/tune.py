@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 
     import torch
 
-    from rocm_sd.search.shapes import Traced
     from rocm_sd.tuning.database import Database, Entry
+    from rocm_sd.tuning.search.calls import Traced
 
 __all__ = ["tune"]
 
@@ -103,7 +103,7 @@ def tune(
         raise InvalidOption(given[0], "without --static", [], hint="A search runs on this card: leave it out.")
     if names and len(names) > 1:
         raise InvalidOption("model", " ".join(names), [], hint="Give one model; ops are named by --ops.")
-    from rocm_sd.tuning.layers import user_database
+    from rocm_sd.tuning.resolve import user_database
 
     database = user_database()
     if import_ is not None or export is not None:
@@ -126,13 +126,13 @@ class _Pictures:
         self.model, self.sizes, self.batches, self.ops = model, sizes, batches, ops
 
     def traced(self, device: torch.device, tell: Callable[[str], object]) -> list[Traced]:
-        from rocm_sd.search import shapes
-        from rocm_sd.search.candidates import operation
+        from rocm_sd.bench import tracing
+        from rocm_sd.tuning.search.candidates import operation
 
         for name in self.ops:
             operation(name)
         tell("loading the model")
-        return shapes.trace(shapes.workload(self.model, device), self.sizes, self.batches, self.ops, tell)
+        return tracing.trace(tracing.workload(self.model, device), self.sizes, self.batches, self.ops, tell)
 
 
 def _search(
@@ -149,9 +149,8 @@ def _search(
     as_json: bool,
 ) -> None:
     from rocm_sd.integrations.diffusers.loading import default_device, hush
-    from rocm_sd.search import ahead, halving
-    from rocm_sd.search.tuner import Options, Tuner
-    from rocm_sd.search.tuner import Progress as Step
+    from rocm_sd.tuning.search import ahead, halving
+    from rocm_sd.tuning.search.tuner import Tuner, TunerOptions, TunerProgress
 
     on = default_device(device)
     hush()
@@ -165,12 +164,12 @@ def _search(
         traced = pictures.traced(on, lambda what: progress.update(bar, description=what))
         progress.reset(bar, total=1.0)
 
-        def told(step: Step) -> None:
+        def show(step: TunerProgress) -> None:
             described = f"{step.what} ({step.best})" if step.best else step.what
             progress.update(bar, completed=step.share, description=escape(described))
 
-        options = Options(budget_s, timeout_s, jobs or ahead.default_jobs(on), chosen, fresh)
-        tuner = Tuner(on, database, options, told)
+        options = TunerOptions(budget_s, timeout_s, jobs or ahead.default_jobs(on), chosen, fresh)
+        tuner = Tuner(on, database, options, show)
         searching = time.monotonic()
         outcomes = tuner.run(traced, begun)
         took = time.monotonic() - searching
@@ -202,9 +201,9 @@ def _moved(database: Database, import_: Path | None, export: Path | None) -> Non
 
 def _list(database: Database, device: str | None, *, as_json: bool) -> None:
     from rocm_sd.integrations.diffusers.loading import default_device
-    from rocm_sd.search.candidates import hash_of, operations
     from rocm_sd.tuning import environment, lookup
-    from rocm_sd.tuning.layers import preferred
+    from rocm_sd.tuning.resolve import preferred
+    from rocm_sd.tuning.search.candidates import hash_of, operations
 
     known_ops = operations()
 
@@ -280,27 +279,27 @@ def _names(text: str | None) -> list[str]:
 
 
 def _tune_static(ops: list[str], arch: str | None, out: Path | None, jobs: int | None, *, as_json: bool) -> None:
-    from rocm_sd.verify import static_tuning
+    from rocm_sd.tuning.static import sweep
 
-    planned = static_tuning.plan(ops, _names(arch))
-    if planned.left_out:
-        Console(stderr=True).print(escape(planned.left_out), soft_wrap=True)
+    planned = sweep.plan(ops, _names(arch))
+    if planned.skipped:
+        Console(stderr=True).print(escape(planned.skipped), soft_wrap=True)
     # The bar goes to standard error, so that --json leaves nothing but JSON on standard output.
     columns = (
         TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(),
     )  # fmt: skip
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
         bar = progress.add_task("tuning", total=planned.tasks)
-        found = static_tuning.tune(
+        found = sweep.tune(
             planned,
-            out or static_tuning.DATA,
+            out or sweep.DATA,
             jobs=jobs,
             progress=lambda what: progress.update(bar, advance=1, description=what),
         )
     if as_json:
         typer.echo(json.dumps([each.to_dict() for each in found], indent=2))
     else:
-        tune_tables.show_static(Console(), found, out or static_tuning.DATA)
+        tune_tables.show_static(Console(), found, out or sweep.DATA)
     failed = [each.error for each in found if each.error]
     if failed:
         raise RocmSdError(

@@ -22,7 +22,7 @@ from torch import nn
 from rocm_sd import arch
 from rocm_sd.arch.convolution_libraries import convolution_library
 from rocm_sd.engine.installed import Installed
-from rocm_sd.tuning import environment, layers
+from rocm_sd.tuning import environment, resolve
 from rocm_sd.tuning.choice import STOCK
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ def set_by_hand() -> Flags:
 def choose(device: torch.device) -> Library:
     """What was measured on this device; as torch is set where nothing was."""
     known = (STOCK, *_WANTED)
-    found = layers.choose(_OP, arch.detect(device).name, {}, environment.current(device), "", known)
+    found = resolve.choose(_OP, arch.detect(device).name, {}, environment.current(device), "", known)
     return Library(found, device)
 
 

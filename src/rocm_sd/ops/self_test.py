@@ -24,7 +24,7 @@ from rocm_sd.kernels.hip.launch import HipUnavailable
 from rocm_sd.numerics import compare, in_float64, outputs
 from rocm_sd.tuning import lookup
 from rocm_sd.tuning.environment import current
-from rocm_sd.tuning.layers import user_database
+from rocm_sd.tuning.resolve import user_database
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from rocm_sd.errors import InvalidOption
 from rocm_sd.tuning.database_file import Opened, open_file, set_aside, without_file
 from rocm_sd.tuning.entries import Entry, Quarantined, entry_from_dict, now, quarantined_from_dict, text
-from rocm_sd.tuning.layers import default_path
+from rocm_sd.tuning.location import default_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping
@@ -113,7 +113,7 @@ class Database:
         )
         return found[0] if found else None
 
-    def beside(
+    def by_others(
         self,
         op: str,
         problem: Mapping[str, int | str],
@@ -212,9 +212,9 @@ class Database:
             "quarantine": [vars(one) | {"environment": vars(one.environment)} for one in quarantined],
         }
         path = Path(path)
-        beside = path.with_name(f"{path.name}.{os.getpid()}.part")
-        beside.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-        beside.replace(path)
+        part = path.with_name(f"{path.name}.{os.getpid()}.part")
+        part.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        part.replace(path)
         return len(entries) + len(quarantined)
 
     def import_json(self, path: Path | str) -> int:

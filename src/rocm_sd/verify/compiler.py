@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rocm_sd import arch as archs
-from rocm_sd import settings
+from rocm_sd import settings, workers
 from rocm_sd.errors import MissingDependency, RocmSdError, Unsupported
 from rocm_sd.kernels import code_cache
-from rocm_sd.verify import workers
 from rocm_sd.verify.code_object import CodeObject
+from rocm_sd.verify.pools import pool
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -136,14 +136,14 @@ def compile_many(
             _collect(index, request, lambda r=request: compile_request(r), done, failed)  # type: ignore[misc]
             progress()
     else:
-        pool = workers.pool()
         for index, request in enumerate(named):
             task = {"request": asdict(request)}
-            futures[pool.submit("rocm_sd.verify.compiler:compile_task", task, timeout=timeout)] = index
-        for future in as_completed(futures):
-            index = futures[future]
-            _collect(index, named[index], future.result, done, failed)
-            progress()
+            futures[pool(interpret=False).submit(compile_task, task, timeout=timeout)] = index
+        with workers.cancelling(futures):
+            for future in as_completed(futures):
+                index = futures[future]
+                _collect(index, named[index], future.result, done, failed)
+                progress()
     if failed and failures is None:
         raise failed[min(failed)]
     if failures is not None:

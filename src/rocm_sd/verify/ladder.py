@@ -27,13 +27,14 @@ from rocm_sd.kernels.hip.runtime import tagged
 from rocm_sd.numerics import in_float64, outputs
 from rocm_sd.ops import OPS
 from rocm_sd.tuning import lookup
-from rocm_sd.verify import workers
 from rocm_sd.verify.compiler import targets
 from rocm_sd.verify.gates import check
 from rocm_sd.verify.hip_runner import emulated_hip
 from rocm_sd.verify.isa import report
+from rocm_sd.verify.pools import pool
 from rocm_sd.verify.proofs import RUNGS, proofs
 from rocm_sd.verify.runner import emulated, total
+from rocm_sd.workers import cancelling
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
     from rocm_sd.verify.emulator import Counters
     from rocm_sd.verify.runner import Run
 
-__all__ = ["EMULATED", "Outcome", "Task", "names", "plan", "verify"]
+__all__ = ["EMULATED", "Outcome", "Task", "names", "plan", "require_known", "verify"]
 
 # One of each family with its own instruction encoding and matrix layout: gfx11 and gfx12 WMMA, gfx94x MFMA.
 EMULATED = ("gfx1100", "gfx1201", "gfx942")
@@ -94,9 +95,9 @@ def plan(ops: Iterable[str] = (), architectures: Iterable[str] = (), rungs: Iter
     chosen = list(ops) or names()
     named = list(architectures) or [a.name for a in targets()]
     wanted = sorted(set(rungs)) or [1, 2, 3, 4, 5]
-    _known("op", chosen, names())
-    _known("architecture", named, [a.name for a in archs.ARCHS.values() if a.vendor is archs.Vendor.AMD])
-    _known("rung", [str(rung) for rung in wanted], ["1", "2", "3", "4", "5"])
+    require_known("op", chosen, names())
+    require_known("architecture", named, [a.name for a in archs.ARCHS.values() if a.vendor is archs.Vendor.AMD])
+    require_known("rung", [str(rung) for rung in wanted], ["1", "2", "3", "4", "5"])
     tasks = []
     for op in chosen:
         if ":" in op:
@@ -109,7 +110,7 @@ def plan(ops: Iterable[str] = (), architectures: Iterable[str] = (), rungs: Iter
     return tasks
 
 
-def _known(option: str, values: Iterable[str], choices: list[str]) -> None:
+def require_known(option: str, values: Iterable[str], choices: list[str]) -> None:
     for value in values:
         if value not in choices:
             raise InvalidOption(option, value, choices)
@@ -125,17 +126,12 @@ def verify(tasks: Sequence[Task], progress: Callable[[Outcome], object] = lambda
             outcomes[index] = at_once
             progress(at_once)
             continue
-        pool = workers.pool(interpret=task.rung == 2)
-        futures[pool.submit("rocm_sd.verify.ladder:climb", asdict(task), timeout=TIMEOUT_S)] = index
-    try:
+        futures[pool(interpret=task.rung == 2).submit(climb, asdict(task), timeout=TIMEOUT_S)] = index
+    with cancelling(futures):
         for future in as_completed(futures):
             task = tasks[futures[future]]
             outcomes[futures[future]] = _outcome(task, future)
             progress(outcomes[futures[future]])
-    except BaseException:
-        for future in futures:
-            future.cancel()
-        raise
     return [outcomes[index] for index in range(len(tasks))]
 
 
