@@ -1,24 +1,23 @@
 """Worker processes: each runs one function at a time, in so many seconds. One that crashes or hangs costs that call.
 
     with Worker() as worker:
-        worker.call(tasks.build, {"op": "geglu"}, timeout=60)
+        worker.call(tasks.build, op, arch, timeout=60)
 
-    Pool(4).submit(tasks.build, {"op": "geglu"}, timeout=60)      # a future; as many workers as are needed, at most 4
+    Pool(4).submit(tasks.build, op, arch, timeout=60)      # a future; as many workers as are needed, at most four
 
-A worker is a new interpreter and never a fork, which could not use a GPU that this process has opened. Its environment
-is its own: Triton reads TRITON_INTERPRET when a kernel is decorated, so compiling and interpreting cannot share a
-process. Requests and answers are lines of JSON.
+A worker is a new interpreter and never a fork, which could not use a GPU that this process has opened; nor does it run
+the user's script again, as those of `multiprocessing` do. Its environment is its own: Triton reads TRITON_INTERPRET
+when a kernel is decorated, so compiling and interpreting cannot share a process.
 """
 
 from __future__ import annotations
 
 import ctypes
-import importlib
-import json
 import math
+import multiprocessing
 import os
+import pickle
 import queue
-import selectors
 import signal
 import subprocess
 import sys
@@ -27,8 +26,9 @@ import threading
 import time
 import traceback
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
+from multiprocessing.connection import Connection
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -42,10 +42,10 @@ __all__ = [
 ]  # fmt: skip
 
 T = TypeVar("T")
-_SERVE = f"from {__name__} import serve; serve()"
+_SERVE = f"import sys; from {__name__} import serve; serve(int(sys.argv[1]))"
+_SETTINGS = "ROCM_SD_"
 _START_S = 300.0  # to import torch and Triton takes seconds; many processes on a slow disk take longer
 _END_S = 5.0
-_BEGUN = b'"begun"'
 _inside = False
 
 
@@ -70,8 +70,8 @@ def inside() -> bool:
     return _inside
 
 
-class Worker:
-    """One process, started at the first call, and anew after it was lost. Use as a context: the process ends with it.
+class Worker(AbstractContextManager["Worker"]):
+    """One process, started at the first call, and anew after it was lost. As a context it ends with the block.
 
     `environment`: variables that the process has in place of this one's; None means that it has none. The variable
     `folder` names an empty folder, which is removed with the process.
@@ -82,59 +82,36 @@ class Worker:
     ) -> None:
         self._environment, self._folder = environment, folder
         self._process: subprocess.Popen[bytes] | None = None
+        self._connection: Connection[Any, Any] | None = None
         self._log: Any = None
-        self._scratch: tempfile.TemporaryDirectory[str] | None = None
-        self._pending = b""
+        self._resources = ExitStack()
         self._ended = False
-
-    def __enter__(self) -> Worker:  # noqa: PYI034 -- Self came with Python 3.11
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.stop()
 
-    def call(
-        self, function: Callable[..., T], arguments: Mapping[str, Any], *, timeout: float, within: float = math.inf
-    ) -> T:
-        """The value of function(**arguments). The function stands in a module; arguments and value are JSON.
+    def call(self, function: Callable[..., T], *arguments: Any, timeout: float, within: float = math.inf) -> T:
+        """The value of function(*arguments). The function is one of a module; arguments and value can be pickled.
 
         It has `timeout` seconds from when its module is imported: `WorkerLost` where they are not enough. `within` are
         all that the caller has, the start of a process included: `OutOfTime`. Errors of this project are raised as
         they are, and others as `WorkerFailed`: the process lives on.
         """
-        end = time.monotonic() + within
-        request = {
-            "module": function.__module__,
-            "function": function.__qualname__,
-            "arguments": dict(arguments),
-            "path": sys.path,
-            "environment": {name: value for name, value in os.environ.items() if name.startswith("ROCM_SD_")},
-        }
         try:
-            process = self._process or self._start()
-            self._send(process, json.dumps(request).encode())
-            answer = json.loads(self._answer(process, timeout, end))
+            answer = self._answer(function, arguments, timeout, time.monotonic() + within)
         except BaseException:
             # Also when the user stops the caller: an answer that comes later would be taken for the next one's.
             self.stop()
             raise
-        if "error" in answer:
-            raise _rebuilt(answer["error"])
-        value: T = answer["value"]
+        if isinstance(answer, RocmSdError):
+            raise answer
+        value: T = answer[0]
         return value
 
     def stop(self) -> None:
         """End the process; the next call starts another."""
-        process, self._process = self._process, None
-        if process is None:
-            return
-        process.kill()
-        process.wait()
-        for stream in (process.stdin, process.stdout, self._log):
-            if stream is not None:
-                stream.close()
-        if self._scratch is not None:
-            self._scratch.cleanup()
+        self._resources.close()
+        self._process = self._connection = None
 
     def end(self) -> None:
         """Kill the process, from any thread and for good: the call that waits for it, and all after, are lost."""
@@ -143,89 +120,70 @@ class Worker:
         if process is not None:
             process.kill()
 
-    def _start(self) -> subprocess.Popen[bytes]:
+    def _start(self) -> Connection[Any, Any]:
         if self._ended:
             raise WorkerLost("was ended with its pool")
+        resources = self._resources
         # Packages are found where this process found them, and not in the folder that it was started in.
         places = os.pathsep.join(place for place in sys.path if place)
         changed = {**os.environ, "PYTHONPATH": places, "PYTHONSAFEPATH": "1", **self._environment}
         if self._folder is not None:
-            self._scratch = tempfile.TemporaryDirectory(prefix="rocm-sd-worker-", ignore_cleanup_errors=True)
-            changed[self._folder] = self._scratch.name
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115 -- lives as long as the process that writes to it
-        self._pending = b""
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", _SERVE],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            env={name: value for name, value in changed.items() if value is not None},
-        )
-        return self._process
+            changed[self._folder] = resources.enter_context(
+                tempfile.TemporaryDirectory(prefix="rocm-sd-worker-", ignore_cleanup_errors=True)
+            )
+        self._log = resources.enter_context(tempfile.TemporaryFile())  # noqa: SIM115 -- it is one
+        ours, theirs = multiprocessing.Pipe()
+        with theirs:
+            self._connection = resources.enter_context(ours)
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _SERVE, str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=self._log,
+                stderr=self._log,
+                env={name: value for name, value in changed.items() if value is not None},
+                pass_fds=(theirs.fileno(),),
+            )
+        resources.callback(self._process.wait)
+        resources.callback(self._process.kill)
+        return ours
 
-    def _send(self, process: subprocess.Popen[bytes], line: bytes) -> None:
-        assert process.stdin is not None
+    def _answer(self, function: Callable[..., Any], arguments: tuple[Any, ...], timeout: float, end: float) -> Any:
+        begun = False
         try:
-            process.stdin.write(line + b"\n")
-            process.stdin.flush()
-        except BrokenPipeError:
-            raise self._crashed(process) from None
+            connection = self._connection or self._start()
+            # Two messages: to read the second, the process imports the module.
+            settings = {name: value for name, value in os.environ.items() if name.startswith(_SETTINGS)}
+            connection.send((sys.path, settings))
+            connection.send((function, arguments))
+            answer = _received(connection, _START_S, end)
+            if answer is None:
+                begun = True
+                answer = _received(connection, timeout, end)
+        except TimeoutError as late:
+            reason = str(late)
+        except (EOFError, ConnectionError):
+            reason = self._ending()
+        else:
+            return answer
+        raise (WorkerLost if begun else WorkerCannotStart)(reason)
 
-    def _answer(self, process: subprocess.Popen[bytes], timeout: float, end: float) -> bytes:
-        """The first line says that the function has begun, unless its module could not be imported."""
-        left = end - time.monotonic()
-        try:
-            line = self._line(process, min(_START_S, left))
-        except WorkerLost as lost:
-            raise WorkerCannotStart(lost.message) from None
-        if line == _BEGUN:
-            left = end - time.monotonic()
-            line = self._line(process, min(timeout, left))
-            if line is None and left >= timeout:
-                raise WorkerLost(f"hung: stopped after {timeout:.3g} s without an answer")
-        elif line is None and left >= _START_S:
-            raise WorkerCannotStart(f"did not start within {_START_S:.3g} s")
-        if line is None:
-            raise OutOfTime
-        return line
-
-    def _line(self, process: subprocess.Popen[bytes], timeout: float) -> bytes | None:
-        """One line of its answers, or None where there is none in so many seconds."""
-        assert process.stdout is not None
-        end = time.monotonic() + timeout
-        with selectors.DefaultSelector() as selector:
-            selector.register(process.stdout, selectors.EVENT_READ)
-            while b"\n" not in self._pending:
-                left = end - time.monotonic()
-                if left <= 0 or not selector.select(left):
-                    return None
-                read = os.read(process.stdout.fileno(), 1 << 20)
-                if not read:
-                    raise self._crashed(process)
-                self._pending += read
-        line, _, self._pending = self._pending.partition(b"\n")
-        return line
-
-    def _crashed(self, process: subprocess.Popen[bytes]) -> WorkerLost:
-        code = process.wait()
+    def _ending(self) -> str:
+        assert self._process is not None
+        code = self._process.wait()
         self._log.seek(0)
         lines = self._log.read().decode(errors="replace").strip().splitlines()
         said = f"; it last said: {lines[-1][:200]}" if lines else ""
-        how = f"by signal {-code}" if code < 0 else f"with exit status {code}"
-        return WorkerLost(f"crashed {how}{said}")
+        return f"crashed {f'by signal {-code}' if code < 0 else f'with exit status {code}'}{said}"
 
 
-def _rebuilt(error: Mapping[str, Any]) -> RocmSdError:
-    """The error of a worker as an error here: of the same class where it is one of the project's."""
-    kind = getattr(importlib.import_module(error["module"]), error["class"], None) if error["module"] else None
-    if not (isinstance(kind, type) and issubclass(kind, RocmSdError)):
-        kind = WorkerFailed
-    rebuilt = kind.__new__(kind)
-    RocmSdError.__init__(rebuilt, error["message"], hint=error["hint"])
-    return rebuilt
+def _received(connection: Connection[Any, Any], limit: float, end: float) -> Any:
+    left = end - time.monotonic()
+    if connection.poll(max(0.0, min(limit, left))):
+        return connection.recv()
+    raise OutOfTime if left < limit else TimeoutError(f"hung: stopped after {limit:.3g} s without an answer")
 
 
-class Pool:
+class Pool(AbstractContextManager["Pool"]):
     """At most `size` workers (as many as cores), each started when it is first needed and reused until `close`."""
 
     def __init__(
@@ -242,15 +200,12 @@ class Pool:
         self._under_way = 0
         self._lock = threading.Lock()
 
-    def __enter__(self) -> Pool:  # noqa: PYI034 -- Self came with Python 3.11
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def submit(self, function: Callable[..., T], arguments: Mapping[str, Any], *, timeout: float) -> Future[T]:
+    def submit(self, function: Callable[..., T], *arguments: Any, timeout: float) -> Future[T]:
         """`Worker.call` by the next worker that is free."""
-        return self.lend(lambda worker: worker.call(function, arguments, timeout=timeout))
+        return self.lend(lambda worker: worker.call(function, *arguments, timeout=timeout))
 
     def lend(self, job: Callable[[Worker], T]) -> Future[T]:
         """Several calls of one worker, which keeps what its functions keep: job(worker), in a thread of the pool."""
@@ -304,45 +259,37 @@ def cancelling(futures: Iterable[Future[Any]]) -> Iterator[None]:
         raise
 
 
-def serve() -> None:
-    """What a worker process runs: reads a request a line, and answers with two."""
+def serve(descriptor: int) -> None:
+    """What a worker process runs: a function at a time, until nobody asks any more."""
     global _inside  # noqa: PLW0603 -- of this process for good
     _inside = True
-    _die_with_parent()
-    # Ctrl-C is for the process that asks, which then ends this one; else a function would seem to have crashed.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # Compilers write to standard output from C++; answers get a descriptor of their own.
-    with os.fdopen(os.dup(1), "wb") as answers:
-        os.dup2(2, 1)
-        for line in sys.stdin:
-            for answer in _answers(json.loads(line)):
-                answers.write(answer + b"\n")
-                answers.flush()
-
-
-def _answers(request: dict[str, Any]) -> Iterator[bytes]:
-    sys.path += [place for place in request["path"] if place not in sys.path]
-    for name in [name for name in os.environ if name.startswith("ROCM_SD_")]:
-        del os.environ[name]
-    os.environ.update(request["environment"])
-    try:
-        function = getattr(importlib.import_module(request["module"]), request["function"])
-        yield _BEGUN
-        yield json.dumps({"value": function(**request["arguments"])}).encode()
-    except RocmSdError as error:
-        yield _failed(error.message, error.hint, type(error))
-    except Exception as error:  # noqa: BLE001 -- whatever a compiler raises is the answer, and the process lives on
-        traceback.print_exc()
-        yield _failed(f"{type(error).__name__}: {error}")
-
-
-def _failed(message: str, hint: str | None = None, kind: type[RocmSdError] | None = None) -> bytes:
-    module, name = (None, None) if kind is None else (kind.__module__, kind.__qualname__)
-    return json.dumps({"error": {"message": message, "hint": hint, "module": module, "class": name}}).encode()
-
-
-def _die_with_parent() -> None:
-    """A worker that hangs would outlive a parent that was killed, and hold the card."""
+    # One that hangs would outlive a parent that was killed, and hold the card: PR_SET_PDEATHSIG.
     prctl = getattr(ctypes.CDLL(None), "prctl", None) if sys.platform == "linux" else None
     if prctl is not None:
-        prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        prctl(1, signal.SIGKILL)
+    # Ctrl-C is for the process that asks, which then ends this one; else a function would seem to have crashed.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    connection: Connection[Any, Any] = Connection(descriptor)
+    while True:
+        try:
+            places, settings = connection.recv()
+        except EOFError:
+            return
+        sys.path += [place for place in places if place not in sys.path]
+        for name in [name for name in os.environ if name.startswith(_SETTINGS)]:
+            del os.environ[name]
+        os.environ.update(settings)
+        connection.send_bytes(_answer(connection))
+
+
+def _answer(connection: Connection[Any, Any]) -> bytes:
+    """None says that the function begins: before that comes an error only where its module cannot be imported."""
+    try:
+        function, arguments = connection.recv()
+        connection.send(None)
+        return pickle.dumps((function(*arguments),))
+    except RocmSdError as error:
+        return pickle.dumps(error)
+    except Exception as error:  # noqa: BLE001 -- whatever a compiler raises is the answer, and the process lives on
+        traceback.print_exc()
+        return pickle.dumps(WorkerFailed(f"{type(error).__name__}: {error}"))

@@ -124,12 +124,12 @@ def test_a_changed_kernel_makes_its_own_measurements_stale_and_leaves_the_librar
     assert best(database, kernel_hash="fedcba9876543210").candidate == "torch"
 
 
-def test_is_measured_asks_for_all_of_the_key(database):
+def test_a_measurement_is_found_by_all_of_its_key(database):
     database.put([entry(float("nan"), numerics="it crashed")])
     asked = ("conv2d", PROBLEM, HERE, HASH, "triton", {"rows": 1})
-    assert database.is_measured(*asked)
+    assert database.find(*asked).numerics == "it crashed"
     for number, other in enumerate(["attention", {"n": 1}, THERE, "", "torch", {"rows": 2}]):
-        assert not database.is_measured(*asked[:number], other, *asked[number + 1 :])
+        assert database.find(*asked[:number], other, *asked[number + 1 :]) is None
 
 
 @pytest.mark.parametrize("order", [1, -1])

@@ -15,6 +15,7 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
+    ProgressColumn,
     TaskProgressColumn,
     TextColumn,
     TimeElapsedColumn,
@@ -25,12 +26,9 @@ from rocm_sd.cli import tune_tables
 from rocm_sd.errors import InvalidOption, RocmSdError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    import torch
+    from collections.abc import Sequence
 
     from rocm_sd.tuning.database import Database, Entry
-    from rocm_sd.tuning.search.calls import Traced
 
 __all__ = ["tune"]
 
@@ -111,57 +109,49 @@ def tune(
     elif listed:
         _list(database, device, as_json=as_json)
     else:
-        pictures = _Pictures(names[0] if names else None, _sizes(sizes), _batches(batch), _names(ops))
         _search(
-            database, pictures, device, _seconds(budget), begun, strategy, timeout, jobs, fresh=fresh, as_json=as_json
-        )
+            database, device, begun, names[0] if names else None, _sizes(sizes), _batches(batch), _names(ops),
+            _seconds(budget), timeout, jobs, strategy, fresh=fresh, as_json=as_json,
+        )  # fmt: skip
 
 
-class _Pictures:
-    """What is drawn to collect the calls."""
-
-    def __init__(
-        self, model: str | None, sizes: Sequence[tuple[int, int]], batches: Sequence[int], ops: Sequence[str]
-    ) -> None:
-        self.model, self.sizes, self.batches, self.ops = model, sizes, batches, ops
-
-    def traced(self, device: torch.device, tell: Callable[[str], object]) -> list[Traced]:
-        from rocm_sd.bench import tracing
-        from rocm_sd.tuning.search.candidates import operation
-
-        for name in self.ops:
-            operation(name)
-        tell("loading the model")
-        return tracing.trace(tracing.workload(self.model, device), self.sizes, self.batches, self.ops, tell)
+def _progress(figure: ProgressColumn) -> Progress:
+    """On standard error, so that --json leaves nothing but JSON on standard output."""
+    columns = (TextColumn("{task.description}"), BarColumn(), figure, TimeElapsedColumn(), TimeRemainingColumn())
+    return Progress(*columns, console=Console(stderr=True), transient=True)
 
 
 def _search(
     database: Database,
-    pictures: _Pictures,
     device: str | None,
-    budget_s: float,
     begun: float,
-    strategy: str,
+    model: str | None,
+    sizes: Sequence[tuple[int, int]],
+    batches: Sequence[int],
+    ops: Sequence[str],
+    budget_s: float,
     timeout_s: float,
     jobs: int | None,
+    strategy: str,
     *,
     fresh: bool,
     as_json: bool,
 ) -> None:
+    from rocm_sd.bench import tracing
     from rocm_sd.integrations.diffusers.loading import default_device, hush
-    from rocm_sd.tuning.search import ahead, halving
+    from rocm_sd.tuning.search import ahead, candidates, halving
     from rocm_sd.tuning.search.tuner import Tuner, TunerOptions, TunerProgress
 
     on = default_device(device)
     hush()
     chosen = halving.strategy(strategy)
-    # The bar goes to standard error, so that --json leaves nothing but JSON on standard output.
-    columns = (
-        TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn(), TimeRemainingColumn(),
-    )  # fmt: skip
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        bar = progress.add_task("tuning", total=None)
-        traced = pictures.traced(on, lambda what: progress.update(bar, description=what))
+    with _progress(TaskProgressColumn()) as progress:
+        bar = progress.add_task("loading the model", total=None)
+        for name in ops:
+            candidates.operation(name)
+        traced = tracing.trace(
+            tracing.workload(model, on), sizes, batches, ops, lambda what: progress.update(bar, description=what)
+        )
         progress.reset(bar, total=1.0)
 
         def show(step: TunerProgress) -> None:
@@ -284,11 +274,7 @@ def _tune_static(ops: list[str], arch: str | None, out: Path | None, jobs: int |
     planned = sweep.plan(ops, _names(arch))
     if planned.skipped:
         Console(stderr=True).print(escape(planned.skipped), soft_wrap=True)
-    # The bar goes to standard error, so that --json leaves nothing but JSON on standard output.
-    columns = (
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(),
-    )  # fmt: skip
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    with _progress(MofNCompleteColumn()) as progress:
         bar = progress.add_task("tuning", total=planned.tasks)
         found = sweep.tune(
             planned,

@@ -143,19 +143,6 @@ class Database:
         sql = "SELECT COUNT(*) FROM measurements WHERE :environment IS NULL OR environment = :environment"
         return int(self._ask(sql, {"environment": environment and environment.key()}, _first)[0])
 
-    def is_measured(
-        self,
-        op: str,
-        problem: Mapping[str, int | str],
-        environment: Environment,
-        kernel_hash: str,
-        candidate: str,
-        config: Mapping[str, int],
-    ) -> bool:
-        values = (op, text(problem), environment.key(), kernel_hash, candidate, text(config))
-        sql = f"SELECT 1 FROM measurements WHERE ({', '.join(_KEY)}) = (?, ?, ?, ?, ?, ?)"
-        return bool(self._ask(sql, values, _first))
-
     def quarantine(self, op: str, candidate: str, environment: Environment, kernel_hash: str, reason: str) -> None:
         """Never choose it there again; the first reason is kept."""
         self._quarantine([Quarantined(op, candidate, environment, kernel_hash, reason, now())])

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 from concurrent.futures import as_completed
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -137,8 +137,7 @@ def compile_many(
             progress()
     else:
         for index, request in enumerate(named):
-            task = {"request": asdict(request)}
-            futures[pool(interpret=False).submit(compile_task, task, timeout=timeout)] = index
+            futures[pool(interpret=False).submit(compile_request, request, timeout=timeout)] = index
         with workers.cancelling(futures):
             for future in as_completed(futures):
                 index = futures[future]
@@ -172,15 +171,6 @@ def _named(arch: Arch | str, kernel: Any, config: KernelConfig) -> _Request:
         raise Unsupported("The cross-compiler", f"{known.name}", hint=f"Triton accepts: {names}.")
     function: FunctionType = getattr(kernel, "fn", kernel)
     return _Request(known.name, function.__module__, function.__code__.co_filename, function.__qualname__, config)
-
-
-def compile_task(request: dict[str, Any]) -> str:
-    """What a worker runs: the request as JSON in, the path of the cache entry out."""
-    config: dict[str, Any] = {
-        name: tuple(tuple(pair) for pair in value) if isinstance(value, list) else value
-        for name, value in request.pop("config").items()
-    }
-    return compile_request(_Request(config=KernelConfig(**config), **request))
 
 
 def compile_request(request: _Request) -> str:

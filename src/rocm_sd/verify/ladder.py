@@ -119,14 +119,14 @@ def require_known(option: str, values: Iterable[str], choices: list[str]) -> Non
 def verify(tasks: Sequence[Task], progress: Callable[[Outcome], object] = lambda _outcome: None) -> list[Outcome]:
     """Run the tasks over as many processes as cores; the outcomes are in the order of the tasks."""
     outcomes: dict[int, Outcome] = {}
-    futures: dict[Future[Any], int] = {}
+    futures: dict[Future[Outcome], int] = {}
     for index, task in enumerate(tasks):
         at_once = _without_running(task)
         if at_once is not None:
             outcomes[index] = at_once
             progress(at_once)
             continue
-        futures[pool(interpret=task.rung == 2).submit(climb, asdict(task), timeout=TIMEOUT_S)] = index
+        futures[pool(interpret=task.rung == 2).submit(climb, task, timeout=TIMEOUT_S)] = index
     with cancelling(futures):
         for future in as_completed(futures):
             task = tasks[futures[future]]
@@ -180,27 +180,27 @@ def _why_not_hip(arch: str) -> str | None:
     return None
 
 
-def _outcome(task: Task, future: Future[Any]) -> Outcome:
+def _outcome(task: Task, future: Future[Outcome]) -> Outcome:
     try:
-        return Outcome(**future.result())
+        return future.result()
     except MissingDependency:
         raise
     except RocmSdError as error:
         return Outcome(task.op, task.arch, task.rung_name, "failed", str(error))
 
 
-def climb(op: str, arch: str, rung: int) -> dict[str, Any]:
-    """What a worker runs: one task."""
+def climb(task: Task) -> Outcome:
+    """What a worker runs."""
     started = time.perf_counter()
-    name, _, implementation = op.partition(":")
+    name, _, implementation = task.op.partition(":")
     subject = OPS[name]
     assert subject.verification is not None
     verification = _of_its_own(subject, implementation) if implementation else subject.verification
-    step = {1: _reference, 2: _interpreted, 3: _compiled, 4: _emulated}[rung]
-    state, sentence, figures = step(subject, verification, arch)
-    wrong = state == "failed" and rung != 3
+    step = {1: _reference, 2: _interpreted, 3: _compiled, 4: _emulated}[task.rung]
+    state, sentence, figures = step(subject, verification, task.arch)
+    wrong = state == "failed" and task.rung != 3
     seconds = time.perf_counter() - started
-    return Outcome(op, arch, RUNGS[rung - 1], state, sentence, wrong, figures, seconds).to_dict()
+    return Outcome(task.op, task.arch, task.rung_name, state, sentence, wrong, figures, seconds)
 
 
 def _of_its_own(op: Op, implementation: str) -> Verification:

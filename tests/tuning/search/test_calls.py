@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-import json
+import pickle
 
 import pytest
 import torch
@@ -10,21 +10,22 @@ from rocm_sd.ops.upsample_conv2d.op import parity_weights
 from rocm_sd.tuning.search.calls import OpCall, TensorSpec, describe, make
 
 
-def through_json(call: OpCall) -> OpCall:
-    return OpCall.from_dict(json.loads(json.dumps(call.to_dict())))
+def sent(call: OpCall) -> OpCall:
+    """As a worker process gets it."""
+    return pickle.loads(pickle.dumps(call))
 
 
-def test_a_call_survives_json():
+def test_a_call_survives_its_way_to_a_worker():
     arguments = (torch.empty(2, 3).half(), None, 7.5, True, "nearest", (1, 2))
     call = describe("upsample", {"n": 2, "dtype": "float16"}, arguments)
-    assert through_json(call) == call
-    assert hash(through_json(call)) == hash(call)
+    assert sent(call) == call
+    assert hash(sent(call)) == hash(call)
 
 
 def test_views_of_one_storage_stay_so():
     packed = torch.empty(2, 5, 3, 4, 8)
     call = describe("attention", {}, (*packed.unbind(2), None))
-    q, k, v, scale = make(through_json(call), torch.device("cpu"))
+    q, k, v, scale = make(sent(call), torch.device("cpu"))
     assert scale is None
     for ours, theirs in zip((q, k, v), packed.unbind(2), strict=True):
         assert (ours.shape, ours.stride()) == (theirs.shape, theirs.stride())
@@ -79,7 +80,7 @@ def test_every_ops_samples_come_back_as_the_same_problem(name):
     verification = OPS[name].verification
     for sample in verification.small:
         arguments = sample.make()
-        call = through_json(describe(name, verification.problem(*arguments), arguments))
+        call = sent(describe(name, verification.problem(*arguments), arguments))
         made = make(call, torch.device("cpu"))
         assert tuple(verification.problem(*made).items()) == call.problem
         OPS[name].implementations[0].run(*made, config={})

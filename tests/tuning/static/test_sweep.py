@@ -3,7 +3,7 @@ from __future__ import annotations
 import json
 import os
 from concurrent.futures import Future
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,10 +15,11 @@ from rocm_sd.tuning.ranking import Code, Part, Program, RatedConfig, _trips
 from rocm_sd.tuning.static import data_files, sweep, tasks
 from rocm_sd.tuning.static.data_files import BucketResult
 from rocm_sd.tuning.static.sweep import plan, tune
+from rocm_sd.tuning.static.tasks import Built, CompiledLaunch
 from rocm_sd.verify.compiler import targets
 from rocm_sd.verify.isa import Instruction, report
 from rocm_sd.verify.pools import pool
-from rocm_sd.verify.programs import counted
+from rocm_sd.verify.programs import CountedLaunch, counted
 from rocm_sd.verify.runner import emulated
 from rocm_sd.workers import WorkerFailed
 from verify.kernels import matmul
@@ -162,19 +163,16 @@ def test_an_op_without_configs_and_a_bucket_without_its_own_call_are_refused(mon
 
 
 PART = Part(10, 0, 0, 0, 16, (16,))
-LAUNCH = {
-    "kernel": "_apply", "grid": [4, 1, 1], "failed": {}, "code": asdict(Code(4, 32, 8, 2, PART, PART, has_loop=False)),
-    "vgprs": 40, "lds": 0, "waves_per_simd": 16, "wide_loads": 1.0, "matrix_in_main": 0,
-}  # fmt: skip
-PROGRAM = {"loaded": 4096, "stored": 4096, "dots": [[16, 16, 16, 2]], "tensors": 8192}
+LAUNCH = CompiledLaunch("_apply", (4, 1, 1), {}, Code(4, 32, 8, 2, PART, PART, has_loop=False), 40, 0, 16, 1.0, 0)
+PROGRAM = Program(4096, 4096, ((16, 16, 16, 2),), 8192)
 SEARCH = sweep._BucketSweep("group_norm_silu", "gfx1100", {"hw": [1, 9]}, ("a", "b"), ())
 
 
 def candidate(failed: dict[str, str], *, call: str = "a", grid: tuple[int, ...] = (4, 1, 1)) -> RatedConfig:
-    launches = {name: [LAUNCH | {"failed": failed if name == call else {}}] for name in ("a", "b")}
-    future: Future[object] = Future()
-    future.set_result({"version": "3.9.0", "calls": launches})
-    counts = {"gfx1100": [{"kernel": "_apply", "grid": list(grid), "program": PROGRAM}]}
+    launches = {name: [replace(LAUNCH, failed=failed if name == call else {})] for name in ("a", "b")}
+    future: Future[Built] = Future()
+    future.set_result(Built("3.9.0", launches))
+    counts = {"gfx1100": [CountedLaunch("_apply", grid, PROGRAM)]}
     return sweep._rated(SEARCH, (("tile", 1),), future, counts, set())
 
 
@@ -200,8 +198,8 @@ def test_counting_and_compiling_must_see_the_same_launches():
 
 def test_a_kernel_that_cannot_be_interpreted_is_dropped_and_a_missing_package_is_not():
     future: Future[object] = Future()
-    future.set_result({"version": "3.9.0", "calls": {"a": [LAUNCH]}})
-    dropped = sweep._rated(SEARCH, (("tile", 1),), future, {"error": "no inline assembly"}, set())
+    future.set_result(Built("3.9.0", {"a": [LAUNCH]}))
+    dropped = sweep._rated(SEARCH, (("tile", 1),), future, "no inline assembly", set())
     assert dropped.dropped == "interpreter: no inline assembly"
     missing: Future[object] = Future()
     missing.set_exception(MissingDependency("triton", "verify"))
@@ -260,16 +258,16 @@ def test_a_bucket_where_all_was_dropped_runs_as_stock_torch(tmp_path, monkeypatc
 def test_workgroups_of_a_launch_write_the_whole_output_once():
     """Counted in a worker, for two architectures, by the bytes of the call's own tensors."""
     sample = OP.tuning.buckets[0].sample
-    task = {"op": OP.name, "sample": sample.name, "config": configs()[0], "architectures": ["gfx1100", "gfx942"]}
-    future = pool(interpret=True).submit(tasks.count, task, timeout=120)
+    task = (OP.name, None, sample.name, configs()[0], ["gfx1100", "gfx942"])
+    future = pool(interpret=True).submit(tasks.count, *task, timeout=120)
     launches = future.result()
     x = sample.make(filled=False)[0]
     assert set(launches) == {"gfx1100", "gfx942"}
     for found in launches.values():
         last = found[-1]
-        grid = last["grid"][0] * last["grid"][1] * last["grid"][2]
-        assert grid * last["program"]["stored"] == x.numel() * x.element_size()
-        assert last["program"]["loaded"] > 0
+        grid = last.grid[0] * last.grid[1] * last.grid[2]
+        assert grid * last.program.stored == x.numel() * x.element_size()
+        assert last.program.loaded > 0
 
 
 @interpreted

@@ -64,10 +64,10 @@ def compile_all(
             left = end - time.monotonic()
             if left <= 0 or stopped.is_set():
                 return
-            answer = ask(worker, compile_candidate, call, candidate, device, timeout=timeout_s, within=left)
-            if answer is not None and "unchecked" in answer:
+            answer = ask(worker, compile_candidate, call, device, candidate, timeout=timeout_s, within=left)
+            if "unchecked" in answer:
                 stopped.set()
-            elif answer is not None:
+            elif answer:
                 answered.put((call, candidate, answer.get("failed")))
 
     compiled = set()

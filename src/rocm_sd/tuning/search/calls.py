@@ -1,13 +1,13 @@
 """Calls of ops as data: shapes, strides and dtypes, described while a picture is drawn and rebuilt with random values.
 
-A worker process gets a call as JSON. Views of one storage stay views of one storage, at the same distances, so a packed
+Views of one storage stay views of one storage, at the same distances, so a packed
 projection is read as it is in the model.
 """
 
 from __future__ import annotations
 
 import inspect
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -54,21 +54,6 @@ class OpCall:
     op: str
     problem: tuple[tuple[str, int | str], ...]
     arguments: tuple[Any, ...]
-
-    def to_dict(self) -> dict[str, Any]:
-        described = [{"tensor": asdict(a)} if isinstance(a, TensorSpec) else a for a in self.arguments]
-        return {"op": self.op, "problem": dict(self.problem), "arguments": described}
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> OpCall:
-        return cls(values["op"], tuple(values["problem"].items()), tuple(_argument(a) for a in values["arguments"]))
-
-
-def _argument(value: Any) -> Any:
-    if isinstance(value, dict):
-        spec = value["tensor"]
-        return TensorSpec(**{**spec, "shape": tuple(spec["shape"]), "strides": tuple(spec["strides"])})
-    return tuple(value) if isinstance(value, list) else value
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass, field
-from datetime import datetime, timezone
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -19,7 +18,7 @@ from rocm_sd import arch
 from rocm_sd.measuring import LEAST_TURNS, interval
 from rocm_sd.tuning import environment, lookup
 from rocm_sd.tuning.choice import STOCK
-from rocm_sd.tuning.database import Entry
+from rocm_sd.tuning.entries import Entry, now, text
 from rocm_sd.tuning.resolve import preferred
 from rocm_sd.tuning.search import ahead
 from rocm_sd.tuning.search.calls import make
@@ -136,8 +135,9 @@ class Tuner:
 
     def run(self, traced: Sequence[Traced], begun: float | None = None) -> list[TuningResult]:
         """`begun`, by the monotonic clock: since when the budget is being spent; now, unless given."""
-        now = time.monotonic()
-        self._begun = now if begun is None else max(begun, now - (1 - _SEARCHED) * self.options.budget_s)
+        self._begun = time.monotonic()
+        if begun is not None:
+            self._begun = max(begun, self._begun - (1 - _SEARCHED) * self.options.budget_s)
         searches = self._searches(traced)
         waiting = [search for search in searches if self.options.fresh or not search.is_complete]
         self._total = sum(len(search.candidates) for search in waiting)
@@ -168,11 +168,11 @@ class Tuner:
         by_problem: dict[tuple[str, str], dict[Key, Entry]] = {}
         for entry in self.database.all(environment=self.environment):
             key = (entry.kernel_hash, entry.candidate, frozenset(entry.config.items()))
-            by_problem.setdefault((entry.op, _text(entry.problem)), {})[key] = entry
+            by_problem.setdefault((entry.op, text(entry.problem)), {})[key] = entry
         found = []
         for each in traced:
             op, problem = known_ops[each.call.op], dict(each.call.problem)
-            known = by_problem.get((op.name, _text(problem)), {})
+            known = by_problem.get((op.name, text(problem)), {})
             found.append(
                 _ProblemSearch(op, each, candidates(op, problem, self.device), known, weight(op, each), arch_name)
             )
@@ -222,13 +222,11 @@ class Tuner:
             return None
         self._report(search, candidate)
         answer = ask(
-            worker, measure_candidate, search.call, candidate, self.device,
-            timeout=self.options.timeout_s, within=within, turns=turns,
+            worker, measure_candidate, search.call, self.device, candidate, turns,
+            timeout=self.options.timeout_s, within=within,
         )  # fmt: skip
-        if answer is None:
-            return None
-        if "unchecked" in answer:
-            search.unchecked = str(answer["unchecked"])
+        search.unchecked = answer.get("unchecked", search.unchecked)
+        if not answer or search.unchecked:
             return None
         search.turns[candidate] = turns
         search.measured += 1
@@ -239,7 +237,7 @@ class Tuner:
         times = _times(answer)
         entry = Entry(
             search.op.name, dict(search.call.problem), self.environment, key[0], candidate.implementation,
-            dict(candidate.config), *times, answer.get("failed") or answer["numerics"], _now(),
+            dict(candidate.config), *times, answer.get("failed") or answer["numerics"], now(),
         )  # fmt: skip
         search.entries[key] = entry
         self.database.put([entry])
@@ -353,11 +351,3 @@ def weight(op: Op, traced: Traced) -> float:
         return 1.0
     work = op.tuning.work(*make(traced.call, torch.device("meta")))
     return traced.count * (work.flops / 50e12 + work.bytes / 500e9 + 3e-6)
-
-
-def _now() -> str:
-    return datetime.now(timezone.utc).isoformat(timespec="microseconds")
-
-
-def _text(problem: Mapping[str, int | str]) -> str:
-    return repr(sorted(problem.items()))

@@ -15,18 +15,18 @@ from rocm_sd.errors import RocmSdError
 from rocm_sd.measuring import Stopwatch, interleaved
 from rocm_sd.numerics import in_float64, outputs
 from rocm_sd.tuning.search.calls import OpCall, make
-from rocm_sd.tuning.search.candidates import operation
+from rocm_sd.tuning.search.candidates import Candidate, operation
 from rocm_sd.tuning.search.pipeline_settings import Prepared
 from rocm_sd.workers import OutOfTime, WorkerFailed, WorkerLost
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
-    from rocm_sd.tuning.search.candidates import Candidate
     from rocm_sd.workers import Worker
 
-__all__ = ["OK", "Workbench", "ask", "compile_candidate", "measure_candidate"]
+__all__ = ["OK", "Answer", "Workbench", "ask", "compile_candidate", "measure_candidate"]
 
+Answer = dict[str, Any]  # of a worker process, about one candidate
 OK = "ok"
 _IMPLAUSIBLE = 0.1  # of the size of the exact result: no rounding of any dtype in use errs so much
 
@@ -53,9 +53,10 @@ class Workbench:
         self._yardstick: tuple[torch.Tensor, ...] = ()
         self._timed_stock: _Timed | None = None
 
-    def call(self, implementation: str, config: Mapping[str, int]) -> Callable[[], Any]:
-        found = self.op.implementation(implementation)
+    def call(self, candidate: Candidate) -> Callable[[], Any]:
+        found = self.op.implementation(candidate.implementation)
         arguments = found.prepare(self.arguments) if isinstance(found, Prepared) else self.arguments
+        config = dict(candidate.config)
         return lambda: found.run(*arguments, config=config)
 
     def prepare_check(self) -> None:
@@ -92,24 +93,24 @@ class Workbench:
         return OK
 
     def stock(self) -> Callable[[], Any]:
-        return self.call(self.op.implementations[0].name, {})
+        return self.call(Candidate(self.op.implementations[0].name))
 
-    def compile(self, implementation: str, config: Mapping[str, int]) -> dict[str, Any]:
+    def compile(self, candidate: Candidate) -> Answer:
         """Once, so that a compiler's cache has it when it is timed."""
-        self.call(implementation, config)()
+        self.call(candidate)()
         self._synchronize()
-        return {}
+        return {"compiled": True}
 
-    def measure(self, implementation: str, config: Mapping[str, int], turns: int) -> dict[str, Any]:
+    def measure(self, candidate: Candidate, turns: int) -> Answer:
         """Right first, then milliseconds in turns with stock, then right still: a race may show under load only."""
-        call = self.call(implementation, config)
+        call = self.call(candidate)
         self.prepare_check()
         self._poison()
         wrong = self.check(call(), "wrong")
         if wrong != OK:
             return {"numerics": wrong}
         stock = self._stock_timed()
-        if implementation == self.op.implementations[0].name:
+        if candidate.is_stock:
             interleaved({"ours": stock.call}, self.stopwatch, repeats=2)
             times = interleaved({"ours": stock.call}, self.stopwatch, repeats=turns)
             return {"numerics": OK, "ours": times["ours"], "stock": times["ours"]}
@@ -195,10 +196,18 @@ def _opened(call: OpCall, device: torch.device) -> Workbench:
     return _kept[0][1]
 
 
-def _answer(call: Mapping[str, Any], device: str, use: Callable[[Workbench], dict[str, Any]]) -> dict[str, Any]:
+def compile_candidate(call: OpCall, device: torch.device, candidate: Candidate) -> Answer:
+    return _answer(call, device, lambda bench: bench.compile(candidate))
+
+
+def measure_candidate(call: OpCall, device: torch.device, candidate: Candidate, turns: int) -> Answer:
+    return _answer(call, device, lambda bench: bench.measure(candidate, turns))
+
+
+def _answer(call: OpCall, device: torch.device, use: Callable[[Workbench], Answer]) -> Answer:
     try:
         with torch.no_grad():
-            return use(_opened(OpCall.from_dict(call), torch.device(device)))
+            return use(_opened(call, device))
     except Unchecked as reason:
         return {"unchecked": str(reason)}
     except RocmSdError as error:
@@ -207,44 +216,18 @@ def _answer(call: Mapping[str, Any], device: str, use: Callable[[Workbench], dic
         traceback.print_exc()
         text = str(error).strip().splitlines()
         failed = f"{type(error).__name__}: {text[0][:200] if text else ''}"
-        return {"failed": failed, "broken": _is_broken(torch.device(device))}
+        return {"failed": failed, "broken": _is_broken(device)}
 
 
-def compile_candidate(
-    call: Mapping[str, Any], device: str, implementation: str, config: Mapping[str, int]
-) -> dict[str, Any]:
-    return _answer(call, device, lambda bench: bench.compile(implementation, config))
-
-
-def measure_candidate(
-    call: Mapping[str, Any], device: str, implementation: str, config: Mapping[str, int], turns: int
-) -> dict[str, Any]:
-    return _answer(call, device, lambda bench: bench.measure(implementation, config, turns))
-
-
-def ask(
-    worker: Worker,
-    function: Callable[..., dict[str, Any]],
-    call: OpCall,
-    candidate: Candidate,
-    device: torch.device,
-    *,
-    timeout: float,
-    within: float,
-    **more: int,
-) -> Mapping[str, Any] | None:
+def ask(worker: Worker, function: Callable[..., Answer], *arguments: Any, timeout: float, within: float) -> Answer:
     """What one of the two functions above answers in a worker process: {"failed": reason} also where it was lost.
 
-    `timeout` seconds are the candidate's; `within`, all that there are. None where those were over: nothing is known.
+    `timeout` seconds are the candidate's; `within`, all that there are: where they were over, the answer is empty.
     """
-    arguments = {
-        "call": call.to_dict(), "device": str(device), "implementation": candidate.implementation,
-        "config": dict(candidate.config), **more,
-    }  # fmt: skip
     try:
-        answer = worker.call(function, arguments, timeout=timeout, within=within)
+        answer = worker.call(function, *arguments, timeout=timeout, within=within)
     except OutOfTime:
-        return None
+        return {}
     except WorkerLost as lost:
         return {"failed": lost.message}
     except WorkerFailed as failed:

@@ -6,13 +6,14 @@ architecture and reads the machine code. The model of `rocm_sd.tuning.ranking` t
 held to the gates at every real call of the op's verification that falls into the bucket, since those are what rung 3
 compiles.
 
-The file of an (op, architecture) is written as soon as its last config is in, beside and renamed; code that was
+The file of an (op, architecture) is written as soon as its last config is in; code that was
 compiled once is found in the cache, so a run that was stopped goes on where it was.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, as_completed
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,14 +32,16 @@ from rocm_sd.tuning.static.tasks import build, count
 from rocm_sd.verify.compiler import targets
 from rocm_sd.verify.ladder import require_known
 from rocm_sd.verify.pools import pool
+from rocm_sd.verify.programs import CountedLaunch
 from rocm_sd.workers import cancelling
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable
 
     from rocm_sd.arch import Arch
     from rocm_sd.ops.registry import Kernels, Op
     from rocm_sd.tuning import Problem
+    from rocm_sd.tuning.static.tasks import Built
 
 __all__ = ["DATA", "SweepPlan", "plan", "tune"]
 
@@ -70,6 +73,7 @@ class _BucketSweep:
 
 
 Counted = tuple[str, "str | None", str, Config]
+Counts = Mapping[str, Sequence[CountedLaunch]]  # of the launches on each architecture
 
 
 @dataclass(frozen=True)
@@ -182,18 +186,12 @@ def tune(
     rated: dict[int, list[RatedConfig]] = {index: [] for index in range(len(planned.buckets))}
     versions: dict[str | None, set[str]] = defaultdict(set)
     left: Counter[tuple[str, str | None, str]] = Counter()
-    futures: dict[Future[Any], tuple[int, Config]] = {}
+    futures: dict[Future[Built], tuple[int, Config]] = {}
     for index, bucket in enumerate(planned.buckets):
         left[bucket.file] += len(bucket.configs)
         for config in bucket.configs:
-            task = {
-                "op": bucket.op,
-                "arch": bucket.arch,
-                "config": dict(config),
-                "samples": list(bucket.samples),
-                "implementation": bucket.implementation,
-            }
-            futures[pool(interpret=False, size=jobs).submit(build, task, timeout=TIMEOUT_S)] = (index, config)
+            task = (bucket.op, bucket.implementation, bucket.arch, dict(config), bucket.samples)
+            futures[pool(interpret=False, size=jobs).submit(build, *task, timeout=TIMEOUT_S)] = (index, config)
     found = [
         each for file, configs in left.items() if not configs for each in _written(planned, file, rated, versions, out)
     ]
@@ -250,24 +248,16 @@ def _write(op: Op, found: list[BucketResult], out: Path, version: str) -> None:
         write(found, out, implementation if trusted else untimed, version, compiler="clang")
 
 
-Counts = dict[Counted, dict[str, Any]]
-
-
-def _counted(planned: SweepPlan, jobs: int | None, progress: Callable[[str], object]) -> Counts:
-    counts: Counts = {}
-    futures: dict[Future[Any], Counted] = {}
+def _counted(planned: SweepPlan, jobs: int | None, progress: Callable[[str], object]) -> dict[Counted, Counts | str]:
+    """Or the reason that it could not be counted."""
+    counts: dict[Counted, Counts | str] = {}
+    futures: dict[Future[dict[str, Sequence[CountedLaunch]]], Counted] = {}
     for key, architectures in planned.counts.items():
         op, implementation, sample, config = key
-        task = {
-            "op": op,
-            "sample": sample,
-            "config": dict(config),
-            "architectures": architectures,
-            "implementation": implementation,
-        }
         # The emulator executes what is compiled, so it runs where that is not interpreted.
         workers = pool(interpret=implementation is None, size=jobs)
-        futures[workers.submit(count, task, timeout=TIMEOUT_S)] = key
+        task = (op, implementation, sample, dict(config), architectures)
+        futures[workers.submit(count, *task, timeout=TIMEOUT_S)] = key
     with cancelling(futures):
         for future in as_completed(futures):
             try:
@@ -275,13 +265,17 @@ def _counted(planned: SweepPlan, jobs: int | None, progress: Callable[[str], obj
             except MissingDependency:
                 raise
             except RocmSdError as error:
-                counts[futures[future]] = {"error": error.message}
+                counts[futures[future]] = error.message
             progress(f"{_name(*futures[future][:2])} workgroups")
     return counts
 
 
 def _rated(
-    bucket: _BucketSweep, config: Config, future: Future[Any], counts: Mapping[str, Any], versions: set[str]
+    bucket: _BucketSweep,
+    config: Config,
+    future: Future[Built],
+    counts: Counts | str,
+    versions: set[str],
 ) -> RatedConfig:
     try:
         built = future.result()
@@ -289,19 +283,19 @@ def _rated(
         raise
     except RocmSdError as error:
         return RatedConfig(dict(config), dropped=f"compiler: {error.message}")
-    versions.add(built["version"])
+    versions.add(built.version)
     failed: dict[str, str] = {}
-    for name, launches in built["calls"].items():
+    for name, launches in built.calls.items():
         for launch in launches:
-            for gate, sentence in launch["failed"].items():
-                failed.setdefault(gate, f"{gate}: {launch['kernel']} ({name}): {sentence}")
+            for gate, sentence in launch.failed.items():
+                failed.setdefault(gate, f"{gate}: {launch.kernel} ({name}): {sentence}")
     for gate in UNUSABLE:
         if gate in failed:
             return RatedConfig(dict(config), dropped=failed[gate])
     counter = "interpreter" if bucket.implementation is None else "emulator"
-    if "error" in counts:
-        return RatedConfig(dict(config), dropped=f"{counter}: {counts['error']}")
-    calls, programs = built["calls"][bucket.samples[0]], counts[bucket.arch]
-    if [(c["kernel"], c["grid"]) for c in calls] != [(p["kernel"], p["grid"]) for p in programs]:
+    if isinstance(counts, str):
+        return RatedConfig(dict(config), dropped=f"{counter}: {counts}")
+    calls, programs = built.calls[bucket.samples[0]], counts[bucket.arch]
+    if [(c.kernel, c.grid) for c in calls] != [(p.kernel, p.grid) for p in programs]:
         return RatedConfig(dict(config), dropped=f"{counter}: it launched other kernels or grids than were compiled")
     return modelled_config(archs.get(bucket.arch), dict(config), calls, programs, tuple(failed.values()))

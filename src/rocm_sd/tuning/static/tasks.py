@@ -1,30 +1,56 @@
-"""What the worker processes of a static search run: `count` and `build`, whose answers are plain values."""
+"""What the worker processes of a static sweep run: `count` and `build`."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from dataclasses import asdict, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from rocm_sd.kernels.hip import toolchain
 from rocm_sd.ops import OPS
 from rocm_sd.tuning.ranking import Code, Part
 from rocm_sd.verify.gates import check
-from rocm_sd.verify.hip_programs import KnownHip, counted_hip
+from rocm_sd.verify.hip_programs import counted_hip
 from rocm_sd.verify.hip_runner import emulated_hip
 from rocm_sd.verify.isa import report
 from rocm_sd.verify.programs import counted
 from rocm_sd.verify.runner import emulated
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from contextlib import AbstractContextManager
+
     from rocm_sd.ops.registry import KernelPromise, Op
     from rocm_sd.ops.samples import Sample
     from rocm_sd.verify.isa import Report
-    from rocm_sd.verify.programs import Known
+    from rocm_sd.verify.programs import CountedLaunch
     from rocm_sd.verify.runner import Call
 
-__all__ = ["build", "count", "machine_code"]
+__all__ = ["Built", "CompiledLaunch", "build", "count", "machine_code"]
+
+
+@dataclass(frozen=True)
+class CompiledLaunch:
+    """The machine code of one launch in figures, and the gates that it fails: {name: sentence}."""
+
+    kernel: str
+    grid: tuple[int, int, int]
+    failed: Mapping[str, str]
+    code: Code
+    vgprs: int
+    lds: int
+    waves_per_simd: int
+    wide_loads: float | None
+    matrix_in_main: int
+
+
+@dataclass(frozen=True)
+class Built:
+    """The launches of each call, and the version of their compiler."""
+
+    version: str
+    calls: Mapping[str, Sequence[CompiledLaunch]]
 
 
 def _sample(op: Op, name: str) -> Sample:
@@ -36,38 +62,32 @@ def _sample(op: Op, name: str) -> Sample:
 
 
 def count(
-    op: str, sample: str, config: dict[str, int], architectures: list[str], implementation: str | None = None
-) -> dict[str, Any]:
+    op: str, implementation: str | None, sample: str, config: Mapping[str, int], architectures: Sequence[str]
+) -> dict[str, Sequence[CountedLaunch]]:
     """What a counting worker runs: for each architecture, its launches and what a workgroup of each does."""
     subject = OPS[op]
     assert subject.verification is not None
     run = subject.implementation(implementation or subject.verification.implementation).run
-    known: Known = {}
-    known_hip: KnownHip = {}
+    known: dict[Any, Any] = {}
     found = {}
     for arch in architectures:
         arguments = _sample(subject, sample).make(filled=False)
-        if implementation is None:
-            with counted(subject.verification.kernels, arch, known) as launches:
-                run(*arguments, config=config)
-            found[arch] = [asdict(launch) for launch in launches]
-        else:
-            with counted_hip(arch, known_hip) as executed:
-                run(*arguments, config=config)
-            found[arch] = [asdict(launch) for launch in executed]
+        counting: AbstractContextManager[Sequence[CountedLaunch]] = (
+            counted(subject.verification.kernels, arch, known) if implementation is None else counted_hip(arch, known)
+        )
+        with counting as found[arch]:
+            run(*arguments, config=config)
     return found
 
 
-def build(
-    op: str, arch: str, config: dict[str, int], samples: list[str], implementation: str | None = None
-) -> dict[str, Any]:
+def build(op: str, implementation: str | None, arch: str, config: Mapping[str, int], samples: Sequence[str]) -> Built:
     """What a compiling worker runs: the machine code of each call's launches, in figures, with the gates it fails."""
     subject = OPS[op]
     assert subject.verification is not None
     kernels = None if implementation is None else subject.implementation(implementation).kernels
     run = subject.implementation(implementation or subject.verification.implementation).run
     promises = subject.verification.promises if kernels is None else kernels.promises
-    launches = []
+    calls = {}
     for name in samples:
         recording = (
             emulated(subject.verification.kernels, arch, execute=False)
@@ -78,17 +98,15 @@ def build(
         with recording as recorded:
             run(*arguments, config=config)
         problem = subject.verification.problem(*arguments)
-        launches.append(
-            [
-                _figures(
-                    call,
-                    promises[call.kernel] if kernels is None else kernels.for_problem(promises[call.kernel], problem),
-                    in_hip=kernels is not None,
-                )
-                for call in recorded.calls
-            ]
-        )
-    return {"version": _version(in_hip=kernels is not None), "calls": dict(zip(samples, launches, strict=True))}
+        calls[name] = [
+            _compiled(
+                call,
+                promises[call.kernel] if kernels is None else kernels.for_problem(promises[call.kernel], problem),
+                in_hip=kernels is not None,
+            )
+            for call in recorded.calls
+        ]
+    return Built(_version(in_hip=kernels is not None), calls)
 
 
 def _version(*, in_hip: bool) -> str:
@@ -101,9 +119,9 @@ def _version(*, in_hip: bool) -> str:
     return version
 
 
-def _figures(call: Call, promise: KernelPromise, *, in_hip: bool) -> dict[str, Any]:
+def _compiled(call: Call, promise: KernelPromise, *, in_hip: bool) -> CompiledLaunch:
     facts = report(call.code)
-    failed = [gate for gate in check(facts, promise) if gate.ok is False]
+    failed = {gate.name: gate.sentence for gate in check(facts, promise) if gate.ok is False}
     share = facts.share_of_wide_loads()
     # A product in HIP has the next step's loads under way in registers, however many steps stand in LDS.
     code = (
@@ -111,17 +129,10 @@ def _figures(call: Call, promise: KernelPromise, *, in_hip: bool) -> dict[str, A
         if in_hip
         else machine_code(facts, call.config.num_stages)
     )
-    return {
-        "kernel": call.kernel,
-        "grid": call.grid,
-        "failed": {gate.name: gate.sentence for gate in failed},
-        "code": asdict(code),
-        "vgprs": facts.vgprs,
-        "lds": facts.lds,
-        "waves_per_simd": facts.waves_per_simd,
-        "wide_loads": None if share is None else round(share, 3),
-        "matrix_in_main": facts.matrix_in_main,
-    }
+    return CompiledLaunch(
+        call.kernel, call.grid, failed, code, facts.vgprs, facts.lds, facts.waves_per_simd,
+        None if share is None else round(share, 3), facts.matrix_in_main,
+    )  # fmt: skip
 
 
 def machine_code(facts: Report, stages: int) -> Code:
