@@ -38,7 +38,7 @@ class Choice:
 
 @cache
 def _table(op: str, arch: str) -> Mapping[str, Any] | None:
-    resource = files("rocm_sd.tuning").joinpath(f"data/{arch}/{op}.json")
+    resource = files(__package__).joinpath(f"data/{arch}/{op}.json")
     if not resource.is_file():
         return None
     table: Mapping[str, Any] = json.loads(resource.read_text(encoding="utf-8"))
