@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
     from pathlib import Path
 
-__all__ = ["build", "cycles", "upward", "without_layer"]
+__all__ = ["build", "cycles", "layers_of", "upward", "without_layer"]
 
 
 def build(folder: Path, *, with_type_checking: bool = True) -> grimp.ImportGraph:

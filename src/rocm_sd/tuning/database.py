@@ -2,7 +2,7 @@
 
 Several processes may read and write at once. A file that is corrupt or not this project's is renamed and a new one
 begun; one that a later rocm-sd wrote is left as it is. A file that cannot be written is read, and what would be written
-lasts as long as the process: each of these is told once and stops nothing.
+lasts as long as the process. Each of these is one warning, and stops nothing.
 """
 
 # ruff: noqa: S608 -- what is put into a question are names of columns; values are always bound

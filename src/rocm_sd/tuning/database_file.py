@@ -61,7 +61,7 @@ class Opened:
 
 
 def open_file(path: Path) -> Opened:
-    """Made where there is none. What cannot be used is told once; a connection comes back in every case."""
+    """Made where there is none. What cannot be used is one warning; a connection comes back in every case."""
     why = "it is replaced again and again"
     for _ in range(3):
         identity = None

@@ -1,4 +1,4 @@
-"""Candidates of geglu as another package would bring them: each misbehaves in its own way, or does not."""
+"""Plug-ins for geglu: each misbehaves in its own way, or does not."""
 
 from __future__ import annotations
 

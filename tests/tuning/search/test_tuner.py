@@ -30,21 +30,21 @@ def database(tmp_path):
 
 
 @pytest.fixture
-def brought(installed):
-    """brought(expression): the candidates of geglu that this list has."""
+def plugged(installed):
+    """plugged(expression): the candidates of geglu that this list has."""
 
-    def bring(expression: str) -> None:
+    def plug(expression: str) -> None:
         installed(
             CANDIDATES + f"\n    def candidates():\n        return {expression}\n",
             {"rocm_sd.candidates": {"misbehaving": "tuner_plugin:candidates"}},
         )
 
-    return bring
+    return plug
 
 
-def test_each_kind_of_harm_costs_one_candidate(brought, database, geglu_call):
+def test_each_kind_of_harm_costs_one_candidate(plugged, database, geglu_call):
     harmful = ("nans", "wrong_once", "leaves_out", "raises", "aborts", "wrong_later", "hangs")
-    brought("[" + ", ".join(f"of({n!r}, {n})" for n in (*harmful, "sleeps", "remembers")) + "]")
+    plugged("[" + ", ".join(f"of({n!r}, {n})" for n in (*harmful, "sleeps", "remembers")) + "]")
     # A million results: one of them is wrong.
     (outcome,) = Tuner(CPU, database, TunerOptions(60, timeout_s=2.5)).run([geglu_call(1024, 1024)])
     reasons = {failure.candidate: failure.reason for failure in outcome.failures}
@@ -69,8 +69,8 @@ def test_each_kind_of_harm_costs_one_candidate(brought, database, geglu_call):
     assert best.candidate == "remembers"
 
 
-def test_what_is_not_clearly_faster_is_stored_and_stock_is_chosen(brought, database, geglu_call):
-    brought("[of('same', lambda x, bias, *, config: stock(x, bias, config={})), of('sleeps', sleeps)]")
+def test_what_is_not_clearly_faster_is_stored_and_stock_is_chosen(plugged, database, geglu_call):
+    plugged("[of('same', lambda x, bias, *, config: stock(x, bias, config={})), of('sleeps', sleeps)]")
     (outcome,) = Tuner(CPU, database, TunerOptions(30)).run([geglu_call(64, 64)])
     stored = {entry.candidate: entry for entry in database.all()}
     assert {"same", "sleeps", "torch"} == set(stored)
@@ -80,8 +80,8 @@ def test_what_is_not_clearly_faster_is_stored_and_stock_is_chosen(brought, datab
         assert outcome.us == outcome.stock_us
 
 
-def test_a_second_run_measures_nothing_and_fresh_measures_all(brought, database, geglu_call):
-    brought("[of('sleeps', sleeps, ({'ms': 1}, {'ms': 2}))]")
+def test_a_second_run_measures_nothing_and_fresh_measures_all(plugged, database, geglu_call):
+    plugged("[of('sleeps', sleeps, ({'ms': 1}, {'ms': 2}))]")
     traced = [geglu_call(8, 8)]
     (first,) = Tuner(CPU, database, TunerOptions(30)).run(traced)
     before = database.all()
@@ -113,8 +113,8 @@ def measured(path):
         database.close()
 
 
-def test_three_kills_lose_nothing_measured(brought, tmp_path, geglu_call):
-    brought(SLOW)
+def test_three_kills_lose_nothing_measured(plugged, tmp_path, geglu_call):
+    plugged(SLOW)
     path, traced = tmp_path / "killed.sqlite3", [geglu_call(8, 8)]
     chance = random.Random(8)
     known = {}
@@ -143,8 +143,8 @@ def test_three_kills_lose_nothing_measured(brought, tmp_path, geglu_call):
         assert connection.execute("PRAGMA integrity_check").fetchone() == ("ok",)
 
 
-def test_two_tuners_at_once(brought, tmp_path, geglu_call):
-    brought("[of('sleeps', sleeps, tuple({'ms': ms} for ms in range(1, 5)))]")
+def test_two_tuners_at_once(plugged, tmp_path, geglu_call):
+    plugged("[of('sleeps', sleeps, tuple({'ms': ms} for ms in range(1, 5)))]")
     path, traced = tmp_path / "shared.sqlite3", [geglu_call(8, 8), geglu_call(16, 8)]
     both = [FORK.Process(target=tuned, args=(path, each, 60.0)) for each in (traced, traced[::-1])]
     for process in both:
@@ -157,8 +157,8 @@ def test_two_tuners_at_once(brought, tmp_path, geglu_call):
         assert connection.execute("PRAGMA integrity_check").fetchone() == ("ok",)
 
 
-def test_the_budget_is_kept_even_where_the_last_candidate_hangs(brought, database, geglu_call):
-    brought("[of('sleeps', sleeps, tuple({'ms': ms} for ms in range(60, 70))), of('hangs', hangs)]")
+def test_the_budget_is_kept_even_where_the_last_candidate_hangs(plugged, database, geglu_call):
+    plugged("[of('sleeps', sleeps, tuple({'ms': ms} for ms in range(60, 70))), of('hangs', hangs)]")
     shares = []
     tuner = Tuner(CPU, database, TunerOptions(6.0, timeout_s=60), lambda step: shares.append(step.share))
     begun = time.monotonic()
@@ -174,17 +174,17 @@ def test_the_budget_is_kept_even_where_the_last_candidate_hangs(brought, databas
 
 @pytest.mark.parametrize(("spent_s", "left_s"), [(2.0, 4.0), (100.0, 3.0)])
 def test_the_budget_counts_from_the_start_of_the_command_and_leaves_half_of_it(
-    brought, database, geglu_call, spent_s, left_s
+    plugged, database, geglu_call, spent_s, left_s
 ):
-    brought("[of('sleeps', sleeps, tuple({'ms': ms} for ms in range(60, 70))), of('hangs', hangs)]")
+    plugged("[of('sleeps', sleeps, tuple({'ms': ms} for ms in range(60, 70))), of('hangs', hangs)]")
     begun = time.monotonic()
     (outcome,) = Tuner(CPU, database, TunerOptions(6.0)).run([geglu_call(8, 8)], begun - spent_s)
     assert 0.8 * left_s <= time.monotonic() - begun <= left_s + 0.6
     assert not outcome.complete
 
 
-def test_ctrl_c_keeps_what_was_measured(brought, database, geglu_call):
-    brought(SLOW)
+def test_ctrl_c_keeps_what_was_measured(plugged, database, geglu_call):
+    plugged(SLOW)
 
     def interrupt(step):
         if len(database.all()) == 3:
