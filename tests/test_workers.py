@@ -104,6 +104,13 @@ def test_a_process_that_hangs_or_crashes_is_replaced_and_one_that_raised_is_not(
     assert not lives(second)
 
 
+def test_a_process_that_dies_between_two_calls_is_replaced(worker):
+    pid = worker.call(process, timeout=60)
+    os.kill(pid, signal.SIGKILL)
+    assert gone(pid)
+    assert worker.call(process, timeout=60) != pid
+
+
 def test_errors_of_the_project_are_raised_as_they_are(worker):
     with pytest.raises(MissingDependency, match="triton") as raised:
         worker.call(refuse, timeout=60)
@@ -240,6 +247,8 @@ def test_a_pool_that_is_closed_ends_what_hangs_at_once_and_cancels_what_waits():
     with pytest.raises(CancelledError):
         waiting.result(5)
     assert gone(pid)
+    with pytest.raises(WorkerLost, match="closed"):
+        pool.submit(process, timeout=60)
 
 
 def test_a_caller_that_stops_early_cancels_what_has_not_begun():

@@ -148,7 +148,10 @@ class Worker(AbstractContextManager["Worker"]):
         return ours
 
     def _answer(self, function: Callable[..., Any], arguments: tuple[Any, ...], timeout: float, end: float) -> Any:
-        begun = False
+        if self._process is not None and self._process.poll() is not None:
+            # It died after its last answer, which is no fault of this function.
+            self.stop()
+        is_up = self._process is not None
         try:
             connection = self._connection or self._start()
             # Two messages: to read the second, the process imports the module.
@@ -157,7 +160,7 @@ class Worker(AbstractContextManager["Worker"]):
             connection.send((function, arguments))
             answer = _received(connection, _START_S, end)
             if answer is None:
-                begun = True
+                is_up = True
                 answer = _received(connection, timeout, end)
         except TimeoutError as late:
             reason = str(late)
@@ -165,7 +168,7 @@ class Worker(AbstractContextManager["Worker"]):
             reason = self._ending()
         else:
             return answer
-        raise (WorkerLost if begun else WorkerCannotStart)(reason)
+        raise (WorkerLost if is_up else WorkerCannotStart)(reason)
 
     def _ending(self) -> str:
         assert self._process is not None
@@ -198,6 +201,7 @@ class Pool(AbstractContextManager["Pool"]):
         self._jobs: queue.SimpleQueue[tuple[Future[Any], Callable[[Worker], Any]] | None] = queue.SimpleQueue()
         self._threads: dict[threading.Thread, Worker] = {}
         self._under_way = 0
+        self._closed = False
         self._lock = threading.Lock()
 
     def __exit__(self, *_: object) -> None:
@@ -211,6 +215,8 @@ class Pool(AbstractContextManager["Pool"]):
         """Several calls of one worker, which keeps what its functions keep: job(worker), in a thread of the pool."""
         future: Future[T] = Future()
         with self._lock:
+            if self._closed:
+                raise WorkerLost("its pool is closed")
             self._under_way += 1
             if len(self._threads) < min(self._under_way, self.size):
                 worker = self._make()
@@ -236,6 +242,8 @@ class Pool(AbstractContextManager["Pool"]):
 
     def close(self) -> None:
         """End every process: what is under way is lost, and what waits is cancelled."""
+        with self._lock:
+            self._closed = True
         while not self._jobs.empty():
             taken = self._jobs.get()
             if taken is not None:
