@@ -6,8 +6,8 @@ architecture and reads the machine code. The model of `rocm_sd.tuning.ranking` t
 held to the gates at every real call of the op's verification that falls into the bucket, since those are what rung 3
 compiles.
 
-The file of an (op, architecture) is written as soon as its last config is in; code that was
-compiled once is found in the cache, so a run that was stopped goes on where it was.
+The file of an (op, architecture) is written as soon as its last config is in; code that was compiled once is found in
+the cache, so a run that was stopped goes on where it was.
 """
 
 from __future__ import annotations
@@ -249,7 +249,7 @@ def _write(op: Op, found: list[BucketResult], out: Path, version: str) -> None:
 
 
 def _counted(planned: SweepPlan, jobs: int | None, progress: Callable[[str], object]) -> dict[Counted, Counts | str]:
-    """Or the reason that it could not be counted."""
+    """What was counted of each call and config, or the reason that it could not be."""
     counts: dict[Counted, Counts | str] = {}
     futures: dict[Future[dict[str, Sequence[CountedLaunch]]], Counted] = {}
     for key, architectures in planned.counts.items():
