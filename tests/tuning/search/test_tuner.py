@@ -196,6 +196,24 @@ def test_ctrl_c_keeps_what_was_measured(plugged, database, geglu_call):
     assert outcome.measured == len(database.all()) == 3
 
 
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_a_worker_that_cannot_start_is_held_against_no_candidate(
+    plugged, database, geglu_call, tmp_path, monkeypatch, jobs
+):
+    plugged("[of('sleeps', sleeps, ({'ms': 1}, {'ms': 2}))]")
+    broken = tmp_path / "python"
+    broken.write_text("#!/bin/sh\necho 'libamdhip64.so: no such file' >&2\nexit 127\n")
+    broken.chmod(0o755)
+    monkeypatch.setattr("sys.executable", str(broken))
+    begun = time.monotonic()
+    (outcome,) = Tuner(CPU, database, TunerOptions(60, jobs=jobs)).run([geglu_call(8, 8)])
+    assert outcome.unchecked == (
+        "a worker could not be started: crashed with exit status 127; it last said: libamdhip64.so: no such file"
+    )
+    assert (outcome.measured, outcome.failures, database.all()) == (0, (), ())
+    assert time.monotonic() - begun < 20
+
+
 def test_the_example_in_the_documents_works(installed, database, geglu_call):
     page = (Path(__file__).parents[3] / "docs" / "tuning.md").read_text(encoding="utf-8")
     (source,) = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
