@@ -28,8 +28,8 @@ from pathlib import Path
 import torch
 
 import rocm_sd
+from rocm_sd import numerics
 from rocm_sd.integrations.comfyui import benchmark, patching
-from rocm_sd.verify import numerics
 
 _NOT_NEEDED = (
     "torchaudio", "torchvision", "torchsde", "av", "kornia", "spandrel", "sentencepiece", "comfy_aimdo",

@@ -21,13 +21,13 @@ import torch
 from rocm_sd import arch as archs
 from rocm_sd.kernels.hip import attention, conv2d, layout_copy, linear_geglu, toolchain, upsample, upsample_conv2d
 from rocm_sd.kernels.hip.launch import Kernel
+from rocm_sd.numerics import in_float64
 from rocm_sd.ops import OPS
-from rocm_sd.ops.numerics import in_float64
 from rocm_sd.ops.upsample_conv2d.parity import parity_weights
+from rocm_sd.tuning.static.sweep import DATA
 from rocm_sd.verify.hip_runner import EmulatedLauncher
 from rocm_sd.verify.ladder import EMULATED
 from rocm_sd.verify.runner import total
-from rocm_sd.verify.static_tuning import DATA
 
 NAIVE = Path(__file__).parent / "hip-naive"
 _FIGURES = ("vgprs", "lds", "waves_per_simd", "modelled_us")
@@ -43,7 +43,7 @@ def compiled():
             file = DATA / gfx / f"{op.name}.json"
             table = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
             alone = table.get("searched", {}).get("implementation") == "hip"
-            ours = table if alone else table.get("beside", {}).get("hip")
+            ours = table if alone else table.get("others", {}).get("hip")
             if ours is None:
                 continue
             theirs = [] if alone else table.get("bucket", ())

@@ -30,8 +30,8 @@ from rocm_sd.kernels import hip as hip_kernels
 from rocm_sd.kernels.hip import conv2d_finish, row_moments, toolchain
 from rocm_sd.kernels.hip.driver import CUDA, driver_for
 from rocm_sd.kernels.hip.runtime import DeviceLauncher, TorchCard
+from rocm_sd.numerics import compare, in_float64, outputs
 from rocm_sd.ops import OPS
-from rocm_sd.ops.numerics import compare, in_float64, outputs
 from rocm_sd.ops.samples import Sample, dtype_name
 
 if TYPE_CHECKING:

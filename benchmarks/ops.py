@@ -25,12 +25,11 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from rocm_sd import arch
+from rocm_sd import arch, numerics
 from rocm_sd.errors import NumericsFailure
+from rocm_sd.numerics import in_float64, outputs
 from rocm_sd.ops import OPS
 from rocm_sd.tuning import Choice
-from rocm_sd.verify import numerics
-from rocm_sd.verify.ladder import in_float64, outputs
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HALVINGS = ((3, 8), (7, 4), (15, 3))  # repeats, and how many go on to the next round

@@ -23,7 +23,7 @@ import rocm_sd
 from rocm_sd.bench import runner, workloads
 from rocm_sd.bench.engines import Engine
 from rocm_sd.ops.registry import forget_choices
-from rocm_sd.tuning import layers
+from rocm_sd.tuning import resolve
 from rocm_sd.tuning.environment import current
 
 
@@ -44,12 +44,12 @@ def choices(folder, device):
     forget_choices()
     environment = current(device)
     measured = defaultdict(list)
-    for entry in layers.user_database().all(environment=environment):
+    for entry in resolve.user_database().all(environment=environment):
         if entry.numerics == "ok" and entry.median_us is not None:
             measured[entry.op, json.dumps(entry.problem, sort_keys=True), entry.kernel_hash].append(entry)
     found = defaultdict(lambda: {"calls": Counter(), "worst share of stock's time": 0.0})
     for (op, problem, kernel_hash), entries in measured.items():
-        chosen = layers.choose(op, environment.arch, json.loads(problem), environment, kernel_hash)
+        chosen = resolve.choose(op, environment.arch, json.loads(problem), environment, kernel_hash)
         used = [e for e in entries if e.candidate == chosen.implementation and e.stock_us]
         row = found[op]
         row["calls"][chosen.implementation] += 1

@@ -23,12 +23,12 @@ from rich.console import Console
 from rich.table import Table
 
 import rocm_sd
+from rocm_sd import numerics
 from rocm_sd.engine import LEVELS
 from rocm_sd.errors import NumericsFailure, RocmSdError, Unsupported
 from rocm_sd.integrations.diffusers import set_scheduler
 from rocm_sd.integrations.diffusers.loading import default_device, default_dtype, hush, load_pipeline
 from rocm_sd.models import EMBEDDED, ModelSource, resolve
-from rocm_sd.verify import numerics
 
 # Those that draw no noise of their own: another dtype would be another noise.
 SCHEDULERS = ("ddim", "pndm", "euler", "dpm++2m", "dpm++2m-karras", "unipc")

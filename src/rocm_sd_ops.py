@@ -142,8 +142,8 @@ def benchmark_attention(
 
 def _compare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, results: dict[str, torch.Tensor]) -> Any:
     """At most 256 queries, spread over all of them: the float64 scores of all would not fit beside a large call."""
+    from rocm_sd import numerics  # noqa: PLC0415
     from rocm_sd.ops.attention import reference  # noqa: PLC0415
-    from rocm_sd.verify import numerics  # noqa: PLC0415
 
     step = -(-q.shape[1] // 256)
     exact = reference.attention(q[:, ::step].double(), k.double(), v.double())

@@ -12,7 +12,7 @@ from rocm_sd.engine.convolutions.library import Flags
 from rocm_sd.ops.registry import forget_choices
 from rocm_sd.tuning.database import Entry
 from rocm_sd.tuning.environment import current
-from rocm_sd.tuning.layers import user_database
+from rocm_sd.tuning.resolve import user_database
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -14,8 +14,8 @@ from diffusers import AutoencoderKL, DDIMScheduler, StableDiffusionPipeline, UNe
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
 import rocm_sd
+from rocm_sd import numerics
 from rocm_sd.ops import OPS
-from rocm_sd.verify import numerics
 from tiny_models import (
     POOLED,
     TEXT,

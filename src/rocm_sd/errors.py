@@ -31,6 +31,10 @@ class RocmSdError(Exception):
     def __str__(self) -> str:
         return f"{self.message} {self.hint}" if self.hint else self.message
 
+    def __reduce__(self) -> tuple[object, ...]:
+        # Pickled as it is: subclasses make their message of other arguments.
+        return self.__class__.__new__, (self.__class__, *self.args), self.__dict__
+
 
 class InvalidOption(RocmSdError):
     """A value the user gave is not one that is known: InvalidOption("level", "fast", ["auto", "memory"])."""

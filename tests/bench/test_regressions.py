@@ -11,9 +11,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from rocm_sd.bench.measuring import Stopwatch, interleaved, settled
 from rocm_sd.bench.records import Machine, Measurement, Record, WorkloadFacts
 from rocm_sd.bench.regressions import Incomparable, incomparable, regressions
+from rocm_sd.measuring import Stopwatch, interleaved, settled
 
 WORKLOAD = WorkloadFacts("emoji", "emoji-sd", "random", 64, 64, 20, "DDIM", 4.0, "float32")
 MACHINE = Machine("a card", "gfx1100", 96, 24576, None, "Linux 6.8", {"torch": "2.13"})

@@ -10,18 +10,18 @@ from rich.console import Console
 from rocm_sd.cli import main
 from rocm_sd.cli.tune_tables import show_known, show_outcomes
 from rocm_sd.ops import OPS
-from rocm_sd.search.candidates import Candidate as Tried
-from rocm_sd.search.outcome import Failure, Outcome
-from rocm_sd.tuning.ranking import Candidate
-from rocm_sd.verify import static_tuning
-from rocm_sd.verify.tuning_files import Found
+from rocm_sd.tuning.ranking import RatedConfig
+from rocm_sd.tuning.search.candidates import Candidate
+from rocm_sd.tuning.search.results import Failure, TuningResult
+from rocm_sd.tuning.static import sweep
+from rocm_sd.tuning.static.data_files import BucketResult
 
 pytest.importorskip("triton", reason="AMD code is compiled by Triton")
 
 WHEN = {"hw": [1, 256]}
-BEST = Candidate({"tile": 32}, 5.25, figures={"vgprs": 40, "lds": 64, "waves_per_simd": 16})
+BEST = RatedConfig({"tile": 32}, 5.25, figures={"vgprs": 40, "lds": 64, "waves_per_simd": 16})
 NEXT = replace(BEST, config={"tile": 64}, modelled_us=7.5)
-SPILLED = Candidate({"tile": 512}, dropped="spills: _apply: 3 VGPRs and 0 SGPRs spilled")
+SPILLED = RatedConfig({"tile": 512}, dropped="spills: _apply: 3 VGPRs and 0 SGPRs spilled")
 
 
 def rocm_sd(*arguments: str) -> int:
@@ -37,11 +37,11 @@ def searched(monkeypatch):
 
     def use(*found):
         def tune(planned, out, *, jobs, progress):
-            asked.update(archs={s.arch for s in planned.searches}, out=out, jobs=jobs)
+            asked.update(archs={s.arch for s in planned.buckets}, out=out, jobs=jobs)
             progress("group_norm_silu gfx1100")
             return list(found)
 
-        monkeypatch.setattr(static_tuning, "tune", tune)
+        monkeypatch.setattr(sweep, "tune", tune)
         return asked
 
     return use
@@ -114,24 +114,27 @@ def test_a_search_is_stored_listed_and_moved(own_cache, capsys, tmp_path, monkey
 
 def test_what_failed_and_what_is_left_is_told_by_name(capsys):
     failure = Failure("triton block=256", "crashed by signal 11")
-    tried = Outcome("geglu", {"m": 8}, 3, Tried("mine"), 5.0, 10.0, 4, 3, 3, False, (failure,))
-    unchecked = Outcome("attention", {"s": 9}, 1, Tried("torch"), None, None, 4, 0, 0, False, (), "too little memory")
+    tried = TuningResult("geglu", {"m": 8}, 3, Candidate("mine"), 5.0, 10.0, 4, 3, 3, False, (failure,))
+    unchecked = TuningResult(
+        "attention", {"s": 9}, 1, Candidate("torch"), None, None, 4, 0, 0, False, (), "too little memory"
+    )
     show_outcomes(Console(width=200), [tried, unchecked], 12.0, on_cpu=False)
     shown = capsys.readouterr().out
     for words in (
         "2.00", "1 of 2 problems run faster than stock torch", "1 problem is not searched to the end",
-        "left out triton block=256 (geglu m=8): crashed by signal 11", "not searched attention s=9: too little memory",
+        "skipped triton block=256 (geglu m=8): crashed by signal 11", "not searched attention s=9: too little memory",
     ):  # fmt: skip
         assert words in shown
 
 
 def test_figures_are_whole_in_80_columns(capsys):
     wide = {"pixels": 262144, "cin": 1920, "cout": 1280, "kernel": 3, "stride": 1, "padding": 1, "dtype": "bfloat16"}
-    best = Tried("library_epilogue", {"block_m": 128, "block_n": 256})
+    best = Candidate("library_epilogue", {"block_m": 128, "block_n": 256})
     first, last = (
-        Outcome("conv2d", {**wide, "cin": cin}, 3, best, 104857.6, 314572.8, 4, 3, 3, True, ()) for cin in (64, 1920)
+        TuningResult("conv2d", {**wide, "cin": cin}, 3, best, 104857.6, 314572.8, 4, 3, 3, True, ())
+        for cin in (64, 1920)
     )
-    between = Outcome("memory_format", {}, 1, Tried("torch"), 1.5, 1.5, 1, 1, 1, True, ())
+    between = TuningResult("memory_format", {}, 1, Candidate("torch"), 1.5, 1.5, 1, 1, 1, True, ())
     show_outcomes(Console(width=80), [first, between, last], 12.0, on_cpu=False)
     known = {"op": "conv2d", "problem": wide, "chosen": "library_epilogue", "us": 104857.6, "stock_us": 314572.8}
     out = {f"triton {n}": "wrong" for n in range(12)}
@@ -160,7 +163,7 @@ def test_what_is_not_known_is_exit_code_2(capsys, arguments, sentence):
 
 
 def test_the_table_has_the_winner_and_its_figures(searched, capsys, tmp_path):
-    asked = searched(Found("group_norm_silu", "gfx1100", WHEN, "2x320x64x64", (BEST, NEXT, SPILLED)))
+    asked = searched(BucketResult("group_norm_silu", "gfx1100", WHEN, "2x320x64x64", (BEST, NEXT, SPILLED)))
     arguments = ("group_norm_silu", "--arch", "gfx1100,gfx942", "--out", str(tmp_path), "--jobs", "2")
     assert rocm_sd("tune", "--static", *arguments) == 0
     assert asked == {"archs": {"gfx1100", "gfx942"}, "out": tmp_path, "jobs": 2}
@@ -171,8 +174,8 @@ def test_the_table_has_the_winner_and_its_figures(searched, capsys, tmp_path):
 
 
 def test_a_size_without_a_config_is_exit_code_1_with_every_reason(searched, capsys):
-    lost = Found("group_norm_silu", "gfx1101", WHEN, "2x320x64x64", (SPILLED,))
-    searched(Found("group_norm_silu", "gfx1100", WHEN, "2x320x64x64", (BEST,)), lost)
+    lost = BucketResult("group_norm_silu", "gfx1101", WHEN, "2x320x64x64", (SPILLED,))
+    searched(BucketResult("group_norm_silu", "gfx1100", WHEN, "2x320x64x64", (BEST,)), lost)
     assert rocm_sd("tune", "--static", "group_norm_silu", "--json") == 1
     told = capsys.readouterr()
     first, second = json.loads(told.out)
@@ -185,7 +188,7 @@ def test_a_size_without_a_config_is_exit_code_1_with_every_reason(searched, caps
 
 def test_a_real_search_from_the_command_line(monkeypatch, capsys, tmp_path):
     op = OPS["group_norm_silu"]
-    (config, *_rest) = static_tuning.plan([op.name], ["gfx1100"]).searches[0].configs
+    (config, *_rest) = sweep.plan([op.name], ["gfx1100"]).buckets[0].configs
     tuning = replace(op.tuning, space=lambda _problem, _arch: [dict(config)], buckets=op.tuning.buckets[:1])
     monkeypatch.setitem(OPS, op.name, replace(op, tuning=tuning))
     assert rocm_sd("tune", "--static", op.name, "--arch", "gfx1100", "--out", str(tmp_path), "--json") == 0

@@ -9,13 +9,13 @@ import torch
 
 import rocm_sd
 from pipelines import tiny_pipeline, tiny_unet, tiny_vae
+from rocm_sd import numerics
 from rocm_sd.arch import ARCHS
 from rocm_sd.engine import levels
 from rocm_sd.engine.optimization import optimize_with
 from rocm_sd.engine.parts import Parts
 from rocm_sd.errors import InvalidOption, Unsupported
 from rocm_sd.tuning import Choice
-from rocm_sd.verify import numerics
 
 
 @pytest.fixture
@@ -112,7 +112,7 @@ def test_where_convolutions_keep_their_layout_nothing_is_replaced_and_the_reason
     """Copies between layouts around every norm would be slower than stock."""
     stock = latents(pipe)
     monkeypatch.setattr(
-        "rocm_sd.engine.convolutions.layout.layers.choose", lambda *_: Choice("torch", why="slower on Radeon")
+        "rocm_sd.engine.convolutions.layout.resolve.choose", lambda *_: Choice("torch", why="slower on Radeon")
     )
     rocm_sd.optimize(pipe)
     told = rocm_sd.report(pipe)

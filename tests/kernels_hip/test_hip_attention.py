@@ -17,8 +17,8 @@ from rocm_sd import arch as archs
 from rocm_sd.errors import Unsupported
 from rocm_sd.kernels.hip import attention, toolchain
 from rocm_sd.kernels.hip.launch import Kernel
+from rocm_sd.numerics import in_float64, require
 from rocm_sd.ops import OPS
-from rocm_sd.ops.numerics import in_float64, require
 from rocm_sd.tuning import lookup
 from rocm_sd.verify.code_object import CodeObject
 from rocm_sd.verify.emulator import LdsRace

@@ -13,10 +13,10 @@ from rocm_sd import arch as archs
 from rocm_sd.errors import Unsupported
 from rocm_sd.kernels.hip import conv2d, toolchain
 from rocm_sd.kernels.hip.launch import Kernel
+from rocm_sd.numerics import in_float64, require
 from rocm_sd.ops import OPS
 from rocm_sd.ops.conv2d import op as conv2d_op
 from rocm_sd.ops.joining import joined
-from rocm_sd.ops.numerics import in_float64, require
 from rocm_sd.tuning import lookup
 from rocm_sd.verify.gates import check
 from rocm_sd.verify.isa import report

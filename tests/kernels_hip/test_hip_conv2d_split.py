@@ -10,7 +10,7 @@ from test_hip_conv2d import OP, arguments, configs, narrow, run
 from test_hip_kernels import EMULATED, EmulatedLauncher
 
 from rocm_sd.kernels.hip import toolchain
-from rocm_sd.ops.numerics import in_float64, require
+from rocm_sd.numerics import in_float64, require
 from rocm_sd.ops.registry import KernelPromise
 from rocm_sd.verify.gates import check
 from rocm_sd.verify.isa import report

@@ -19,11 +19,11 @@ from rocm_sd.kernels.hip import driver, rtc, runtime, toolchain
 from rocm_sd.kernels.hip.driver import HIP, Driver
 from rocm_sd.kernels.hip.runtime import DeviceLauncher
 from rocm_sd.ops import OPS, registry, self_test
-from rocm_sd.search.candidates import candidates
 from rocm_sd.tuning import choice, lookup
 from rocm_sd.tuning.database import Entry
 from rocm_sd.tuning.environment import current, kernel_hash
-from rocm_sd.tuning.layers import user_database
+from rocm_sd.tuning.resolve import user_database
+from rocm_sd.tuning.search.candidates import candidates
 
 CPU = torch.device("cpu")
 GFX = archs.get("gfx1100")

@@ -33,8 +33,8 @@ from rocm_sd.kernels.hip import (
     upsample_conv2d,
 )
 from rocm_sd.kernels.hip.transformer_plan import TransformerBlockConfig
+from rocm_sd.numerics import in_float64, outputs, require
 from rocm_sd.ops import OPS
-from rocm_sd.ops.numerics import in_float64, outputs, require
 from rocm_sd.ops.registry import KernelPromise
 from rocm_sd.verify.gates import check
 from rocm_sd.verify.isa import report

@@ -15,8 +15,8 @@ pytest.importorskip("triton")
 
 from rocm_sd import arch as archs
 from rocm_sd.kernels.hip import linear_residual, toolchain
+from rocm_sd.numerics import in_float64, require
 from rocm_sd.ops import OPS
-from rocm_sd.ops.numerics import in_float64, require
 from rocm_sd.verify import gates, isa
 from rocm_sd.verify.code_object import CodeObject
 from rocm_sd.verify.emulator import Buffer, launch

@@ -15,8 +15,8 @@ from rocm_sd.errors import Unsupported
 from rocm_sd.kernels import hip as hip_kernels
 from rocm_sd.kernels.hip import layer_norm_residual, toolchain
 from rocm_sd.kernels.hip.launch import Kernel
+from rocm_sd.numerics import in_float64, outputs, require
 from rocm_sd.ops import OPS
-from rocm_sd.ops.numerics import in_float64, outputs, require
 from rocm_sd.tuning import lookup
 from rocm_sd.verify.emulator import LdsRace
 from rocm_sd.verify.gates import check

@@ -10,8 +10,8 @@ from test_hip_kernels import EMULATED, EmulatedLauncher
 
 from rocm_sd import arch as archs
 from rocm_sd.kernels.hip import linear_residual, toolchain
+from rocm_sd.numerics import in_float64, require
 from rocm_sd.ops import OPS
-from rocm_sd.ops.numerics import in_float64, require
 from rocm_sd.verify.gates import check
 from rocm_sd.verify.isa import report
 

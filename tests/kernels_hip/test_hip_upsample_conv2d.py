@@ -11,8 +11,8 @@ from test_hip_kernels import EMULATED, EmulatedLauncher, lines
 from rocm_sd import arch as archs
 from rocm_sd.kernels.hip import toolchain, upsample, upsample_conv2d
 from rocm_sd.kernels.hip.launch import Kernel
+from rocm_sd.numerics import in_float64, require
 from rocm_sd.ops import OPS
-from rocm_sd.ops.numerics import in_float64, require
 from rocm_sd.ops.upsample_conv2d import op as upsample_conv2d_op
 from rocm_sd.ops.upsample_conv2d.parity import parity_weights
 from rocm_sd.verify.gates import check

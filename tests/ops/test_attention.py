@@ -4,13 +4,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from rocm_sd import numerics
 from rocm_sd.errors import InvalidOption, Unsupported
 from rocm_sd.ops import attention
 from rocm_sd.ops.attention import op as attention_op
 from rocm_sd.ops.attention import reference
 from rocm_sd.ops.attention.op import OP
 from rocm_sd.ops.registry import needs_no_dispatcher
-from rocm_sd.verify import numerics
 
 # B, S, T, H, D: edge, odd, and the heads of Stable Diffusion with short sequences (the interpreter is slow).
 SHAPES = [

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+from rocm_sd import numerics
 from rocm_sd.ops import attention, conv2d, geglu, group_norm_silu, layer_norm_residual, linear_residual
 from rocm_sd.ops.linear_residual.packing import pack_linears, split_heads
-from rocm_sd.verify import numerics
 
 C, HEADS, TEXT = 64, 2, 48
 

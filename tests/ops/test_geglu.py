@@ -6,12 +6,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from rocm_sd import numerics
 from rocm_sd.errors import InvalidOption, Unsupported
 from rocm_sd.ops import geglu
 from rocm_sd.ops.geglu import reference
 from rocm_sd.ops.geglu.op import OP
 from rocm_sd.ops.registry import needs_no_dispatcher
-from rocm_sd.verify import numerics
 
 # [..., 2F]: edge, odd and real.
 SHAPES = [(1, 2), (3, 154), (2, 5, 96), (7, 640), (2, 3, 2560), (1, 5120), (1, 10240)]

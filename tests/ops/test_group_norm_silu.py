@@ -4,12 +4,12 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from rocm_sd import numerics
 from rocm_sd.errors import InvalidOption, Unsupported
 from rocm_sd.ops import group_norm_silu
 from rocm_sd.ops.group_norm_silu import reference
 from rocm_sd.ops.group_norm_silu.op import OP
 from rocm_sd.ops.registry import needs_no_dispatcher
-from rocm_sd.verify import numerics
 
 # N, C, H, W, groups: edge, odd and real.
 SHAPES = [

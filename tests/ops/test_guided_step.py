@@ -3,12 +3,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from rocm_sd import numerics
 from rocm_sd.errors import InvalidOption, Unsupported
 from rocm_sd.ops import guided_step
 from rocm_sd.ops.guided_step import reference
 from rocm_sd.ops.guided_step.op import OP
 from rocm_sd.ops.registry import needs_no_dispatcher
-from rocm_sd.verify import numerics
 
 # B, C, H, W, states: edge, odd and real.
 SHAPES = [

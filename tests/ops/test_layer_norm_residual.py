@@ -4,12 +4,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from rocm_sd import numerics
 from rocm_sd.errors import InvalidOption, Unsupported
 from rocm_sd.ops import layer_norm_residual
 from rocm_sd.ops.layer_norm_residual import reference
 from rocm_sd.ops.layer_norm_residual.op import OP
 from rocm_sd.ops.registry import needs_no_dispatcher
-from rocm_sd.verify import numerics
 
 # Edge, odd and real.
 SHAPES = [(1, 1), (3, 2), (5, 77), (2, 9, 96), (2, 13, 320), (2, 640), (3, 1280), (2, 768), (1, 2048), (2, 1000)]

@@ -5,12 +5,12 @@ import torch
 import torch.nn.functional as F
 from diffusers.models.activations import GEGLU
 
+from rocm_sd import numerics
 from rocm_sd.errors import InvalidOption, Unsupported
 from rocm_sd.ops import linear_geglu
 from rocm_sd.ops.linear_geglu import reference
 from rocm_sd.ops.linear_geglu.op import OP
 from rocm_sd.ops.registry import needs_no_dispatcher
-from rocm_sd.verify import numerics
 
 # (..., K) and F: edge, odd and real.
 SHAPES = [((1, 1), 1), ((3, 45), 77), ((2, 13, 96), 48), ((2, 77, 64), 80), ((20, 320), 160), ((9, 1280), 64)]

@@ -4,12 +4,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from rocm_sd import numerics
 from rocm_sd.errors import InvalidOption, Unsupported
 from rocm_sd.ops import linear_residual
 from rocm_sd.ops.linear_residual import libraries, pack_linears, reference, split_columns, split_heads
 from rocm_sd.ops.linear_residual.op import OP
 from rocm_sd.ops.registry import needs_no_dispatcher
-from rocm_sd.verify import numerics
 
 # (..., K) and N: edge, odd and real.
 SHAPES = [((1, 1), 1), ((3, 45), 77), ((2, 13, 96), 48), ((2, 77, 64), 80), ((20, 320), 320), ((9, 1280), 64)]

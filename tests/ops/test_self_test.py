@@ -11,16 +11,15 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rocm_sd import ops
 from rocm_sd.engine.capture import warmup
 from rocm_sd.kernels import triton as triton_kernels
 from rocm_sd.ops import registry, self_test
 from rocm_sd.ops.registry import OPS, Implementation, Op, Verification
 from rocm_sd.ops.samples import Sample
-from rocm_sd.tuning import choice, layers
+from rocm_sd.tuning import choice, resolve
 from rocm_sd.tuning.database import Entry
 from rocm_sd.tuning.environment import current
-from rocm_sd.tuning.layers import user_database
+from rocm_sd.tuning.resolve import user_database
 
 CPU = torch.device("cpu")
 PROBLEM = {"n": 4, "dtype": "float16"}
@@ -161,7 +160,7 @@ def test_a_wrong_one_is_set_aside_stock_runs_instead_and_it_is_told_once(wrong, 
     assert WRONG[wrong] in caplog.text
     x = torch.randn(10).half()
     assert torch.equal(op.run(PROBLEM, CPU, None, x), _definition(x))
-    (kept,) = layers.user_database().quarantined(current(CPU))
+    (kept,) = resolve.user_database().quarantined(current(CPU))
     assert (kept.op, kept.candidate, kept.kernel_hash) == ("silu", "fast", op.kernel_hash("fast"))
     assert WRONG[wrong] in kept.reason
     new_process()
@@ -177,11 +176,11 @@ def test_a_measured_candidate_is_tested_too_since_its_measurement_may_have_been_
     measured = Entry(
         "silu", PROBLEM, current(CPU), op.kernel_hash("fast"), "fast", {}, 1.0, 1.0, 1.0, 2.0, "ok", "2026-05-04"
     )
-    layers.user_database().put([measured])
+    resolve.user_database().put([measured])
     registry.forget_choices()
     assert "largest error nan" in op.choose(PROBLEM, CPU).why
     mended = make_op(_definition)
-    layers.user_database().release("silu", "fast")
+    resolve.user_database().release("silu", "fast")
     new_process()
     assert mended.choose(PROBLEM, CPU).source == "measured here"
 
@@ -326,7 +325,7 @@ def test_a_fault_of_the_set_up_holds_for_the_process_alone(error):
     assert op.choose(PROBLEM, CPU).implementation == "torch"
     assert op.choose({**PROBLEM, "n": 9}, CPU).implementation == "torch"
     assert len(op.calls) == 1
-    assert layers.user_database().quarantined() == ()
+    assert resolve.user_database().quarantined() == ()
     new_process()
     assert make_op(_definition).choose(PROBLEM, CPU).implementation == "fast"
 
@@ -412,8 +411,8 @@ def test_nothing_is_tested_while_a_graph_is_captured(monkeypatch):
     assert op.choose(PROBLEM, device).implementation == "fast"
 
 
-def test_the_public_names_stay():
-    from rocm_sd.verify import ladder, numerics
+def test_the_ladder_holds_kernels_to_the_same_gate():
+    from rocm_sd.verify import ladder
 
-    assert numerics.compare is ops.numerics.compare
-    assert callable(ladder.in_float64)
+    assert self_test.compare is ladder.numerics.compare
+    assert self_test.in_float64 is ladder.in_float64

@@ -4,12 +4,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from rocm_sd import numerics
 from rocm_sd.errors import InvalidOption, Unsupported
 from rocm_sd.ops import upsample
 from rocm_sd.ops.registry import needs_no_dispatcher
 from rocm_sd.ops.upsample import reference
 from rocm_sd.ops.upsample.op import OP
-from rocm_sd.verify import numerics
 
 # N, C, H, W and the scale: edge, odd and real.
 SHAPES = [

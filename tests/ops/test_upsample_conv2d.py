@@ -4,14 +4,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from rocm_sd import arch
+from rocm_sd import arch, numerics
 from rocm_sd.arch import MatrixUnit
 from rocm_sd.errors import InvalidOption, Unsupported
 from rocm_sd.ops import parity_weights, upsample_conv2d
 from rocm_sd.ops.registry import needs_no_dispatcher
 from rocm_sd.ops.upsample_conv2d import reference
 from rocm_sd.ops.upsample_conv2d.op import OP
-from rocm_sd.verify import numerics
 
 # N, Cin, H, W, Cout: edge, odd and real.
 SHAPES = [

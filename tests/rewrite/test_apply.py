@@ -7,8 +7,8 @@ from diffusers.models.resnet import ResnetBlock2D
 from torch import nn
 
 from pipelines import tiny_unet, tiny_vae
+from rocm_sd import numerics
 from rocm_sd.rewrite import RULES, apply, resblock, undo
-from rocm_sd.verify import numerics
 
 
 def block(**options) -> ResnetBlock2D:

@@ -8,8 +8,8 @@ from diffusers.models.transformers.transformer_flux import FluxAttention, FluxIP
 from torch import nn
 
 from joint_models import HEADS, RULES, TOKENS, WORDS, C, block_given, given, model, near, replaced
+from rocm_sd import numerics
 from rocm_sd.rewrite import apply, flux_transformer
-from rocm_sd.verify import numerics
 from transformer_blocks import DTYPES, draw, stock_calls
 
 NAME = "Flux dev"

@@ -28,8 +28,8 @@ from joint_models import (
     near,
     replaced,
 )
+from rocm_sd import numerics
 from rocm_sd.rewrite import apply, undo
-from rocm_sd.verify import numerics
 from transformer_blocks import DTYPES, draw, stock_calls
 
 BLOCKS = (JointTransformerBlock, FluxTransformerBlock, FluxSingleTransformerBlock)

@@ -14,9 +14,9 @@ from diffusers.models.autoencoders.vae import Decoder, Encoder
 from torch import nn
 
 from pipelines import tiny_unet
+from rocm_sd import numerics
 from rocm_sd.rewrite import apply, norm_out, undo
 from rocm_sd.rewrite.norm_out import RULE
-from rocm_sd.verify import numerics
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 

@@ -10,10 +10,10 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 
 from pipelines import tiny_unet, tiny_vae
+from rocm_sd import numerics
 from rocm_sd.rewrite import apply, convolutions, resblock, undo
 from rocm_sd.rewrite.resblock import RULE
 from rocm_sd.tuning import Choice
-from rocm_sd.verify import numerics
 
 NAMED = "conv2d=torch,group_norm_silu=torch"
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]

@@ -9,9 +9,9 @@ from diffusers.models.upsampling import Upsample2D
 from torch import nn
 
 from pipelines import tiny_unet, tiny_vae
+from rocm_sd import numerics
 from rocm_sd.rewrite import apply, sampling, undo
 from rocm_sd.rewrite.sampling import DOWNSAMPLE, UPSAMPLE
-from rocm_sd.verify import numerics
 
 RULES = [UPSAMPLE, DOWNSAMPLE]
 NAMED = "conv2d=torch,upsample=torch,upsample_conv2d=torch"

@@ -15,8 +15,8 @@ from diffusers.models.attention_processor import (
 from diffusers.models.transformers.transformer_2d import Transformer2DModel
 from torch import nn
 
+from rocm_sd import numerics
 from rocm_sd.rewrite import apply, undo
-from rocm_sd.verify import numerics
 from transformer_blocks import DTYPES, HEADS, RULES, TEXT, C, block, draw, replaced, spatial, stock_calls, text, tokens
 
 

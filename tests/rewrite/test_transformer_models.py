@@ -13,8 +13,8 @@ from diffusers.models.attention import BasicTransformerBlock
 from diffusers.models.transformers.transformer_2d import Transformer2DModel
 
 from pipelines import tiny_unet
+from rocm_sd import numerics
 from rocm_sd.rewrite import packing, undo
-from rocm_sd.verify import numerics
 from transformer_blocks import DTYPES, C, block, draw, replaced, spatial, stock_calls, text, tokens
 
 UNETS = {

@@ -6,9 +6,9 @@ import pytest
 import torch
 from diffusers.models.unets.unet_2d_blocks import CrossAttnUpBlock2D, UpBlock2D
 
+from rocm_sd import numerics
 from rocm_sd.ops import conv2d, group_norm_silu
 from rocm_sd.rewrite import RULES, RULES_FOR_GRAPHS, apply, resblock, undo, up_block
-from rocm_sd.verify import numerics
 
 ALL = (*RULES, *RULES_FOR_GRAPHS)
 OTHERS = tuple(rule for rule in ALL if rule is not up_block.RULE)

@@ -9,11 +9,11 @@ from diffusers.models.attention_processor import Attention, AttnProcessor
 from torch import nn
 
 from pipelines import tiny_unet, tiny_vae
+from rocm_sd import numerics
 from rocm_sd.rewrite import apply, undo, vae_attention
 from rocm_sd.rewrite.resblock import RULE as RESBLOCK
 from rocm_sd.rewrite.sampling import DOWNSAMPLE, UPSAMPLE
 from rocm_sd.rewrite.vae_attention import RULE
-from rocm_sd.verify import numerics
 
 EVERY = "conv2d=torch,upsample=torch,upsample_conv2d=torch,group_norm_silu=torch,attention=torch,linear_residual=torch"
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]

@@ -8,10 +8,10 @@ from accelerate import cpu_offload
 from diffusers.models.autoencoders.vae import Decoder
 
 from live_memory import live_peak
+from rocm_sd import numerics
 from rocm_sd.ops import group_norm_silu
 from rocm_sd.ops.group_norm_silu.op import group_norm_silu_
 from rocm_sd.rewrite import RULES, apply, resblock, undo, vae_decoder
-from rocm_sd.verify import numerics
 
 OTHERS = tuple(rule for rule in RULES if rule is not vae_decoder.RULE)
 

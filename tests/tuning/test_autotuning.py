@@ -44,7 +44,7 @@ def test_without_a_name_the_least_modelled_time_wins(monkeypatch):
     table = {
         "static": {"implementation": "torch", "config": {"warps": 4}, "why": "static"},
         "bucket": [{"when": {"m": [1, 9]}, "implementation": "torch", **entry(7.0)}],
-        "beside": {
+        "others": {
             "hip": {
                 "static": {"config": {"threads": 64}, "why": "static of hip"},
                 "bucket": [{"when": {"m": [1, 5]}, **entry(5.0)}, {"when": {"m": [6, 9]}, **entry(9.0)}],

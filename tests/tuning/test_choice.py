@@ -59,7 +59,7 @@ def test_shipped_data_is_whole(file):
 
 BESIDE = {
     "static": {"implementation": "torch", "config": {"rows": 1}, "why": "static"},
-    "beside": {
+    "others": {
         "hip": {
             "static": {"config": {"threads": 64}, "why": "static"},
             "bucket": [
@@ -82,7 +82,7 @@ def test_a_kernel_that_is_not_chosen_has_its_own_config(monkeypatch, c, threads)
 
 def test_where_every_config_was_dropped_there_is_none_beside(monkeypatch):
     monkeypatch.setattr(choice, "_table", lambda _op, _arch: BESIDE)
-    assert lookup("op", "gfx1100", {"c": 15}).beside == {}
+    assert lookup("op", "gfx1100", {"c": 15}).others == {}
 
 
 def test_the_config_beside_is_what_a_forced_kernel_runs_with(monkeypatch):

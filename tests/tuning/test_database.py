@@ -94,9 +94,9 @@ def test_what_others_were_measured_at_a_problem_is_told_apart(database):
     elsewhere = [entry(candidate="mine", environment=THERE), entry(candidate="mine", problem={**PROBLEM, "n": 9})]
     database.put([entry(), *others, *elsewhere, entry(candidate="mine", op="geglu")])
     database.quarantine("conv2d", "mine", HERE, HASH, "NaN")
-    found = database.beside("conv2d", PROBLEM, HERE, ("torch", "triton"))
+    found = database.by_others("conv2d", PROBLEM, HERE, ("torch", "triton"))
     assert sorted(found, key=lambda each: each.median_us) == others
-    assert database.beside("conv2d", PROBLEM, HERE, ("torch", "triton", "mine")) == ()
+    assert database.by_others("conv2d", PROBLEM, HERE, ("torch", "triton", "mine")) == ()
 
 
 @pytest.mark.parametrize(
@@ -124,12 +124,12 @@ def test_a_changed_kernel_makes_its_own_measurements_stale_and_leaves_the_librar
     assert best(database, kernel_hash="fedcba9876543210").candidate == "torch"
 
 
-def test_is_measured_asks_for_all_of_the_key(database):
+def test_a_measurement_is_found_by_all_of_its_key(database):
     database.put([entry(float("nan"), numerics="it crashed")])
     asked = ("conv2d", PROBLEM, HERE, HASH, "triton", {"rows": 1})
-    assert database.is_measured(*asked)
+    assert database.find(*asked).numerics == "it crashed"
     for number, other in enumerate(["attention", {"n": 1}, THERE, "", "torch", {"rows": 2}]):
-        assert not database.is_measured(*asked[:number], other, *asked[number + 1 :])
+        assert database.find(*asked[:number], other, *asked[number + 1 :]) is None
 
 
 @pytest.mark.parametrize("order", [1, -1])

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from rocm_sd import arch
-from rocm_sd.tuning.ranking import Candidate, Code, Part, Program, model, rank, static_choice
+from rocm_sd.tuning.ranking import Code, Part, Program, RatedConfig, model, rank, static_choice
 
 GFX = ["gfx1100", "gfx1201", "gfx942"]
 NOTHING = Part(0, 0, 0, 0, 0, ())
@@ -118,8 +118,8 @@ def test_a_figure_that_is_not_known_leaves_its_terms_out_and_says_so():
     assert model(arch.get("gfx1100"), 100, STREAM, STREAMED).left_out == ()
 
 
-def found(tile: int, us: float, **more) -> Candidate:
-    return Candidate({"tile": tile}, us, **more)
+def found(tile: int, us: float, **more) -> RatedConfig:
+    return RatedConfig({"tile": tile}, us, **more)
 
 
 def test_what_was_dropped_never_wins():

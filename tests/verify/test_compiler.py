@@ -1,15 +1,12 @@
 from __future__ import annotations
 
-import os
-import sys
-import time
 from typing import TYPE_CHECKING
 
 import pytest
 
 from rocm_sd import arch
 from rocm_sd.errors import Unsupported
-from rocm_sd.verify import compiler, isa, workers
+from rocm_sd.verify import compiler, isa
 from rocm_sd.verify.compiler import CompilationFailed, KernelConfig
 from verify.kernels import add, matmul, softmax
 
@@ -130,36 +127,6 @@ def test_what_triton_refuses_costs_one_candidate(cache):
     assert [code.name for code in codes] == ["matmul"]
     assert list(failures) == [0]
     assert "Compiling matmul of matmul.py for gfx942" in failures[0].message
-
-
-def slow(seconds: float) -> None:
-    time.sleep(seconds)
-
-
-def crash() -> None:
-    sys.stderr.write("the last words\n")
-    sys.stderr.flush()
-    os._exit(3)
-
-
-def alive() -> int:
-    return os.getpid()
-
-
-def test_a_hanging_or_crashing_worker_is_replaced():
-    pool = workers.Pool(size=1)
-    try:
-        before = pool.submit("test_compiler:alive", {}, timeout=60).result()
-        with pytest.raises(workers.WorkerLost, match=r"stopped after 0\.5 s"):
-            pool.submit("test_compiler:slow", {"seconds": 30}, timeout=0.5).result()
-        between = pool.submit("test_compiler:alive", {}, timeout=60).result()
-        with pytest.raises(workers.WorkerLost, match="exit status 3; it last said: the last words"):
-            pool.submit("test_compiler:crash", {}, timeout=60).result()
-        with pytest.raises(workers.WorkerFailed, match="TypeError"):
-            pool.submit("test_compiler:slow", {"seconds": "many"}, timeout=60).result()
-        assert len({before, between, pool.submit("test_compiler:alive", {}, timeout=60).result()}) == 3
-    finally:
-        pool.close()
 
 
 def test_assembly_is_assembled_again_to_the_same_code(cache):

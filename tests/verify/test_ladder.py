@@ -92,7 +92,7 @@ def test_what_writes_the_picture_stores_16_bytes_at_a_time(gfx):
     (outcome,) = ladder.verify(ladder.plan(["group_norm_silu"], [gfx], [3]))
     applies = {name: k for name, k in outcome.figures["kernels"].items() if name.startswith("_apply")}
     assert applies
-    assert all(set(k["global_stores"]) == {"16"} for k in applies.values())
+    assert all(set(k["global_stores"]) == {16} for k in applies.values())
 
 
 def test_the_reference_and_the_interpreted_kernels_are_as_near_to_float64_as_stock():

@@ -10,18 +10,17 @@ import torch
 import torch.nn.functional as F
 
 import rocm_sd
-from rocm_sd import arch
+from rocm_sd import arch, numerics
 from rocm_sd.bench.gate import WRONG, free_memory
 from rocm_sd.bench.machine import machine
-from rocm_sd.bench.measuring import Stopwatch, compare, interleaved
 from rocm_sd.bench.records import Measurement, Record, WorkloadFacts
 from rocm_sd.bench.resuming import keep_older, record_file, unfinished
 from rocm_sd.bench.workloads import OP_PREFIX
 from rocm_sd.errors import InvalidOption, NumericsFailure, Unsupported
+from rocm_sd.measuring import Stopwatch, compare, interleaved
+from rocm_sd.numerics import in_float64, outputs
 from rocm_sd.ops import OPS
 from rocm_sd.ops.samples import dtype_name
-from rocm_sd.verify import numerics
-from rocm_sd.verify.ladder import in_float64, outputs
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

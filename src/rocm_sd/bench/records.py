@@ -14,18 +14,17 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+from rocm_sd.comparison import Comparison
 from rocm_sd.errors import RocmSdError
 
 __all__ = [
-    "BESIDE", "FORMAT", "INTERVALS", "TURNS_FOR_95", "Comparison", "Machine", "Measurement", "Record",
-    "UnreadableRecord", "WorkloadFacts",
+    "BESIDE", "FORMAT", "INTERVALS", "Comparison", "Machine", "Measurement", "Record", "UnreadableRecord",
+    "WorkloadFacts",
 ]  # fmt: skip
 
 FORMAT = "rocm-sd-bench/1"
 # In an ablation it is no row, but what the last one is held against.
 BESIDE = "compile"
-# What `low` and `high` of a comparison are; measuring.py has the reason.
-TURNS_FOR_95 = 8
 INTERVALS = "Intervals are of 95% from eight turns on; of fewer they are the extremes that the turns allow."
 
 
@@ -128,23 +127,6 @@ class Measurement:
     @property
     def floor_percent(self) -> float | None:
         return None if self.floor_ms is None or not self.ms else 100 * self.floor_ms / self.p50_ms
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """How many times as fast `engine` is as `against`, turn by turn of one interleaved run.
-
-    `low` and `high` are a 95% interval, or of fewer than eight turns the extremes that they allow. `verdict`: "faster",
-    "slower" or "no difference", which is all that can be said while the interval contains 1.
-    """
-
-    engine: str
-    against: str
-    batch: int
-    ratio: float
-    low: float
-    high: float
-    verdict: str
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING
 
-from rocm_sd.bench.measuring import LEAST_TURNS, interval
 from rocm_sd.errors import RocmSdError
+from rocm_sd.measuring import LEAST_TURNS, interval
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence

@@ -72,13 +72,14 @@ def gather() -> dict[str, Any]:
 
 def _database(device: torch.device) -> dict[str, Any]:
     """What was measured, and what is set aside: here, and by the same file for other cards and versions."""
-    from rocm_sd.tuning import layers
     from rocm_sd.tuning.environment import current
+    from rocm_sd.tuning.location import default_path
+    from rocm_sd.tuning.resolve import user_database
 
-    facts: dict[str, Any] = {"path": str(layers.default_path()), "exists": layers.default_path().exists()}
+    facts: dict[str, Any] = {"path": str(default_path()), "exists": default_path().exists()}
     if not facts["exists"]:
         return {**facts, "why_not_kept": None, "measurements": 0, "measurements_here": 0, "quarantined": []}
-    database, here = layers.user_database(), current(device)
+    database, here = user_database(), current(device)
     quarantined = [
         {"op": q.op, "candidate": q.candidate, "reason": q.reason, "when": q.when, "here": q.environment == here}
         | {"environment": vars(q.environment), "kernel_hash": q.kernel_hash}
@@ -114,14 +115,15 @@ def _arch(architecture: Any) -> dict[str, Any]:
 
 def _ops(device: torch.device) -> list[dict[str, Any]]:
     from rocm_sd.ops import OPS, plugins
-    from rocm_sd.tuning import layers
     from rocm_sd.tuning.environment import current
+    from rocm_sd.tuning.location import default_path
+    from rocm_sd.tuning.resolve import user_database
     from rocm_sd.verify.proofs import proofs
 
     here = current(device)
     aside = {}
-    if layers.default_path().exists():
-        found = layers.user_database().quarantined(here)
+    if default_path().exists():
+        found = user_database().quarantined(here)
         aside = {(q.op, q.candidate, q.kernel_hash): q.reason for q in found}
     rows = []
     for op in OPS.values():

@@ -15,6 +15,7 @@ from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
     Progress,
+    ProgressColumn,
     TaskProgressColumn,
     TextColumn,
     TimeElapsedColumn,
@@ -25,11 +26,8 @@ from rocm_sd.cli import tune_tables
 from rocm_sd.errors import InvalidOption, RocmSdError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
-    import torch
-
-    from rocm_sd.search.shapes import Traced
     from rocm_sd.tuning.database import Database, Entry
 
 __all__ = ["tune"]
@@ -103,7 +101,7 @@ def tune(
         raise InvalidOption(given[0], "without --static", [], hint="A search runs on this card: leave it out.")
     if names and len(names) > 1:
         raise InvalidOption("model", " ".join(names), [], hint="Give one model; ops are named by --ops.")
-    from rocm_sd.tuning.layers import user_database
+    from rocm_sd.tuning.resolve import user_database
 
     database = user_database()
     if import_ is not None or export is not None:
@@ -111,66 +109,57 @@ def tune(
     elif listed:
         _list(database, device, as_json=as_json)
     else:
-        pictures = _Pictures(names[0] if names else None, _sizes(sizes), _batches(batch), _names(ops))
         _search(
-            database, pictures, device, _seconds(budget), begun, strategy, timeout, jobs, fresh=fresh, as_json=as_json
-        )
+            database, device, begun, names[0] if names else None, _sizes(sizes), _batches(batch), _names(ops),
+            _seconds(budget), timeout, jobs, strategy, fresh=fresh, as_json=as_json,
+        )  # fmt: skip
 
 
-class _Pictures:
-    """What is drawn to collect the calls."""
-
-    def __init__(
-        self, model: str | None, sizes: Sequence[tuple[int, int]], batches: Sequence[int], ops: Sequence[str]
-    ) -> None:
-        self.model, self.sizes, self.batches, self.ops = model, sizes, batches, ops
-
-    def traced(self, device: torch.device, tell: Callable[[str], object]) -> list[Traced]:
-        from rocm_sd.search import shapes
-        from rocm_sd.search.candidates import operation
-
-        for name in self.ops:
-            operation(name)
-        tell("loading the model")
-        return shapes.trace(shapes.workload(self.model, device), self.sizes, self.batches, self.ops, tell)
+def _progress(figure: ProgressColumn) -> Progress:
+    """On standard error, so that --json leaves nothing but JSON on standard output."""
+    columns = (TextColumn("{task.description}"), BarColumn(), figure, TimeElapsedColumn(), TimeRemainingColumn())
+    return Progress(*columns, console=Console(stderr=True), transient=True)
 
 
 def _search(
     database: Database,
-    pictures: _Pictures,
     device: str | None,
-    budget_s: float,
     begun: float,
-    strategy: str,
+    model: str | None,
+    sizes: Sequence[tuple[int, int]],
+    batches: Sequence[int],
+    ops: Sequence[str],
+    budget_s: float,
     timeout_s: float,
     jobs: int | None,
+    strategy: str,
     *,
     fresh: bool,
     as_json: bool,
 ) -> None:
+    from rocm_sd.bench import tracing
     from rocm_sd.integrations.diffusers.loading import default_device, hush
-    from rocm_sd.search import ahead, halving
-    from rocm_sd.search.tuner import Options, Tuner
-    from rocm_sd.search.tuner import Progress as Step
+    from rocm_sd.tuning.search import ahead, candidates, halving
+    from rocm_sd.tuning.search.tuner import Tuner, TunerOptions, TunerProgress
 
     on = default_device(device)
     hush()
     chosen = halving.strategy(strategy)
-    # The bar goes to standard error, so that --json leaves nothing but JSON on standard output.
-    columns = (
-        TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn(), TimeRemainingColumn(),
-    )  # fmt: skip
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        bar = progress.add_task("tuning", total=None)
-        traced = pictures.traced(on, lambda what: progress.update(bar, description=what))
+    with _progress(TaskProgressColumn()) as progress:
+        bar = progress.add_task("loading the model", total=None)
+        for name in ops:
+            candidates.operation(name)
+        traced = tracing.trace(
+            tracing.workload(model, on), sizes, batches, ops, lambda what: progress.update(bar, description=what)
+        )
         progress.reset(bar, total=1.0)
 
-        def told(step: Step) -> None:
+        def show(step: TunerProgress) -> None:
             described = f"{step.what} ({step.best})" if step.best else step.what
             progress.update(bar, completed=step.share, description=escape(described))
 
-        options = Options(budget_s, timeout_s, jobs or ahead.default_jobs(on), chosen, fresh)
-        tuner = Tuner(on, database, options, told)
+        options = TunerOptions(budget_s, timeout_s, jobs or ahead.default_jobs(on), chosen, fresh)
+        tuner = Tuner(on, database, options, show)
         searching = time.monotonic()
         outcomes = tuner.run(traced, begun)
         took = time.monotonic() - searching
@@ -202,9 +191,9 @@ def _moved(database: Database, import_: Path | None, export: Path | None) -> Non
 
 def _list(database: Database, device: str | None, *, as_json: bool) -> None:
     from rocm_sd.integrations.diffusers.loading import default_device
-    from rocm_sd.search.candidates import hash_of, operations
     from rocm_sd.tuning import environment, lookup
-    from rocm_sd.tuning.layers import preferred
+    from rocm_sd.tuning.resolve import preferred
+    from rocm_sd.tuning.search.candidates import hash_of, operations
 
     known_ops = operations()
 
@@ -280,27 +269,23 @@ def _names(text: str | None) -> list[str]:
 
 
 def _tune_static(ops: list[str], arch: str | None, out: Path | None, jobs: int | None, *, as_json: bool) -> None:
-    from rocm_sd.verify import static_tuning
+    from rocm_sd.tuning.static import sweep
 
-    planned = static_tuning.plan(ops, _names(arch))
-    if planned.left_out:
-        Console(stderr=True).print(escape(planned.left_out), soft_wrap=True)
-    # The bar goes to standard error, so that --json leaves nothing but JSON on standard output.
-    columns = (
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(),
-    )  # fmt: skip
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    planned = sweep.plan(ops, _names(arch))
+    if planned.skipped:
+        Console(stderr=True).print(escape(planned.skipped), soft_wrap=True)
+    with _progress(MofNCompleteColumn()) as progress:
         bar = progress.add_task("tuning", total=planned.tasks)
-        found = static_tuning.tune(
+        found = sweep.tune(
             planned,
-            out or static_tuning.DATA,
+            out or sweep.DATA,
             jobs=jobs,
             progress=lambda what: progress.update(bar, advance=1, description=what),
         )
     if as_json:
         typer.echo(json.dumps([each.to_dict() for each in found], indent=2))
     else:
-        tune_tables.show_static(Console(), found, out or static_tuning.DATA)
+        tune_tables.show_static(Console(), found, out or sweep.DATA)
     failed = [each.error for each in found if each.error]
     if failed:
         raise RocmSdError(

@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from rocm_sd.search.outcome import Outcome
-    from rocm_sd.verify.tuning_files import Found
+    from rocm_sd.tuning.search.results import TuningResult
+    from rocm_sd.tuning.static.data_files import BucketResult
 
 __all__ = ["described", "show_known", "show_outcomes", "show_static"]
 
@@ -25,9 +25,9 @@ def described(values: Mapping[str, object]) -> str:
     return " ".join(f"{name}={value}" for name, value in values.items()) or "whole pipeline"
 
 
-def show_outcomes(console: Console, outcomes: Sequence[Outcome], took: float, *, on_cpu: bool) -> None:
+def show_outcomes(console: Console, outcomes: Sequence[TuningResult], took: float, *, on_cpu: bool) -> None:
     from rocm_sd.ops import OPS
-    from rocm_sd.search.candidates import extras
+    from rocm_sd.tuning.search.candidates import extras
 
     measured = [outcome for outcome in outcomes if outcome.measured]
     rows = (
@@ -50,7 +50,7 @@ def show_outcomes(console: Console, outcomes: Sequence[Outcome], took: float, *,
         where = f"{outcome.op} {described(outcome.problem)}"
         for failure in outcome.failures:
             console.print(
-                f"[red]left out[/] {escape(f'{failure.candidate} ({where}): {failure.reason}')}", soft_wrap=True
+                f"[red]skipped[/] {escape(f'{failure.candidate} ({where}): {failure.reason}')}", soft_wrap=True
             )
         if outcome.unchecked:
             console.print(f"[yellow]not searched[/] {escape(f'{where}: {outcome.unchecked}')}", soft_wrap=True)
@@ -76,7 +76,7 @@ def show_known(console: Console, rows: Sequence[Mapping[str, Any]]) -> None:
     )
     last = max(row["when"] for row in rows)[:10]
     console.print(_by_op(f"measured on this card, last on {last}", cells, "us", "stock us", "tried"))
-    console.print(f"Configs, and why one was left out: {_CONFIGS}.", soft_wrap=True)
+    console.print(f"Configs, and why one is skipped: {_CONFIGS}.", soft_wrap=True)
 
 
 def _tried(row: Mapping[str, Any]) -> str:
@@ -106,7 +106,7 @@ def _number(value: float | None, digits: int = 1) -> str:
     return "" if value is None else f"{value:.{digits}f}"
 
 
-def show_static(console: Console, found: list[Found], folder: Path) -> None:
+def show_static(console: Console, found: list[BucketResult], folder: Path) -> None:
     for op in dict.fromkeys(each.name for each in found):
         table = Table("arch", "when", "config", "modelled us", "next", "figures", title=op, title_justify="left")
         table.columns[0].no_wrap = True
@@ -117,7 +117,7 @@ def show_static(console: Console, found: list[Found], folder: Path) -> None:
     console.print(f"Modelled, never timed. Written to {escape(str(folder))}", soft_wrap=True)
 
 
-def _row(found: Found) -> tuple[str, ...]:
+def _row(found: BucketResult) -> tuple[str, ...]:
     when = " ".join(f"{name} {_limits(limit)}" for name, limit in found.when.items())
     dropped = ", ".join(f"{count} {reason}" for reason, count in found.dropped.items())
     if found.error:

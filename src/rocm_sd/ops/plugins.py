@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from rocm_sd import arch
 from rocm_sd.ops.registry import OPS, Implementation
-from rocm_sd.tuning.layers import user_database
+from rocm_sd.tuning.resolve import user_database
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence

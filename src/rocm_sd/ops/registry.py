@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rocm_sd import arch, settings
 from rocm_sd.errors import InvalidOption, Unsupported
 from rocm_sd.kernels.hip.launch import HipUnavailable
-from rocm_sd.tuning import Choice, Problem, layers, lookup
+from rocm_sd.tuning import Choice, Problem, lookup, resolve
 from rocm_sd.tuning.choice import STOCK
 
 if TYPE_CHECKING:
@@ -275,14 +275,14 @@ class Op:
         return self._by_layers(problem, device, arch.detect(device).name)
 
     def _by_layers(self, problem: Problem, device: torch.device, architecture: str) -> Choice:
-        if not layers.has_database():
+        if not resolve.has_database():
             return lookup(self.name, architecture, problem)
         from rocm_sd.tuning.environment import current  # noqa: PLC0415 -- as above
 
         known = tuple(implementation.name for implementation in self.implementations)
         here = current(device)
-        brought = self._brought(problem, device, layers.user_database().beside(self.name, problem, here, known))
-        choice = layers.choose(self.name, architecture, problem, here, self.kernel_hashes(), known, brought)
+        brought = self._brought(problem, device, resolve.user_database().by_others(self.name, problem, here, known))
+        choice = resolve.choose(self.name, architecture, problem, here, self.kernel_hashes(), known, brought)
         if choice.implementation not in known:
             return choice
         config = self.config_of(choice.implementation, choice)
@@ -381,7 +381,7 @@ def register(op: Op) -> Op:
 
 def forget_choices() -> None:
     """Choose anew from now on: the database has changed, or is another."""
-    layers.forget()
+    resolve.forget()
     for op in OPS.values():
         op._chosen.clear()  # noqa: SLF001 -- of this module
 

@@ -21,10 +21,10 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from rocm_sd.kernels import triton as triton_kernels
 from rocm_sd.kernels.hip.launch import HipUnavailable
-from rocm_sd.ops.numerics import compare, in_float64, outputs
+from rocm_sd.numerics import compare, in_float64, outputs
 from rocm_sd.tuning import lookup
 from rocm_sd.tuning.environment import current
-from rocm_sd.tuning.layers import user_database
+from rocm_sd.tuning.resolve import user_database
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

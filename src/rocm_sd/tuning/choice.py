@@ -22,23 +22,23 @@ class Choice:
     """An implementation by name, where the choice came from, and why in one sentence.
 
     `config` is that of the op's kernel, also where stock torch is chosen: it is what the kernel runs with when it is
-    asked for by name. `beside` has the configs of other implementations with kernels of their own, by name.
+    asked for by name. `others` has the configs of other implementations with kernels of their own, by name.
     """
 
     implementation: str
     config: Mapping[str, int] = field(default_factory=dict)
     source: Source = "stock"
     why: str = ""
-    beside: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    others: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
 
     def config_for(self, name: str) -> Mapping[str, int]:
         """What the data have for an implementation, chosen or not; the op's own where they have nothing else."""
-        return self.config if name == self.implementation else self.beside.get(name, self.config)
+        return self.config if name == self.implementation else self.others.get(name, self.config)
 
 
 @cache
 def _table(op: str, arch: str) -> Mapping[str, Any] | None:
-    resource = files("rocm_sd.tuning").joinpath(f"data/{arch}/{op}.json")
+    resource = files(__package__).joinpath(f"data/{arch}/{op}.json")
     if not resource.is_file():
         return None
     table: Mapping[str, Any] = json.loads(resource.read_text(encoding="utf-8"))
@@ -66,13 +66,13 @@ def lookup(op: str, arch: str, problem: Problem) -> Choice:
     if table is None:
         return Choice(STOCK, why=f"no data for {op} on {arch}")
     source, entry = entry_for(table, problem)
-    others = ((name, entry_for(part, problem)[1]) for name, part in table.get("beside", {}).items())
-    beside = {name: other["config"] for name, other in others if "config" in other}
-    return Choice(entry["implementation"], entry.get("config", {}), source, entry["why"], beside)
+    found = ((name, entry_for(part, problem)[1]) for name, part in table.get("others", {}).items())
+    others = {name: other["config"] for name, other in found if "config" in other}
+    return Choice(entry["implementation"], entry.get("config", {}), source, entry["why"], others)
 
 
 def entry_for(part: Mapping[str, Any], problem: Problem) -> tuple[Source, Mapping[str, Any]]:
-    """Of a whole table, or of what it has beside for one implementation."""
+    """Of a whole table, or of the part that it has for another implementation."""
     sources: tuple[Source, ...] = ("exact", "bucket")
     for source in sources:
         for entry in part.get(source, ()):
@@ -100,4 +100,4 @@ def _parts(op: str, arch: str) -> dict[str, Mapping[str, Any]]:
     table = _table(op, arch)
     if table is None:
         return {}
-    return {table.get("searched", {}).get("implementation", "triton"): table, **table.get("beside", {})}
+    return {table.get("searched", {}).get("implementation", "triton"): table, **table.get("others", {})}

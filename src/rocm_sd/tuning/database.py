@@ -2,7 +2,7 @@
 
 Several processes may read and write at once. A file that is corrupt or not this project's is renamed and a new one
 begun; one that a later rocm-sd wrote is left as it is. A file that cannot be written is read, and what would be written
-lasts as long as the process: each of these is told once and stops nothing.
+lasts as long as the process. Each of these is one warning, and stops nothing.
 """
 
 # ruff: noqa: S608 -- what is put into a question are names of columns; values are always bound
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from rocm_sd.errors import InvalidOption
 from rocm_sd.tuning.database_file import Opened, open_file, set_aside, without_file
 from rocm_sd.tuning.entries import Entry, Quarantined, entry_from_dict, now, quarantined_from_dict, text
-from rocm_sd.tuning.layers import default_path
+from rocm_sd.tuning.location import default_path
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable, Mapping
@@ -113,7 +113,7 @@ class Database:
         )
         return found[0] if found else None
 
-    def beside(
+    def by_others(
         self,
         op: str,
         problem: Mapping[str, int | str],
@@ -142,19 +142,6 @@ class Database:
     def count(self, environment: Environment | None = None) -> int:
         sql = "SELECT COUNT(*) FROM measurements WHERE :environment IS NULL OR environment = :environment"
         return int(self._ask(sql, {"environment": environment and environment.key()}, _first)[0])
-
-    def is_measured(
-        self,
-        op: str,
-        problem: Mapping[str, int | str],
-        environment: Environment,
-        kernel_hash: str,
-        candidate: str,
-        config: Mapping[str, int],
-    ) -> bool:
-        values = (op, text(problem), environment.key(), kernel_hash, candidate, text(config))
-        sql = f"SELECT 1 FROM measurements WHERE ({', '.join(_KEY)}) = (?, ?, ?, ?, ?, ?)"
-        return bool(self._ask(sql, values, _first))
 
     def quarantine(self, op: str, candidate: str, environment: Environment, kernel_hash: str, reason: str) -> None:
         """Never choose it there again; the first reason is kept."""
@@ -212,9 +199,9 @@ class Database:
             "quarantine": [vars(one) | {"environment": vars(one.environment)} for one in quarantined],
         }
         path = Path(path)
-        beside = path.with_name(f"{path.name}.{os.getpid()}.part")
-        beside.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-        beside.replace(path)
+        part = path.with_name(f"{path.name}.{os.getpid()}.part")
+        part.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        part.replace(path)
         return len(entries) + len(quarantined)
 
     def import_json(self, path: Path | str) -> int:

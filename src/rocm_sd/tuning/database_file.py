@@ -61,7 +61,7 @@ class Opened:
 
 
 def open_file(path: Path) -> Opened:
-    """Made where there is none. What cannot be used is told once; a connection comes back in every case."""
+    """Made where there is none. What cannot be used is one warning; a connection comes back in every case."""
     why = "it is replaced again and again"
     for _ in range(3):
         identity = None
@@ -123,10 +123,10 @@ def set_aside(path: Path, identity: tuple[int, int] | None, why: str) -> bool:
 def _create(path: Path) -> None:
     """Beside its place, and then given its name in one step: no process ever sees half of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f"{path.name}.new-{os.getpid()}")
-    beside.unlink(missing_ok=True)
+    new = path.with_name(f"{path.name}.new-{os.getpid()}")
+    new.unlink(missing_ok=True)
     try:
-        connection = _connect(beside)
+        connection = _connect(new)
         try:
             connection.execute("PRAGMA journal_mode = WAL")
             connection.executescript(
@@ -135,16 +135,16 @@ def _create(path: Path) -> None:
         finally:
             connection.close()
         try:
-            os.link(beside, path)
+            os.link(new, path)
         except FileExistsError:
             return  # another process was sooner
         except OSError:
             # A file system without hard links; the gap in which two processes could both rename is small.
             if not path.exists():
-                beside.rename(path)
+                new.rename(path)
     finally:
         for tail in ("", "-wal", "-shm"):
-            beside.with_name(beside.name + tail).unlink(missing_ok=True)
+            new.with_name(new.name + tail).unlink(missing_ok=True)
 
 
 def _connect(path: Path) -> sqlite3.Connection:

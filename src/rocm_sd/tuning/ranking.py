@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from rocm_sd.arch import Arch
 
-__all__ = ["Candidate", "Code", "Modelled", "Part", "Program", "model", "rank", "static_choice"]
+__all__ = ["Code", "Modelled", "Part", "Program", "RatedConfig", "model", "rank", "static_choice"]
 
 LAUNCH_S = 3e-6  # between two kernels of one stream, in a captured graph less
 LATENCY_S = 6e-7  # of a load from memory with the caches cold
@@ -194,7 +194,7 @@ def model(arch: Arch, workgroups: int, code: Code, program: Program) -> Modelled
 
 
 @dataclass(frozen=True)
-class Candidate:
+class RatedConfig:
     """A config with what was found. `dropped` says why it cannot be used; `blemishes` are gates that it fails."""
 
     config: Mapping[str, int]
@@ -204,7 +204,7 @@ class Candidate:
     figures: Mapping[str, Any] = field(default_factory=dict)
 
 
-def _key(candidate: Candidate) -> tuple[Any, ...]:
+def _key(candidate: RatedConfig) -> tuple[Any, ...]:
     figures = candidate.figures
     return (
         len(candidate.blemishes) > 0,
@@ -216,7 +216,7 @@ def _key(candidate: Candidate) -> tuple[Any, ...]:
     )
 
 
-def rank(candidates: Iterable[Candidate]) -> list[Candidate]:
+def rank(candidates: Iterable[RatedConfig]) -> list[RatedConfig]:
     """Those that can be used, best first.
 
     Before the time comes whether every gate is passed. Ties, at a nanosecond: more waves a SIMD, then fewer registers,
@@ -225,13 +225,13 @@ def rank(candidates: Iterable[Candidate]) -> list[Candidate]:
     return sorted((c for c in candidates if c.dropped is None), key=_key)
 
 
-def static_choice(buckets: Iterable[Iterable[Candidate]]) -> tuple[Candidate, int] | None:
+def static_choice(buckets: Iterable[Iterable[RatedConfig]]) -> tuple[RatedConfig, int] | None:
     """For problems outside of all buckets: the config that is valid in most buckets, nearest to the best of each.
 
     Nearness is the geometric mean of its time over the best one's. With the config comes the number of buckets in which
     it is valid; None where no bucket has a valid config.
     """
-    found: dict[tuple[tuple[str, int], ...], list[tuple[Candidate, float]]] = {}
+    found: dict[tuple[tuple[str, int], ...], list[tuple[RatedConfig, float]]] = {}
     for bucket in buckets:
         ranked = rank(bucket)
         best = min((c.modelled_us or 0.0 for c in ranked), default=0.0)
@@ -241,7 +241,7 @@ def static_choice(buckets: Iterable[Iterable[Candidate]]) -> tuple[Candidate, in
     if not found:
         return None
 
-    def key(served: list[tuple[Candidate, float]]) -> tuple[Any, ...]:
+    def key(served: list[tuple[RatedConfig, float]]) -> tuple[Any, ...]:
         blemished = sum(1 for candidate, _ in served if candidate.blemishes)
         mean = sum(math.log(ratio) for _, ratio in served) / len(served)
         return (-len(served), blemished, round(mean, 6), _key(served[0][0])[2:])

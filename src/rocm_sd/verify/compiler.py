@@ -16,16 +16,16 @@ import subprocess
 import sys
 import tempfile
 from concurrent.futures import as_completed
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rocm_sd import arch as archs
-from rocm_sd import settings
+from rocm_sd import settings, workers
 from rocm_sd.errors import MissingDependency, RocmSdError, Unsupported
 from rocm_sd.kernels import code_cache
-from rocm_sd.verify import workers
 from rocm_sd.verify.code_object import CodeObject
+from rocm_sd.verify.pools import pool
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -136,14 +136,13 @@ def compile_many(
             _collect(index, request, lambda r=request: compile_request(r), done, failed)  # type: ignore[misc]
             progress()
     else:
-        pool = workers.pool()
         for index, request in enumerate(named):
-            task = {"request": asdict(request)}
-            futures[pool.submit("rocm_sd.verify.compiler:compile_task", task, timeout=timeout)] = index
-        for future in as_completed(futures):
-            index = futures[future]
-            _collect(index, named[index], future.result, done, failed)
-            progress()
+            futures[pool(interpret=False).submit(compile_request, request, timeout=timeout)] = index
+        with workers.cancelling(futures):
+            for future in as_completed(futures):
+                index = futures[future]
+                _collect(index, named[index], future.result, done, failed)
+                progress()
     if failed and failures is None:
         raise failed[min(failed)]
     if failures is not None:
@@ -172,15 +171,6 @@ def _named(arch: Arch | str, kernel: Any, config: KernelConfig) -> _Request:
         raise Unsupported("The cross-compiler", f"{known.name}", hint=f"Triton accepts: {names}.")
     function: FunctionType = getattr(kernel, "fn", kernel)
     return _Request(known.name, function.__module__, function.__code__.co_filename, function.__qualname__, config)
-
-
-def compile_task(request: dict[str, Any]) -> str:
-    """What a worker runs: the request as JSON in, the path of the cache entry out."""
-    config: dict[str, Any] = {
-        name: tuple(tuple(pair) for pair in value) if isinstance(value, list) else value
-        for name, value in request.pop("config").items()
-    }
-    return compile_request(_Request(config=KernelConfig(**config), **request))
 
 
 def compile_request(request: _Request) -> str:

@@ -21,6 +21,7 @@ from rocm_sd.kernels import hip as hip_kernels
 from rocm_sd.kernels.hip import toolchain
 from rocm_sd.tuning.ranking import Program
 from rocm_sd.verify.code_object import CodeObject
+from rocm_sd.verify.programs import CountedLaunch
 from rocm_sd.verify.runner import BUDGET, Run, memory_of
 
 if TYPE_CHECKING:
@@ -37,14 +38,11 @@ _EXECUTED = ("gfx1100", "gfx1201", "gfx942")
 
 
 @dataclass(frozen=True)
-class CountedHipLaunch:
+class CountedHipLaunch(CountedLaunch):
     """`coalescing`: bytes asked for over those of the cache lines that they lie in, 1 where lanes share what they ask
     for; `conflicts` of LDS banks.
     """
 
-    kernel: str
-    grid: tuple[int, int, int]
-    program: Program
     coalescing: float
     conflicts: int
 

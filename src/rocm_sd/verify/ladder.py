@@ -20,19 +20,21 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal, Union
 
 from rocm_sd import arch as archs
+from rocm_sd import numerics
 from rocm_sd.errors import InvalidOption, MissingDependency, RocmSdError
 from rocm_sd.kernels.hip import toolchain
 from rocm_sd.kernels.hip.runtime import tagged
+from rocm_sd.numerics import in_float64, outputs
 from rocm_sd.ops import OPS
-from rocm_sd.ops.numerics import in_float64, outputs
 from rocm_sd.tuning import lookup
-from rocm_sd.verify import numerics, workers
 from rocm_sd.verify.compiler import targets
 from rocm_sd.verify.gates import check
 from rocm_sd.verify.hip_runner import emulated_hip
 from rocm_sd.verify.isa import report
+from rocm_sd.verify.pools import pool
 from rocm_sd.verify.proofs import RUNGS, proofs
 from rocm_sd.verify.runner import emulated, total
+from rocm_sd.workers import cancelling
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -45,7 +47,7 @@ if TYPE_CHECKING:
     from rocm_sd.verify.emulator import Counters
     from rocm_sd.verify.runner import Run
 
-__all__ = ["EMULATED", "Outcome", "Task", "in_float64", "names", "outputs", "plan", "verify"]
+__all__ = ["EMULATED", "Outcome", "Task", "names", "plan", "require_known", "verify"]
 
 # One of each family with its own instruction encoding and matrix layout: gfx11 and gfx12 WMMA, gfx94x MFMA.
 EMULATED = ("gfx1100", "gfx1201", "gfx942")
@@ -93,9 +95,9 @@ def plan(ops: Iterable[str] = (), architectures: Iterable[str] = (), rungs: Iter
     chosen = list(ops) or names()
     named = list(architectures) or [a.name for a in targets()]
     wanted = sorted(set(rungs)) or [1, 2, 3, 4, 5]
-    _known("op", chosen, names())
-    _known("architecture", named, [a.name for a in archs.ARCHS.values() if a.vendor is archs.Vendor.AMD])
-    _known("rung", [str(rung) for rung in wanted], ["1", "2", "3", "4", "5"])
+    require_known("op", chosen, names())
+    require_known("architecture", named, [a.name for a in archs.ARCHS.values() if a.vendor is archs.Vendor.AMD])
+    require_known("rung", [str(rung) for rung in wanted], ["1", "2", "3", "4", "5"])
     tasks = []
     for op in chosen:
         if ":" in op:
@@ -108,7 +110,7 @@ def plan(ops: Iterable[str] = (), architectures: Iterable[str] = (), rungs: Iter
     return tasks
 
 
-def _known(option: str, values: Iterable[str], choices: list[str]) -> None:
+def require_known(option: str, values: Iterable[str], choices: list[str]) -> None:
     for value in values:
         if value not in choices:
             raise InvalidOption(option, value, choices)
@@ -117,24 +119,19 @@ def _known(option: str, values: Iterable[str], choices: list[str]) -> None:
 def verify(tasks: Sequence[Task], progress: Callable[[Outcome], object] = lambda _outcome: None) -> list[Outcome]:
     """Run the tasks over as many processes as cores; the outcomes are in the order of the tasks."""
     outcomes: dict[int, Outcome] = {}
-    futures: dict[Future[Any], int] = {}
+    futures: dict[Future[Outcome], int] = {}
     for index, task in enumerate(tasks):
         at_once = _without_running(task)
         if at_once is not None:
             outcomes[index] = at_once
             progress(at_once)
             continue
-        pool = workers.pool(interpret=task.rung == 2)
-        futures[pool.submit("rocm_sd.verify.ladder:climb", asdict(task), timeout=TIMEOUT_S)] = index
-    try:
+        futures[pool(interpret=task.rung == 2).submit(climb, task, timeout=TIMEOUT_S)] = index
+    with cancelling(futures):
         for future in as_completed(futures):
             task = tasks[futures[future]]
             outcomes[futures[future]] = _outcome(task, future)
             progress(outcomes[futures[future]])
-    except BaseException:
-        for future in futures:
-            future.cancel()
-        raise
     return [outcomes[index] for index in range(len(tasks))]
 
 
@@ -183,27 +180,27 @@ def _why_not_hip(arch: str) -> str | None:
     return None
 
 
-def _outcome(task: Task, future: Future[Any]) -> Outcome:
+def _outcome(task: Task, future: Future[Outcome]) -> Outcome:
     try:
-        return Outcome(**future.result())
+        return future.result()
     except MissingDependency:
         raise
     except RocmSdError as error:
         return Outcome(task.op, task.arch, task.rung_name, "failed", str(error))
 
 
-def climb(op: str, arch: str, rung: int) -> dict[str, Any]:
-    """What a worker runs: one task."""
+def climb(task: Task) -> Outcome:
+    """What a worker runs."""
     started = time.perf_counter()
-    name, _, implementation = op.partition(":")
+    name, _, implementation = task.op.partition(":")
     subject = OPS[name]
     assert subject.verification is not None
     verification = _of_its_own(subject, implementation) if implementation else subject.verification
-    step = {1: _reference, 2: _interpreted, 3: _compiled, 4: _emulated}[rung]
-    state, sentence, figures = step(subject, verification, arch)
-    wrong = state == "failed" and rung != 3
+    step = {1: _reference, 2: _interpreted, 3: _compiled, 4: _emulated}[task.rung]
+    state, sentence, figures = step(subject, verification, task.arch)
+    wrong = state == "failed" and task.rung != 3
     seconds = time.perf_counter() - started
-    return Outcome(op, arch, RUNGS[rung - 1], state, sentence, wrong, figures, seconds).to_dict()
+    return Outcome(task.op, task.arch, task.rung_name, state, sentence, wrong, figures, seconds)
 
 
 def _of_its_own(op: Op, implementation: str) -> Verification:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 
-from rocm_sd.bench.measuring import compare
 from rocm_sd.bench.records import Machine, Measurement, Record, WorkloadFacts
+from rocm_sd.measuring import compare
 
 CARD = Machine(
     device="Test Card",

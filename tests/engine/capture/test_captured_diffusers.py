@@ -12,10 +12,10 @@ from peft import LoraConfig
 
 import rocm_sd
 from pipelines import tiny_pipeline, tiny_unet
+from rocm_sd import numerics
 from rocm_sd.engine import denoising
 from rocm_sd.engine.capture import captured
 from rocm_sd.errors import Unsupported
-from rocm_sd.verify import numerics
 
 
 @pytest.fixture(autouse=True)

@@ -20,11 +20,11 @@ from diffusers import (
 from live_memory import live_peak
 from model_inputs import doubled, notes, offload_hook, same, unet_inputs
 from pipelines import tiny_pipeline
+from rocm_sd import numerics
 from rocm_sd.engine.levels import decision as levels
 from rocm_sd.engine.levels import sequential_guidance
 from rocm_sd.errors import InvalidOption
 from rocm_sd.rewrite import RULES, apply, undo
-from rocm_sd.verify import numerics
 from tiny_models import controlnet_of, unet_of
 
 CPU = torch.device("cpu")

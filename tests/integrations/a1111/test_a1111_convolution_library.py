@@ -11,7 +11,7 @@ from rocm_sd.engine.convolutions.library import Library
 from rocm_sd.integrations.a1111 import switch
 from rocm_sd.integrations.a1111.switch import SWITCH
 from rocm_sd.ops.registry import forget_choices
-from rocm_sd.tuning import Choice, layers
+from rocm_sd.tuning import Choice, resolve
 
 ON = (True, "auto", "exact")
 OFF = (False, "auto", "exact")
@@ -71,7 +71,7 @@ def test_without_the_library_where_convolutions_are_contiguous(host, script, cha
     found = Library(Choice("none", source="measured here", why=FIGURES), torch.device("cuda"))
     monkeypatch.setattr(switch, "choose_library", lambda _device: found)
     layout = Choice("channels_last" if channels_last else "torch", why="timed")
-    monkeypatch.setattr(layers, "choose", lambda *_: layout)
+    monkeypatch.setattr(resolve, "choose", lambda *_: layout)
     with seen_by_convolutions(monkeypatch) as seen:
         pictures(host, script, ON)
     assert (WITHOUT in seen) is not channels_last

@@ -8,12 +8,12 @@ import comfyui_in_process
 import pytest
 import torch
 
+from rocm_sd import numerics
 from rocm_sd.integrations.comfyui.attention import OPTION, override_for
 from rocm_sd.integrations.comfyui.channels_last import Layout
 from rocm_sd.integrations.comfyui.comfyui_policy import MODEL_RULES, VAE_RULES, ComfyUIPolicy, find, fused
 from rocm_sd.integrations.comfyui.patch_report import PatchReport
 from rocm_sd.ops import OPS
-from rocm_sd.verify import numerics
 
 NAMED = ",".join(f"{name}=torch" for name in OPS)
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]

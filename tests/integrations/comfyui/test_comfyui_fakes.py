@@ -12,6 +12,7 @@ import fake_comfyui
 import pytest
 import torch
 
+from rocm_sd import numerics
 from rocm_sd.integrations.comfyui import (
     NODE_CLASS_MAPPINGS,
     NODE_DISPLAY_NAME_MAPPINGS,
@@ -31,7 +32,6 @@ from rocm_sd.integrations.comfyui.nodes import (
 from rocm_sd.integrations.comfyui.patch_report import PatchReport
 from rocm_sd.integrations.ldm import blocks
 from rocm_sd.ops import OPS
-from rocm_sd.verify import numerics
 
 NAMED = ",".join(f"{name}=torch" for name in OPS)
 

@@ -12,10 +12,10 @@ from diffusers.models import attention_dispatch
 from diffusers.models.attention_dispatch import AttentionBackendName, attention_backend, dispatch_attention_fn
 
 from model_inputs import flux_inputs
+from rocm_sd import numerics
 from rocm_sd.errors import Unsupported
 from rocm_sd.integrations.diffusers import attending
 from rocm_sd.integrations.diffusers import attention_backend as ours
-from rocm_sd.verify import numerics
 from tiny_models import flux_transformer
 
 REGISTRY = attention_dispatch._AttentionBackendRegistry

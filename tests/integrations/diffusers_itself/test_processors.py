@@ -21,6 +21,7 @@ import pipelines
 import rocm_sd
 from model_inputs import sd3_inputs, sdxl_inputs, unet_inputs
 from pipelines import CASES, Twins, small_blocks_too
+from rocm_sd import numerics
 from rocm_sd.engine.capture import foreign
 from rocm_sd.errors import Unsupported
 from rocm_sd.integrations.diffusers import (
@@ -31,7 +32,6 @@ from rocm_sd.integrations.diffusers import (
     attending,
     set_rocm_processors,
 )
-from rocm_sd.verify import numerics
 from tiny_models import controlnet_of, sd3_transformer, unet_of, vae_of
 
 STOCK = {

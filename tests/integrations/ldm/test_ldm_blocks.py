@@ -11,10 +11,10 @@ import torch
 from ldm_hosts import FAKES, HOSTS, error, picture, run, whole
 from torch import nn
 
+from rocm_sd import numerics
 from rocm_sd.integrations.ldm import blocks
 from rocm_sd.ops import OPS
 from rocm_sd.rewrite import sampling
-from rocm_sd.verify import numerics
 
 
 @pytest.fixture(params=HOSTS)

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 
+from rocm_sd import numerics
 from rocm_sd.ops import OPS
-from rocm_sd.verify import compiler, ladder, numerics
+from rocm_sd.verify import compiler, ladder
 from rocm_sd.verify.emulator import Buffer, launch
 from rocm_sd.verify.ladder import EMULATED
 from rocm_sd.verify.runner import emulated, total

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from rocm_sd import numerics
 from rocm_sd.errors import NumericsFailure
-from rocm_sd.verify import compiler, emulator, numerics
+from rocm_sd.verify import compiler, emulator
 from rocm_sd.verify.runner import emulated
 from verify.kernels import add, broken, matmul, softmax
 

@@ -71,7 +71,7 @@ def render(content: Page) -> str:
         import jinja2  # noqa: PLC0415 -- of the extra "report"
     except ImportError:
         raise MissingDependency("jinja2", "report") from None
-    folder = files("rocm_sd.bench.report") / "templates"
+    folder = files(__package__) / "templates"
     style, script, source = (
         (folder / name).read_text(encoding="utf-8") for name in ("page.css", "page.js", "page.html")
     )

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from rocm_sd.bench.records import BESIDE, INTERVALS, TURNS_FOR_95
+from rocm_sd.bench.records import BESIDE, INTERVALS
 from rocm_sd.bench.report.charts import Bar, Step, bars, waterfall
 from rocm_sd.bench.report.parts import Card, Figure, Headline, Section, Table, ratio_words, shown, times
+from rocm_sd.comparison import TURNS_FOR_95
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -271,7 +272,7 @@ def _card(record: Record, batch: int) -> Figure | None:
 
 
 def _step(record: Record, m: Measurement, before: Measurement) -> Comparison:
-    from rocm_sd.bench.measuring import compare  # noqa: PLC0415 -- only ablations need it
+    from rocm_sd.measuring import compare  # noqa: PLC0415 -- only ablations need it
 
     recorded = _comparison(record, m.engine, before.engine, m.batch)
     return recorded or compare(m.engine, before.engine, m.batch, m.ms, before.ms)

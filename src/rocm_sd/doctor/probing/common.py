@@ -81,7 +81,7 @@ def random(place: Place, *shape: int, dtype: torch.dtype | None = None, seed: in
 
 def medians(calls: Mapping[str, Callable[[], Any]], place: Place) -> dict[str, float]:
     """Milliseconds of each call, timed in turns after a warm-up."""
-    from rocm_sd.bench.measuring import Stopwatch, interleaved, settled  # noqa: PLC0415 -- imports torch
+    from rocm_sd.measuring import Stopwatch, interleaved, settled  # noqa: PLC0415 -- imports torch
 
     stopwatch = Stopwatch(place.device)
     # A CPU's times answer no check's question.

@@ -66,7 +66,7 @@ def _replay(
     where: Place,
     seed: int,
 ) -> dict[str, Any]:
-    from rocm_sd.verify.numerics import compare  # noqa: PLC0415 -- imports torch
+    from rocm_sd.numerics import compare  # noqa: PLC0415 -- imports torch
 
     changed = random(where, *held.shape, seed=seed)
     held.copy_(changed)

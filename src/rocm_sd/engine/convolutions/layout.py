@@ -15,7 +15,7 @@ from torch import nn
 
 from rocm_sd import arch
 from rocm_sd.engine.installed import Installed
-from rocm_sd.tuning import Choice, environment, layers
+from rocm_sd.tuning import Choice, environment, resolve
 from rocm_sd.tuning.choice import STOCK
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ _CHANNELS, _SIDE = 256, 8
 
 def choose_layout(device: torch.device, dtype: torch.dtype | None) -> Choice:
     """For convolutions in this dtype; `implementation` is CHANNELS_LAST, or anything else for the layout they have."""
-    choice = layers.choose("memory_format", arch.detect(device).name, {}, environment.current(device), "")
+    choice = resolve.choose("memory_format", arch.detect(device).name, {}, environment.current(device), "")
     # In half precision the rounding of each result is a thousand times as large as what the order of a sum makes.
     if choice.implementation != CHANNELS_LAST or dtype is not torch.float32:
         return choice

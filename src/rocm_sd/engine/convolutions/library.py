@@ -20,7 +20,7 @@ from rocm_sd import arch
 from rocm_sd.arch.convolution_libraries import convolution_library
 from rocm_sd.engine.installed import Installed
 from rocm_sd.rewrite import forwards
-from rocm_sd.tuning import environment, layers
+from rocm_sd.tuning import environment, resolve
 from rocm_sd.tuning.choice import STOCK
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ def flags_set_by_hand() -> Flags:
 def choose_library(device: torch.device) -> Library:
     """What was measured on this device; as torch is set where nothing was."""
     known = (STOCK, *_WANTED)
-    found = layers.choose(_OP, arch.detect(device).name, {}, environment.current(device), "", known)
+    found = resolve.choose(_OP, arch.detect(device).name, {}, environment.current(device), "", known)
     return Library(found, device)
 
 

@@ -1,0 +1,95 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from rocm_sd.bench import tracing
+from rocm_sd.errors import InvalidOption, ModelNotFound
+from rocm_sd.numerics import outputs
+from rocm_sd.ops import OPS
+from rocm_sd.ops.registry import Op
+from rocm_sd.tuning.search.calls import make
+from rocm_sd.tuning.search.candidates import operation
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    return tracing.workload("sd15-512-tiny", CPU)
+
+
+@pytest.fixture(scope="module")
+def traced(tiny):
+    return tracing.trace(tiny)
+
+
+def by_op(traced):
+    return {name: [each for each in traced if each.call.op == name] for name in {each.call.op for each in traced}}
+
+
+def test_every_op_of_a_picture_is_seen(traced):
+    found = by_op(traced)
+    settings = {"memory_format", "convolution_library"}
+    assert set(found) == settings | (set(OPS) - {"guided_step", "geglu", "layout_copy", "upsample_conv2d"})
+    assert len({(each.call.op, each.call.problem) for each in traced}) == len(traced)
+    # Guidance doubles the batch of the UNet, at every step; the VAE draws one picture, once.
+    norms = {dict(each.call.problem)["n"]: each.count for each in found["group_norm_silu"]}
+    assert set(norms) == {1, 2}
+    assert min(e.count for e in found["attention"] if dict(e.call.problem)["b"] == 2) >= 3
+
+
+def test_a_call_rebuilt_is_the_same_problem_and_runs(traced):
+    for each in traced:
+        op = operation(each.call.op)
+        arguments = make(each.call, CPU)
+        assert tuple(op.verification.problem(*arguments).items()) == each.call.problem
+        with torch.no_grad():
+            for y in outputs(op.implementations[0].run(*arguments, config={})):
+                assert torch.isfinite(y).all()
+
+
+def test_sizes_batches_and_ops_are_those_asked_for(tiny):
+    sizes = tracing.trace(tiny, [(64, 64), (64, 128)], [1, 2], ["attention"])
+    assert {each.call.op for each in sizes} == {"attention"}
+    seen = {(dict(e.call.problem)["b"], dict(e.call.problem)["s"]) for e in sizes}
+    assert {(2, 64), (4, 64), (2, 128), (4, 128)} <= seen
+    assert (tiny.facts.height, tiny.facts.width) == (64, 64)
+
+
+def test_ops_are_as_they_were_afterwards(tiny):
+    before = Op.run, Op.choose
+    with pytest.raises(InvalidOption, match="multiples of 8"):
+        tracing.trace(tiny, [(63, 64)])
+    with pytest.raises(RuntimeError, match="stop"), tracing.watched(tracing.Watched(), answer_stock=True):
+        raise RuntimeError("stop")
+    assert (Op.run, Op.choose) == before
+
+
+def test_while_watched_everything_is_stock_and_answers_are_fixed(monkeypatch):
+    pytest.importorskip("triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    seen = tracing.Watched()
+    x = torch.randn(4, 64, dtype=torch.float16)
+    op = OPS["geglu"]
+    problem = op.verification.problem(x)
+    with tracing.watched(seen, answer_stock=False):
+        assert op.choose(problem, CPU).implementation == "triton"
+        # Asked for by name, too: nothing that was never tried runs here.
+        y = op.run(problem, CPU, "triton", x, None)
+    with tracing.watched(seen, answer_stock=True):
+        assert op.choose(problem, CPU).implementation == "torch"
+    assert torch.equal(y, op.implementations[0].run(x, None, config={}))
+    assert [each.call.op for each in seen.traced()] == ["geglu"]
+
+
+def test_a_model_that_is_not_there():
+    with pytest.raises(ModelNotFound):
+        tracing.workload("./no-such-model", CPU)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_both_ways_of_a_model_are_seen():
+    made = tracing.workload("sd15-512-tiny", torch.device("cuda"))
+    found = by_op(tracing.trace(made, [(256, 256)]))
+    assert {"conv2d", "upsample", "guided_step", "attention"} <= set(found)

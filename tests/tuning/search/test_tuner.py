@@ -1,0 +1,236 @@
+"""Real worker processes, a real database, candidates that misbehave."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import random
+import re
+import signal
+import sqlite3
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from misbehaving import CANDIDATES
+
+from rocm_sd.tuning.database import Database
+from rocm_sd.tuning.search.candidates import Candidate
+from rocm_sd.tuning.search.halving import strategy
+from rocm_sd.tuning.search.tuner import Tuner, TunerOptions
+
+CPU = torch.device("cpu")
+FORK = multiprocessing.get_context("fork")
+
+
+@pytest.fixture
+def database(tmp_path):
+    return Database(tmp_path / "tuning.sqlite3")
+
+
+@pytest.fixture
+def plugged(installed):
+    """plugged(expression): the candidates of geglu that this list has."""
+
+    def plug(expression: str) -> None:
+        installed(
+            CANDIDATES + f"\n    def candidates():\n        return {expression}\n",
+            {"rocm_sd.candidates": {"misbehaving": "tuner_plugin:candidates"}},
+        )
+
+    return plug
+
+
+def test_each_kind_of_harm_costs_one_candidate(plugged, database, geglu_call):
+    harmful = ("nans", "wrong_once", "leaves_out", "raises", "aborts", "wrong_later", "hangs")
+    plugged("[" + ", ".join(f"of({n!r}, {n})" for n in (*harmful, "sleeps", "remembers")) + "]")
+    # A million results: one of them is wrong.
+    (outcome,) = Tuner(CPU, database, TunerOptions(60, timeout_s=2.5)).run([geglu_call(1024, 1024)])
+    reasons = {failure.candidate: failure.reason for failure in outcome.failures}
+    assert set(reasons) == set(harmful)
+    assert "nan" in reasons["nans"]
+    assert reasons["wrong_once"].startswith("wrong: largest error 0.01")
+    assert reasons["leaves_out"].startswith("wrong")
+    assert reasons["raises"] == "ValueError: not today"
+    assert reasons["aborts"].startswith(f"crashed by signal {signal.SIGABRT.value}")
+    assert reasons["wrong_later"].startswith("wrong after it was timed")
+    assert reasons["hangs"] == "hung: stopped after 2.5 s without an answer"
+    # The others went on, the faster one is chosen, and the slower one is known to be slower.
+    assert outcome.chosen == Candidate("remembers")
+    assert outcome.times_stock > 1.5
+    assert outcome.complete
+    stored = {entry.candidate: entry for entry in database.all()}
+    assert set(stored) == {*harmful, "sleeps", "remembers", "torch"}
+    assert {name for name, entry in stored.items() if entry.numerics == "ok"} == {"sleeps", "remembers", "torch"}
+    slow = stored["sleeps"]
+    assert slow.stock_us < slow.low_us <= slow.median_us
+    best = database.best("geglu", dict(outcome.problem), slow.environment, "1")
+    assert best.candidate == "remembers"
+
+
+def test_what_is_not_clearly_faster_is_stored_and_stock_is_chosen(plugged, database, geglu_call):
+    plugged("[of('same', lambda x, bias, *, config: stock(x, bias, config={})), of('sleeps', sleeps)]")
+    (outcome,) = Tuner(CPU, database, TunerOptions(30)).run([geglu_call(64, 64)])
+    stored = {entry.candidate: entry for entry in database.all()}
+    assert {"same", "sleeps", "torch"} == set(stored)
+    assert not stored["sleeps"].clearly_faster
+    if not stored["same"].clearly_faster:  # an interval of 95% is wrong once in a while
+        assert outcome.chosen == Candidate("torch")
+        assert outcome.us == outcome.stock_us
+
+
+def test_a_second_run_measures_nothing_and_fresh_measures_all(plugged, database, geglu_call):
+    plugged("[of('sleeps', sleeps, ({'ms': 1}, {'ms': 2}))]")
+    traced = [geglu_call(8, 8)]
+    (first,) = Tuner(CPU, database, TunerOptions(30)).run(traced)
+    before = database.all()
+    begun = time.monotonic()
+    (second,) = Tuner(CPU, database, TunerOptions(30)).run(traced)
+    assert time.monotonic() - begun < 1  # not even a worker is started
+    assert (first.now > 0, second.now, second.complete) == (True, 0, True)
+    assert database.all() == before
+    (third,) = Tuner(CPU, database, TunerOptions(30, fresh=True)).run(traced)
+    assert third.now >= 3
+    assert {entry.when for entry in database.all()}.isdisjoint({entry.when for entry in before})
+
+
+SLOW = "[of('sleeps', sleeps, tuple({'ms': ms} for ms in range(1, 13)))]"
+
+
+def tuned(path, traced, budget_s):
+    Tuner(CPU, Database(path), TunerOptions(budget_s)).run(traced)
+
+
+def measured(path):
+    """By key, as it is on disk: through a connection of its own."""
+    if not path.exists():
+        return {}
+    database = Database(path)
+    try:
+        return {(e.op, str(e.problem), e.candidate, str(e.config)): e for e in database.all()}
+    finally:
+        database.close()
+
+
+def test_three_kills_lose_nothing_measured(plugged, tmp_path, geglu_call):
+    plugged(SLOW)
+    path, traced = tmp_path / "killed.sqlite3", [geglu_call(8, 8)]
+    chance = random.Random(8)
+    known = {}
+    for _ in range(3):
+        more = len(known) + chance.randint(1, 3)
+        process = FORK.Process(target=tuned, args=(path, traced, 60.0))
+        process.start()
+        while len(measured(path)) < more:
+            time.sleep(0.02)
+            assert process.is_alive()
+        time.sleep(chance.random() / 5)
+        seen = measured(path)
+        os.kill(process.pid, signal.SIGKILL)
+        process.join()
+        assert process.exitcode == -signal.SIGKILL
+        after = measured(path)
+        assert set(known) <= set(seen) <= set(after)
+        # What an earlier run had measured was not measured again on the way.
+        assert all(after[key] == entry for key, entry in known.items())
+        known = after
+    (outcome,) = Tuner(CPU, Database(path), TunerOptions(60)).run(traced)
+    assert outcome.complete
+    assert len(measured(path)) == 13
+    assert set(known) <= set(measured(path))
+    with sqlite3.connect(path) as connection:
+        assert connection.execute("PRAGMA integrity_check").fetchone() == ("ok",)
+
+
+def test_two_tuners_at_once(plugged, tmp_path, geglu_call):
+    plugged("[of('sleeps', sleeps, tuple({'ms': ms} for ms in range(1, 5)))]")
+    path, traced = tmp_path / "shared.sqlite3", [geglu_call(8, 8), geglu_call(16, 8)]
+    both = [FORK.Process(target=tuned, args=(path, each, 60.0)) for each in (traced, traced[::-1])]
+    for process in both:
+        process.start()
+    for process in both:
+        process.join()
+        assert process.exitcode == 0
+    assert len(measured(path)) == 10
+    with sqlite3.connect(path) as connection:
+        assert connection.execute("PRAGMA integrity_check").fetchone() == ("ok",)
+
+
+def test_the_budget_is_kept_even_where_the_last_candidate_hangs(plugged, database, geglu_call):
+    plugged("[of('sleeps', sleeps, tuple({'ms': ms} for ms in range(60, 70))), of('hangs', hangs)]")
+    shares = []
+    tuner = Tuner(CPU, database, TunerOptions(6.0, timeout_s=60), lambda step: shares.append(step.share))
+    begun = time.monotonic()
+    (outcome,) = tuner.run([geglu_call(8, 8)])
+    assert time.monotonic() - begun <= 1.1 * 6.0
+    assert not outcome.complete
+    assert 0 < outcome.measured < outcome.candidates
+    # It was stopped by the end of the time, which is no fault of its own.
+    assert "hangs" not in {entry.candidate for entry in database.all()}
+    assert shares == sorted(shares)
+    assert shares[-1] <= 1
+
+
+@pytest.mark.parametrize(("spent_s", "left_s"), [(2.0, 4.0), (100.0, 3.0)])
+def test_the_budget_counts_from_the_start_of_the_command_and_leaves_half_of_it(
+    plugged, database, geglu_call, spent_s, left_s
+):
+    plugged("[of('sleeps', sleeps, tuple({'ms': ms} for ms in range(60, 70))), of('hangs', hangs)]")
+    begun = time.monotonic()
+    (outcome,) = Tuner(CPU, database, TunerOptions(6.0)).run([geglu_call(8, 8)], begun - spent_s)
+    assert 0.8 * left_s <= time.monotonic() - begun <= left_s + 0.6
+    assert not outcome.complete
+
+
+def test_ctrl_c_keeps_what_was_measured(plugged, database, geglu_call):
+    plugged(SLOW)
+
+    def interrupt(step):
+        if len(database.all()) == 3:
+            raise KeyboardInterrupt
+
+    tuner = Tuner(CPU, database, TunerOptions(60), interrupt)
+    (outcome,) = tuner.run([geglu_call(8, 8)])
+    assert tuner.interrupted
+    assert outcome.measured == len(database.all()) == 3
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_a_worker_that_cannot_start_is_held_against_no_candidate(
+    plugged, database, geglu_call, tmp_path, monkeypatch, jobs
+):
+    plugged("[of('sleeps', sleeps, ({'ms': 1}, {'ms': 2}))]")
+    broken = tmp_path / "python"
+    broken.write_text("#!/bin/sh\necho 'libamdhip64.so: no such file' >&2\nexit 127\n")
+    broken.chmod(0o755)
+    monkeypatch.setattr("sys.executable", str(broken))
+    begun = time.monotonic()
+    (outcome,) = Tuner(CPU, database, TunerOptions(60, jobs=jobs)).run([geglu_call(8, 8)])
+    assert outcome.unchecked == (
+        "a worker could not be started: crashed with exit status 127; it last said: libamdhip64.so: no such file"
+    )
+    assert (outcome.measured, outcome.failures, database.all()) == (0, (), ())
+    assert time.monotonic() - begun < 20
+
+
+def test_the_example_in_the_documents_works(installed, database, geglu_call):
+    page = (Path(__file__).parents[3] / "docs" / "tuning.md").read_text(encoding="utf-8")
+    (source,) = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    (points,) = re.findall(r"^```toml\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    groups = re.findall(r'entry-points."([\w.]+)"\]\n([\w-]+) = "my_package:(\w+)"', points)
+    installed(source, {group: {name: f"tuner_plugin:{value}"} for group, name, value in groups})
+    options = TunerOptions(30, strategy=strategy("each-once"))
+    (outcome, small) = Tuner(CPU, database, options).run([geglu_call(512, 64), geglu_call(16, 64)])
+    assert (outcome.candidates, outcome.complete, outcome.failures) == (3, True, ())
+    assert small.candidates == 1
+    stored = {entry.candidate: entry for entry in database.all(op="geglu")}
+    assert stored["in_pieces"].kernel_hash == "1"
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_every_candidate_of_an_op_is_right_or_skipped(database, geglu_call):
+    traced = geglu_call(4096, 1280, torch.float16)
+    (outcome,) = Tuner(torch.device("cuda"), database, TunerOptions(60, jobs=2)).run([traced])
+    assert outcome.measured > 1
+    assert outcome.times_stock >= 1
