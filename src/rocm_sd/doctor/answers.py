@@ -10,14 +10,14 @@ from rocm_sd.doctor.check import CannotRun, Finding, Status
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from rocm_sd.doctor.check import Probes
+    from rocm_sd.doctor.check import Probe, Probes
     from rocm_sd.doctor.facts import Facts
 
 __all__ = ["flag", "is_on", "number", "on_the_gpu", "rows", "text"]
 
 
 def on_the_gpu(
-    probe: str, judge: Callable[[Facts, Mapping[str, Any]], Finding], *, also_on_cpu: bool = False
+    probe: Probe, judge: Callable[[Facts, Mapping[str, Any]], Finding], *, also_on_cpu: bool = False
 ) -> Callable[[Facts, Probes], Finding]:
     """A check that asks the probe and judges its answer; without a GPU, and so without the question, it says so.
 
@@ -28,13 +28,13 @@ def on_the_gpu(
         has_gpu = bool(facts.gpus or facts.torch.devices)
         if not has_gpu and not also_on_cpu:
             return Finding(Status.NOT_HERE, "There is no GPU to measure.")
-        answer = probes.ask(probe)
+        answer = probes.ask(probe.name)
         try:
             if has_gpu and is_on(answer, "cpu"):
                 raise CannotRun("torch sees no GPU, so the probe ran on the processor")
             return judge(facts, answer)
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-            raise CannotRun(f"the answer of the probe {probe} could not be read ({error!r})") from None
+            raise CannotRun(f"the answer of the probe {probe.name} could not be read ({error!r})") from None
 
     return run
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from rocm_sd.doctor.facts import Facts
 
-__all__ = ["CannotRun", "Check", "Finding", "Fix", "Probes", "Status"]
+__all__ = ["CannotRun", "Check", "Finding", "Fix", "Probe", "Probes", "Status"]
 
 
 class Status(Enum):
@@ -61,6 +61,17 @@ class Finding:
 
 
 @dataclass(frozen=True)
+class Probe:
+    """What a check measures. It runs in a process of its own, and its name is the key of a recorded answer.
+
+    `answer(*, device=None, quick=False)` gives one JSON object, in which `device` says where it ran.
+    """
+
+    name: str
+    answer: Callable[..., dict[str, Any]]
+
+
+@dataclass(frozen=True)
 class Check:
     """`measures`: what is looked at; `links`: where users met the pain, as evidence; `run` may raise CannotRun."""
 
@@ -69,3 +80,4 @@ class Check:
     measures: str
     links: tuple[str, ...]
     run: Callable[[Facts, Probes], Finding]
+    probe: Probe | None = None

@@ -14,10 +14,10 @@ from rocm_sd.errors import InvalidOption
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from rocm_sd.doctor.check import Probes
+    from rocm_sd.doctor.check import Probe, Probes
     from rocm_sd.doctor.facts import Facts
 
-__all__ = ["Examined", "all_checks", "chosen_checks", "examine"]
+__all__ = ["Examined", "all_checks", "all_probes", "chosen_checks", "examine"]
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,11 @@ def all_checks() -> tuple[Check, ...]:
     """Every module in doctor/checks/, by name. One that cannot be imported is a check that says so."""
     names = sorted(module.name for module in pkgutil.iter_modules(checks_package.__path__))
     return tuple(_check(f"{checks_package.__name__}.{name}") for name in names)
+
+
+def all_probes() -> dict[str, Probe]:
+    """What the checks measure, by name."""
+    return {check.probe.name: check.probe for check in all_checks() if check.probe is not None}
 
 
 def chosen_checks(names: Sequence[str]) -> tuple[Check, ...]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from rocm_sd.doctor.probing.common import Cannot
+from rocm_sd.doctor.check import CannotRun
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -32,6 +32,12 @@ class Outcome:
     answer: dict[str, Any] | None
     failed: str = ""
     exceeded: bool = False
+
+    def required(self, otherwise: str) -> dict[str, Any]:
+        """The answer; where there is none, the probe cannot run, and says so in these words with the reason."""
+        if self.answer is None:
+            raise CannotRun(f"{otherwise}: {self.failed}")
+        return self.answer
 
 
 def isolated(work: Callable[..., dict[str, Any]], *arguments: Any, limit_s: float) -> Outcome:
@@ -59,7 +65,7 @@ def isolated(work: Callable[..., dict[str, Any]], *arguments: Any, limit_s: floa
         process.kill()
         process.join(1)
     if kind == "cannot":
-        raise Cannot(value)
+        raise CannotRun(value)
     return Outcome(value) if kind == "answer" else Outcome(None, str(value))
 
 
@@ -72,7 +78,7 @@ def _import_beforehand() -> None:
 def _send(connection: Connection, work: Callable[..., dict[str, Any]], arguments: tuple[Any, ...]) -> None:
     try:
         answer = work(*arguments)
-    except Cannot as reason:
+    except CannotRun as reason:
         connection.send(("cannot", str(reason)))
     except Exception as error:  # noqa: BLE001 -- the reason is the answer
         traceback.print_exc()
