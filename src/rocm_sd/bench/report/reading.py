@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from rocm_sd.bench.records import FORMAT, Record, UnreadableRecord
-from rocm_sd.bench.report.checking import check, is_number
 from rocm_sd.errors import RocmSdError
+from rocm_sd.typed_json import is_number
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -79,7 +79,7 @@ def read(paths: Iterable[Path]) -> Inputs:
         values = _json(path) if path in named else _json_or_none(path)
         if isinstance(values, dict) and values.get("format") == FORMAT:
             record = Record.load(path)
-            check(record, path)
+            _require_sense(record, path)
             if record.kind == "op":
                 op_runs.append(_op_run(record))
             else:
@@ -91,6 +91,25 @@ def read(paths: Iterable[Path]) -> Inputs:
         else:
             skipped.append(str(path.relative_to(found[path])))
     return Inputs(tuple(records), tuple(op_runs), tuple(skipped))
+
+
+def _require_sense(record: Record, path: Path) -> None:
+    """Raises `UnreadableRecord` where values that are right one by one contradict each other."""
+
+    def require(met: bool, sentence: str) -> None:
+        if not met:
+            raise UnreadableRecord(path, sentence)
+
+    for m in record.measurements:
+        where = f"{m.engine!r} at batch {m.batch}"
+        told = bool(m.ms) or m.left_out is not None or not record.complete
+        require(told, f"{where} has neither timings nor a reason")
+        require(not (m.ms and m.left_out), f"{where} was left out and has timings")
+    for c in record.comparisons:
+        require(c.low <= c.high, f"the interval of {c.engine!r} against {c.against!r} is inside out")
+    if record.kind == "op":
+        described = all(m.batch <= len(record.op_cases) for m in record.measurements)
+        require(described, "a case of an op is not described")
 
 
 def _json(path: Path) -> Any:
