@@ -29,7 +29,6 @@ _TYPES: dict[str, type | tuple[type, ...]] = {
     "object": dict, "array": list, "string": str, "number": (int, float), "integer": int, "boolean": bool,
     "null": type(None),
 }  # fmt: skip
-_TOP = "the file"
 
 
 class Misfit(ValueError):
@@ -40,9 +39,9 @@ class Misfit(ValueError):
         self.problems = problems
 
 
-def read(kind: type[Value], values: Any, rules: Rules | None = None) -> Value:
-    """What `dataclasses.asdict` gave and JSON carried, as `kind` again; raises Misfit."""
-    wrong = violations(values, schema(kind, rules))
+def read(kind: type[Value], values: Any, rules: Rules | None = None, *, top: str = "the file") -> Value:
+    """What `dataclasses.asdict` gave and JSON carried, as `kind` again; raises Misfit, which calls the whole `top`."""
+    wrong = violations(values, schema(kind, rules), top=top)
     if wrong:
         raise Misfit(wrong)
     made: Value = _built(kind, values)
@@ -89,8 +88,9 @@ def _built(kind: Any, value: Any) -> Any:
     return tuple(_built(inner[0], each) for each in value) if origin is tuple else value
 
 
-def violations(value: Any, form: Mapping[str, Any], where: str = _TOP) -> tuple[str, ...]:
+def violations(value: Any, form: Mapping[str, Any], place: str = "", *, top: str = "the file") -> tuple[str, ...]:
     """What of `value` is not as the JSON Schema `form` says. Knows the words of that language that `schema` writes."""
+    where = place or top
     names = form.get("type", [])
     names = [names] if isinstance(names, str) else names
     if names and not any(_is(value, name) for name in names):
@@ -100,9 +100,10 @@ def violations(value: Any, form: Mapping[str, Any], where: str = _TOP) -> tuple[
         if len(value) < form.get("minItems", 0):
             found.append(f"{where} has fewer than {form['minItems']} entries")
         for number, entry in enumerate(value):
-            found += violations(entry, form.get("items", {}), f"{where}[{number}]")
+            found += violations(entry, form.get("items", {}), f"{place}[{number}]")
     if isinstance(value, dict):
-        found += _of_object(value, form, where)
+        found += [f"{where} has no {name}" for name in form.get("required", ()) if name not in value]
+        found += _of_entries(value, form, f"{place}." if place else "")
     return tuple(found)
 
 
@@ -125,16 +126,12 @@ def _of_value(value: Any, form: Mapping[str, Any], where: str) -> Iterator[str]:
             yield f"{where} is not above {form['exclusiveMinimum']}"
 
 
-def _of_object(value: dict[str, Any], form: Mapping[str, Any], where: str) -> list[str]:
-    known = form.get("properties", {})
-    others = form.get("additionalProperties", True)
-    found = [f"{where} has no {name}" for name in form.get("required", ()) if name not in value]
+def _of_entries(value: dict[str, Any], form: Mapping[str, Any], before: str) -> Iterator[str]:
+    known, others = form.get("properties", {}), form.get("additionalProperties", True)
     for name, entry in value.items():
-        inside = name if where == _TOP else f"{where}.{name}"
         if name in known:
-            found += violations(entry, known[name], inside)
+            yield from violations(entry, known[name], f"{before}{name}")
         elif others is False:
-            found.append(f"{inside} is not known")
+            yield f"{before}{name} is not known"
         elif isinstance(others, dict):
-            found += violations(entry, others, inside)
-    return found
+            yield from violations(entry, others, f"{before}{name}")

@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
+from rocm_sd.arch import host
+
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
 
@@ -247,8 +249,7 @@ def _quietly(close: Callable[[], object]) -> None:
 
 def _pci_address(device: torch.device) -> str:
     index = torch.cuda.current_device() if device.index is None else device.index
-    properties: Any = torch.cuda.get_device_properties(index)
-    return f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
+    return host.pci_address(torch.cuda.get_device_properties(index))
 
 
 def _same_card(told: str, address: str) -> bool:

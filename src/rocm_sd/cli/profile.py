@@ -164,7 +164,6 @@ def _write(
     flame: Path | None,
 ) -> list[Path]:
     from rocm_sd.bench.profiling import flame as flame_chart
-    from rocm_sd.bench.profiling.capture import write_trace
     from rocm_sd.bench.profiling.families import IDLE
     from rocm_sd.cli.pictures import save_text
 
@@ -174,7 +173,7 @@ def _write(
         written.append(out / "profile.json")
         trace, flame = trace or out / "trace.json", flame or out / "flame.html"
     if trace is not None and values is not None:
-        write_trace(values, trace)
+        save_text(json.dumps(values), trace)
         written.append(trace)
     if flame is not None:
         idle = told.family(IDLE)

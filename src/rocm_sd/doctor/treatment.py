@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from rocm_sd.doctor.check import Status
 from rocm_sd.errors import RocmSdError
+from rocm_sd.files import whole
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -105,12 +106,10 @@ def write(treatment: Treatment, file: Path) -> bool:
         return False
     text = "\n".join([_HEADER, *kept, *new]) + "\n"
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        fresh = file.with_name(file.name + ".new")
-        fresh.write_text(text, encoding="utf-8")
-        if before is not None:
-            file.replace(_backup(file, len(_backups(file)) + 1))
-        fresh.replace(file)
+        with whole(file) as fresh:
+            fresh.write_text(text, encoding="utf-8")
+            if before is not None:
+                file.replace(_backup(file, len(_backups(file)) + 1))
     except OSError as error:
         raise RocmSdError(f"{file} cannot be written: {error.strerror}.", hint="Set the variables by hand.") from None
     return True

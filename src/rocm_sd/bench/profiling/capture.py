@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
 
     from typing_extensions import Self
 
-__all__ = ["Recording", "module_ranges", "synchronize", "write_trace"]
+__all__ = ["Recording", "module_ranges", "synchronize"]
 
 # Containers only hold others, and these do nothing at inference: a range around them would be noise.
 _SILENT = (nn.ModuleList, nn.ModuleDict, nn.Identity, nn.Dropout)
@@ -142,8 +141,3 @@ def _exported(recorded: profile) -> dict[str, Any]:
     for key in _PRIVATE:
         values.pop(key, None)
     return values
-
-
-def write_trace(values: dict[str, Any], path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(values), encoding="utf-8")

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import tempfile
-from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from rocm_sd import arch
+from rocm_sd.arch import host
 from rocm_sd.doctor.answers import flag, on_the_gpu, text
 from rocm_sd.doctor.check import CannotRun, Check, Finding, Fix, Probe, Status
 from rocm_sd.doctor.probing.common import Place, place, random
@@ -24,8 +23,6 @@ if TYPE_CHECKING:
 __all__ = ["CHECK"]
 
 _LIMIT_S = 15.0
-# The wheel of torch for ROCm brings Triton under names of its own.
-_PACKAGES = ("triton", "pytorch-triton-rocm", "triton-rocm", "pytorch-triton", "triton-windows")
 # `--quick` leaves out the last.
 _KERNELS = {
     "add_float32": "a sum in float32",
@@ -56,10 +53,8 @@ def measure(*, device: str | None = None, quick: bool = False) -> dict[str, Any]
 
 
 def _version() -> str | None:
-    for package in _PACKAGES:
-        with suppress(PackageNotFoundError):
-            return f"{package} {version(package)}"
-    return None
+    found = ((package, host.installed(package)) for package in host.TRITON_PACKAGES)
+    return next((f"{package} {version}" for package, version in found if version), None)
 
 
 def _compiled(name: str, device: str | None) -> dict[str, Any]:

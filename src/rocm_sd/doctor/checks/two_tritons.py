@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from rocm_sd.arch.host import TRITON_PACKAGES
 from rocm_sd.doctor.check import Check, Finding, Fix, Status
 
 if TYPE_CHECKING:
@@ -12,13 +13,12 @@ if TYPE_CHECKING:
 
 __all__ = ["CHECK"]
 
-# All of them install a folder named triton: the last one wins, file by file.
-_NAMES = ("triton", "pytorch-triton-rocm", "triton-rocm", "pytorch-triton", "triton-windows")
 _PYTORCH_INDEX = "https://download.pytorch.org/whl"
 
 
 def run(facts: Facts, _probes: Probes) -> Finding:
-    found = {name: facts.packages[name] for name in _NAMES if name in facts.packages}
+    # All of them install one folder: the last one wins, file by file.
+    found = {name: facts.packages[name] for name in TRITON_PACKAGES if name in facts.packages}
     told = ", ".join(f"{name} {version}" for name, version in found.items())
     wanted = facts.torch.wants_triton
     if len(found) > 1:
