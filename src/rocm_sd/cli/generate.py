@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from rocm_sd.cli.terminal import Device, bar
 from rocm_sd.errors import InvalidOption, Unsupported
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def generate(
     level: Annotated[str, typer.Option(help="auto, performance or memory: never changes the picture.")] = "auto",
     quality: Annotated[str, typer.Option(help="exact, high or balanced: how far approximations may go.")] = "exact",
     out: Annotated[Path, typer.Option(help="The folder to write to.")] = Path("out"),
-    device: Annotated[str | None, typer.Option(help="cuda (AMD and NVIDIA) or cpu. (default: what is there)")] = None,
+    device: Device = None,
     compare: Annotated[bool, typer.Option("--compare", help="Draw stock and optimised side by side.")] = False,
 ) -> None:
     """Draw a picture from text.
@@ -118,10 +118,8 @@ def side_by_side(stock: Generated, ours: Generated) -> list[list[tuple[Image.Ima
 def run_with_progress(console: Console, pipe: Any, request: Request, label: str) -> Generated:
     from rocm_sd.integrations import diffusers as host
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task(f"{label}: {request.prompt}", total=request.steps)
-        return host.generate(pipe, request, on_step=lambda step: progress.update(task, completed=step))
+    with bar(f"{label}: {request.prompt}", request.steps, console=console) as update:
+        return host.generate(pipe, request, on_step=lambda step: update(completed=step))
 
 
 def parse_size(size: str | None) -> tuple[int | None, int | None]:

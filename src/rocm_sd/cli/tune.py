@@ -11,17 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TaskProgressColumn,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
 
 from rocm_sd.cli import tune_tables
+from rocm_sd.cli.terminal import Device, bar, parts, say
 from rocm_sd.errors import InvalidOption, RocmSdError
 
 if TYPE_CHECKING:
@@ -71,7 +63,7 @@ def tune(
         Path | None, typer.Option(help="--static: folder for GFX/OP.json. (default: the data of this installation)")
     ] = None,
     jobs: Annotated[int | None, typer.Option(min=1, help="Compilers at once. (default: as many as fit)")] = None,
-    device: Annotated[str | None, typer.Option(help="cuda (AMD and NVIDIA) or cpu. (default: what is there)")] = None,
+    device: Device = None,
     as_json: Annotated[bool, typer.Option("--json", help="Every figure, machine-readable.")] = False,
 ) -> None:
     """Time every way to compute what a picture needs on this card, and remember the fastest that is right.
@@ -111,7 +103,7 @@ def tune(
     elif listed:
         _list(database, device, as_json=as_json)
     else:
-        pictures = _Pictures(names[0] if names else None, _sizes(sizes), _batches(batch), _names(ops))
+        pictures = _Pictures(names[0] if names else None, _sizes(sizes), _batches(batch), parts(ops))
         _search(
             database, pictures, device, _seconds(budget), begun, strategy, timeout, jobs, fresh=fresh, as_json=as_json
         )
@@ -156,18 +148,13 @@ def _search(
     on = default_device(device)
     hush()
     chosen = halving.strategy(strategy)
-    # The bar goes to standard error, so that --json leaves nothing but JSON on standard output.
-    columns = (
-        TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn(), TimeRemainingColumn(),
-    )  # fmt: skip
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        bar = progress.add_task("tuning", total=None)
-        traced = pictures.traced(on, lambda what: progress.update(bar, description=what))
-        progress.reset(bar, total=1.0)
+    with bar("tuning", share=True) as update:
+        traced = pictures.traced(on, lambda what: update(description=what))
+    with bar("tuning", 1.0, share=True) as update:
 
         def told(step: Step) -> None:
             described = f"{step.what} ({step.best})" if step.best else step.what
-            progress.update(bar, completed=step.share, description=escape(described))
+            update(completed=step.share, description=escape(described))
 
         options = Options(budget_s, timeout_s, jobs or ahead.default_jobs(on), chosen, fresh)
         tuner = Tuner(on, database, options, told)
@@ -197,7 +184,7 @@ def _moved(database: Database, import_: Path | None, export: Path | None) -> Non
             hint = f"It cannot be {'read' if file is import_ else 'written'}: {error.strerror or error}."
             raise InvalidOption(what, str(file), [], hint=hint) from error
         done = "taken from" if file is import_ else "written to"
-        console.print(f"{count} measurements {done} {escape(str(file))}", soft_wrap=True, highlight=False)
+        say(console, f"{count} measurements {done} {file}")
 
 
 def _list(database: Database, device: str | None, *, as_json: bool) -> None:
@@ -260,7 +247,7 @@ def _seconds(text: str) -> float:
 def _sizes(text: str | None) -> list[tuple[int, int]]:
     """(height, width) of each, from widths and heights."""
     sizes = []
-    for part in _names(text):
+    for part in parts(text):
         found = re.fullmatch(r"(\d+)x(\d+)", part)
         if not found:
             raise InvalidOption("--sizes", part, [], hint="Give widths and heights: 512x512,1024x768.")
@@ -269,33 +256,24 @@ def _sizes(text: str | None) -> list[tuple[int, int]]:
 
 
 def _batches(text: str) -> list[int]:
-    parts = _names(text)
-    if not parts or not all(part.isdecimal() and int(part) for part in parts):
+    given = parts(text)
+    if not given or not all(part.isdecimal() and int(part) for part in given):
         raise InvalidOption("--batch", text, [], hint="Give batch sizes: 1,4.")
-    return [int(part) for part in parts]
-
-
-def _names(text: str | None) -> list[str]:
-    return list(dict.fromkeys(part.strip() for part in (text or "").split(",") if part.strip()))
+    return [int(part) for part in given]
 
 
 def _tune_static(ops: list[str], arch: str | None, out: Path | None, jobs: int | None, *, as_json: bool) -> None:
     from rocm_sd.verify import static_tuning
 
-    planned = static_tuning.plan(ops, _names(arch))
+    planned = static_tuning.plan(ops, parts(arch))
     if planned.left_out:
         Console(stderr=True).print(escape(planned.left_out), soft_wrap=True)
-    # The bar goes to standard error, so that --json leaves nothing but JSON on standard output.
-    columns = (
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(),
-    )  # fmt: skip
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        bar = progress.add_task("tuning", total=planned.tasks)
+    with bar("tuning", planned.tasks) as update:
         found = static_tuning.tune(
             planned,
             out or static_tuning.DATA,
             jobs=jobs,
-            progress=lambda what: progress.update(bar, advance=1, description=what),
+            progress=lambda what: update(advance=1, description=what),
         )
     if as_json:
         typer.echo(json.dumps([each.to_dict() for each in found], indent=2))
