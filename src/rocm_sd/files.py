@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
-__all__ = ["read_text", "whole", "write_text"]
+__all__ = ["read_json", "read_text", "whole", "write_text"]
 
 
 def read_text(path: Path) -> str:
@@ -20,6 +21,16 @@ def read_text(path: Path) -> str:
         return path.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:
         return ""
+
+
+def read_json(path: Path, unreadable: Callable[[str], Exception]) -> Any:
+    """What a file holds that a user named; where it cannot be read, `unreadable` makes the error of the reason."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise unreadable("there is no such file") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise unreadable(str(error)) from error
 
 
 @contextmanager

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
 from rocm_sd.errors import RocmSdError
-from rocm_sd.files import write_text
+from rocm_sd.files import read_json, write_text
 from rocm_sd.typed_json import Misfit, Rules, read
 
 if TYPE_CHECKING:
@@ -210,13 +211,7 @@ class Record:
 
     @classmethod
     def load(cls, path: Path) -> Record:
-        try:
-            values = json.loads(path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            raise UnreadableRecord(path, "there is no such file") from None
-        except (OSError, ValueError) as error:
-            raise UnreadableRecord(path, str(error)) from error
-        return cls.from_dict(values, path)
+        return cls.from_dict(read_json(path, partial(UnreadableRecord, path)), path)
 
     @classmethod
     def from_dict(cls, values: Any, path: Path) -> Record:

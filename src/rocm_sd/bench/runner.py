@@ -16,7 +16,6 @@ from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
 from rocm_sd import arch
-from rocm_sd.bench.card_time import card_ms
 from rocm_sd.bench.effort import Effort
 from rocm_sd.bench.failures import Failed, told, without_folders
 from rocm_sd.bench.gate import Gate, free_memory
@@ -24,6 +23,7 @@ from rocm_sd.bench.machine import machine
 from rocm_sd.bench.measuring import Stopwatch, compare, interleaved, settled
 from rocm_sd.bench.peaks import PeakMemory, Points
 from rocm_sd.bench.pipelines import Pipelines, forget_compiled, is_short
+from rocm_sd.bench.profiling.capture import card_ms
 from rocm_sd.bench.records import Comparison, Measurement, Record
 from rocm_sd.bench.resuming import keep_older, record_file, unfinished
 from rocm_sd.bench.sensors import Readings, watch

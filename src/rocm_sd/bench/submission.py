@@ -11,12 +11,14 @@ import hashlib
 import json
 import re
 import socket
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rocm_sd.bench.records import FORMAT as RECORD_FORMAT
 from rocm_sd.bench.records import RULES, Record, UnreadableRecord
 from rocm_sd.bench.submission_checks import implausible
 from rocm_sd.errors import RocmSdError
+from rocm_sd.files import read_json
 from rocm_sd.typed_json import schema, violations
 
 if TYPE_CHECKING:
@@ -195,14 +197,10 @@ def _names_of_this_machine(values: dict[str, Any]) -> tuple[str, ...]:
 
 def load(path: Path) -> Record:
     """The record inside of a contribution; `validate` first, this checks no more than `Record.load`."""
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-        inner = values["record"]
-    except FileNotFoundError:
-        raise UnreadableRecord(path, "there is no such file") from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UnreadableRecord(path, f"it is no contribution ({error})") from error
-    return Record.from_dict(inner, path)
+    values = read_json(path, partial(UnreadableRecord, path))
+    if not isinstance(values, dict) or "record" not in values:
+        raise UnreadableRecord(path, "it is no contribution")
+    return Record.from_dict(values["record"], path)
 
 
 def _of_body(body: dict[str, Any], path: Path) -> tuple[str, ...]:

@@ -9,13 +9,13 @@ nearest 2x enlargement is the op of four small ones.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from rocm_sd.bench import architectures
+from rocm_sd.bench.projection import WorkItem
 from rocm_sd.bench.workloads import WORKLOADS
 from rocm_sd.ops import OPS
 from rocm_sd.ops.registry import Work
@@ -23,25 +23,13 @@ from rocm_sd.ops.registry import Work
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-__all__ = ["DTYPE", "PARTS", "WorkItem", "count"]
+__all__ = ["DTYPE", "PARTS", "count"]
 
 DTYPE = torch.float16
 TOKENS = 77  # of a prompt, as CLIP pads it
 
 # How often a part of a picture runs: "step" for every step, the others once.
 PARTS = ("step", "prompt", "decode")
-
-
-@dataclass(frozen=True)
-class WorkItem:
-    """`count` calls of one op on one problem in one part of a picture; `flops` and `bytes` are those of a call."""
-
-    part: str
-    op: str
-    problem: Mapping[str, int | str]
-    count: int
-    flops: float
-    bytes: float
 
 
 def count(workload: str, batch: int = 1) -> tuple[WorkItem, ...]:

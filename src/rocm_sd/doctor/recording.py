@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from rocm_sd.doctor.facts import Facts
 from rocm_sd.doctor.reading import gpus_in
 from rocm_sd.errors import InvalidOption
-from rocm_sd.files import read_text, write_text
+from rocm_sd.files import read_json, read_text, write_text
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -58,12 +58,9 @@ def load(folder: Path) -> Facts:
 def read_probes(folder: Path) -> dict[str, Any]:
     """The answers of a recorded machine by the probe's name; empty where none were recorded."""
     file = folder / PROBES
-    try:
-        answers = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    if not file.exists():
         return {}
-    except (OSError, ValueError) as error:
-        raise InvalidOption("machine", str(folder), [], hint=f"{file} cannot be read: {error}.") from None
+    answers = read_json(file, lambda why: InvalidOption("machine", str(folder), [], hint=f"{file}: {why}."))
     if not isinstance(answers, dict):
         raise InvalidOption("machine", str(folder), [], hint=f"{file} is not an object of answers.")
     return answers

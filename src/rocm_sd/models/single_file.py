@@ -9,13 +9,15 @@ import errno
 import json
 import re
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from rocm_sd.errors import CorruptModel, InvalidOption, ModelNotFound, NoDiskSpace, RocmSdError, Unsupported
-from rocm_sd.files import whole
+from rocm_sd.files import read_json, whole
+from rocm_sd.models.source import not_json
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -151,12 +153,9 @@ def _weight_files(inside: Path) -> list[Path]:
 
 
 def _json(file: Path) -> dict[str, Any]:
-    try:
-        read: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ModelNotFound(f"{file} is missing.", hint="Give a complete Diffusers folder.") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise CorruptModel(f"{file} is not readable JSON ({error}).", hint="Download the model again.") from error
+    if not file.is_file():
+        raise ModelNotFound(f"{file} is missing.", hint="Give a complete Diffusers folder.")
+    read: dict[str, Any] = read_json(file, partial(not_json, file))
     return read
 
 

@@ -5,12 +5,13 @@ Every value that is shown or drawn is checked here. A file that is broken is nam
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from rocm_sd.bench.records import FORMAT, Record, UnreadableRecord
 from rocm_sd.errors import RocmSdError
+from rocm_sd.files import read_json
 from rocm_sd.typed_json import is_number
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ def read(paths: Iterable[Path]) -> Inputs:
         if file not in named
     }
     for path in [*named, *found]:
-        values = _json(path) if path in named else _json_or_none(path)
+        values = _json(path, named=path in named)
         if isinstance(values, dict) and values.get("format") == FORMAT:
             record = Record.load(path)
             _require_sense(record, path)
@@ -112,19 +113,12 @@ def _require_sense(record: Record, path: Path) -> None:
         require(described, "a case of an op is not described")
 
 
-def _json(path: Path) -> Any:
+def _json(path: Path, *, named: bool) -> Any:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UnreadableRecord(path, "there is no such file") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise UnreadableRecord(path, str(error)) from error
-
-
-def _json_or_none(path: Path) -> Any:
-    try:
-        return _json(path)
+        return read_json(path, partial(UnreadableRecord, path))
     except UnreadableRecord:
+        if named:
+            raise
         return None
 
 
@@ -190,12 +184,7 @@ _STATES: tuple[Literal["passed", "failed", "skipped"], ...] = ("passed", "failed
 
 def read_ladder(path: Path) -> tuple[Outcome, ...]:
     """What `rocm-sd verify --json` prints: a list of outcomes."""
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UnreadableLadder(path, "there is no such file") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise UnreadableLadder(path, str(error)) from error
+    values = read_json(path, partial(UnreadableLadder, path))
     if not isinstance(values, list) or not values:
         raise UnreadableLadder(path, "it holds no list of outcomes")
     for value in values:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from rocm_sd.doctor.answers import number, on_the_gpu, text
-from rocm_sd.doctor.check import CannotRun, Check, Finding, Fix, Probe, Status
+from rocm_sd.doctor.check import CannotRun, Check, Finding, Fix, Probe, Status, number, on_the_gpu, text
 from rocm_sd.doctor.probing.common import medians, place, random
 from rocm_sd.doctor.probing.isolated import isolated
 

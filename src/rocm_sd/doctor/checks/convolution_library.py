@@ -5,8 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from rocm_sd.doctor.answers import number, on_the_gpu, rows, text
-from rocm_sd.doctor.check import Check, Finding, Fix, Probe, Status
+from rocm_sd.doctor.check import Check, Finding, Fix, Probe, Status, number, on_the_gpu, rows, text
 from rocm_sd.doctor.probing.common import Place, place
 from rocm_sd.doctor.probing.convolutions import LIMIT_S, timed
 from rocm_sd.doctor.probing.isolated import isolated

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from rocm_sd.doctor.answers import flag, on_the_gpu, text
-from rocm_sd.doctor.check import CannotRun, Check, Finding, Fix, Probe, Status
+from rocm_sd.doctor.check import CannotRun, Check, Finding, Fix, Probe, Status, flag, on_the_gpu, text
 from rocm_sd.doctor.probing.common import Place, place
 from rocm_sd.doctor.probing.isolated import isolated
 

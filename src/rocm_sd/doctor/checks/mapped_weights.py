@@ -8,8 +8,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from rocm_sd.doctor.answers import number, on_the_gpu
-from rocm_sd.doctor.check import CannotRun, Check, Finding, Fix, Probe, Status
+from rocm_sd.doctor.check import CannotRun, Check, Finding, Fix, Probe, Status, number, on_the_gpu
 from rocm_sd.doctor.probing.common import Place, place
 from rocm_sd.doctor.probing.isolated import isolated
 

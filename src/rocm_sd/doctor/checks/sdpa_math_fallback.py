@@ -6,8 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rocm_sd import arch
-from rocm_sd.doctor.answers import number, on_the_gpu, rows, text
-from rocm_sd.doctor.check import Check, Finding, Fix, Probe, Status
+from rocm_sd.doctor.check import Check, Finding, Fix, Probe, Status, number, on_the_gpu, rows, text
 from rocm_sd.doctor.probing.attention import attention, chosen_backend, why_not
 from rocm_sd.doctor.probing.common import Place, medians, place, random
 from rocm_sd.doctor.probing.isolated import isolated

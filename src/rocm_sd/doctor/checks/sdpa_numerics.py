@@ -5,8 +5,7 @@ from __future__ import annotations
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
-from rocm_sd.doctor.answers import flag, number, on_the_gpu, rows, text
-from rocm_sd.doctor.check import CannotRun, Check, Finding, Fix, Probe, Status
+from rocm_sd.doctor.check import CannotRun, Check, Finding, Fix, Probe, Status, flag, number, on_the_gpu, rows, text
 from rocm_sd.doctor.probing.attention import FUSED, attention, says_it_can
 from rocm_sd.doctor.probing.common import Place, place, random
 from rocm_sd.doctor.probing.isolated import isolated

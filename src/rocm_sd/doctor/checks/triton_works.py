@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from rocm_sd import arch
 from rocm_sd.arch import host
-from rocm_sd.doctor.answers import flag, on_the_gpu, text
-from rocm_sd.doctor.check import CannotRun, Check, Finding, Fix, Probe, Status
+from rocm_sd.doctor.check import CannotRun, Check, Finding, Fix, Probe, Status, flag, on_the_gpu, text
 from rocm_sd.doctor.probing.common import Place, place, random
 from rocm_sd.doctor.probing.isolated import isolated
 
