@@ -17,7 +17,7 @@ from rocm_sd.bench.engines import Engine, engines, stock
 from rocm_sd.bench.gate import WRONG, Gate
 from rocm_sd.bench.peaks import PeakMemory
 from rocm_sd.bench.records import Measurement, Record
-from rocm_sd.bench.resuming import keep_older, record_file
+from rocm_sd.bench.resuming import _keep_older, record_file
 from rocm_sd.bench.runner import run
 from rocm_sd.bench.sensors import Readings
 from rocm_sd.bench.workloads import make
@@ -363,7 +363,7 @@ def test_an_older_record_is_renamed_after_its_time(tmp_path):
     file = tmp_path / "x.json"
     for text in ("{}", "{}"):
         file.write_text(text)
-        keep_older(file)
+        _keep_older(file)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["x-unreadable-2.json", "x-unreadable.json"]
 
 

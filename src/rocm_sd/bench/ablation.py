@@ -13,7 +13,7 @@ import torch
 
 from rocm_sd.bench import runner
 from rocm_sd.bench.engines import BUILT_IN, Engine, stock
-from rocm_sd.bench.records import BESIDE
+from rocm_sd.bench.records import BESIDE, OURS
 from rocm_sd.engine.optimization import optimize_with
 from rocm_sd.engine.parts import EVERYTHING, Parts
 
@@ -140,7 +140,7 @@ def run(
 
 
 def _engine(row: Row) -> Engine:
-    ours = next(engine for engine in BUILT_IN if engine.name == runner.OURS)
+    ours = next(engine for engine in BUILT_IN if engine.name == OURS)
     like = stock if row.parts is None else ours
     return Engine(row.name, like.provider, partial(prepare, row), like.why_not, like.version)
 

@@ -20,11 +20,13 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 __all__ = [
-    "BESIDE", "FORMAT", "INTERVALS", "RULES", "TURNS_FOR_95", "Comparison", "Machine", "Measurement", "Record",
-    "UnreadableRecord", "WorkloadFacts",
+    "BESIDE", "FORMAT", "INTERVALS", "OURS", "RULES", "STOCK", "TURNS_FOR_95", "Comparison", "Machine", "Measurement",
+    "Record", "UnreadableRecord", "WorkloadFacts",
 ]  # fmt: skip
 
 FORMAT = "rocm-sd-bench/1"
+# The engines that every other is compared with.
+STOCK, OURS = "stock", "rocm-sd"
 # In an ablation it is no row, but what the last one is held against.
 BESIDE = "compile"
 # What `low` and `high` of a comparison are; measuring.py has the reason.

@@ -8,6 +8,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from rocm_sd.bench.measuring import LEAST_TURNS, interval
+from rocm_sd.bench.records import STOCK
 from rocm_sd.errors import RocmSdError
 
 if TYPE_CHECKING:
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Incomparable", "Regression", "incomparable", "regressions"]
 
-STOCK = "stock"
 # `regressions` gives the reasons for these three.
 CONFIDENCE = 0.99
 MARGIN = 0.03

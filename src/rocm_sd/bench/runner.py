@@ -12,7 +12,6 @@ import logging
 import math
 import time
 from dataclasses import replace
-from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
 from rocm_sd import arch
@@ -24,8 +23,8 @@ from rocm_sd.bench.measuring import Stopwatch, compare, interleaved, settled
 from rocm_sd.bench.peaks import PeakMemory, Points
 from rocm_sd.bench.pipelines import Pipelines, forget_compiled, is_short
 from rocm_sd.bench.profiling.capture import card_ms
-from rocm_sd.bench.records import Comparison, Measurement, Record
-from rocm_sd.bench.resuming import keep_older, record_file, unfinished
+from rocm_sd.bench.records import OURS, STOCK, Comparison, Measurement, Record
+from rocm_sd.bench.resuming import continued, now, record_file
 from rocm_sd.bench.sensors import Readings, watch
 
 if TYPE_CHECKING:
@@ -41,7 +40,6 @@ if TYPE_CHECKING:
 __all__ = ["default_repeats", "run"]
 
 log = logging.getLogger("rocm_sd")
-STOCK, OURS = "stock", "rocm-sd"
 # Of a pipeline that is made anew for its turn: the first compiles and captures, the second replays.
 _PICTURES_BEFORE_A_TURN = 2
 _SAVE_EVERY_S = 5.0
@@ -82,17 +80,11 @@ def run(
         "cold": cold,
     }
     record = Record(
-        kind, workload.facts, machine(workload.device), command, _now(), (), complete=False, extra={"planned": planned}
+        kind, workload.facts, machine(workload.device), command, now(), (), complete=False, extra={"planned": planned}
     )
     file = record_file(out, workload.name, kind)
-    earlier = unfinished(file, record) if resume else None
-    if earlier is None:
-        keep_older(file)
-    return _Run(workload, engines, batches, repeats, cold, against, card_times, earlier or record, file, progress).go()
-
-
-def _now() -> str:
-    return datetime.now(timezone.utc).isoformat(timespec="seconds")
+    record = continued(file, record, resume=resume)
+    return _Run(workload, engines, batches, repeats, cold, against, card_times, record, file, progress).go()
 
 
 class _Run:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections import Counter
+from dataclasses import asdict
 from pathlib import Path  # noqa: TC003 -- typer reads the annotations
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -161,26 +162,9 @@ def _as_json(facts: Facts, examined: Sequence[Examined], treatment: Treatment | 
 
 
 def _row(each: Examined) -> dict[str, Any]:
-    check, finding = each.check, each.finding
-    fix = finding.fix
-    return {
-        "check": check.name,
-        "question": check.question,
-        "measures": check.measures,
-        "links": list(check.links),
-        "status": finding.status.value,
-        "says": finding.says,
-        "means": finding.means,
-        "measured": dict(finding.measured),
-        "fix": fix
-        and {
-            "summary": fix.summary,
-            "env": dict(fix.env),
-            "unset": list(fix.unset),
-            "commands": list(fix.commands),
-            "safe": fix.safe,
-        },
-    }
+    check = each.check
+    question = {"check": check.name, "question": check.question, "measures": check.measures, "links": check.links}
+    return {**question, **asdict(each.finding), "status": each.finding.status.value}
 
 
 def _show(console: Console, examined: Sequence[Examined]) -> None:

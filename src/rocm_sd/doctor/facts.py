@@ -14,7 +14,7 @@ from typing import Any
 from rocm_sd import arch
 from rocm_sd.typed_json import read
 
-__all__ = ["WATCHED", "Facts", "Gpu", "TorchDevice", "TorchFacts", "numbers", "visible_to_torch"]
+__all__ = ["WATCHED", "Facts", "Gpu", "TorchDevice", "TorchFacts", "known_as", "numbers", "visible_to_torch"]
 
 # The environment variables that a check looks at, and the only ones that are ever read. None of them holds a path.
 WATCHED = (
@@ -181,6 +181,11 @@ class Facts:
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> Facts:
         return read(cls, record)
+
+
+def known_as(gfx: str) -> arch.Arch:
+    """The table's entry. The rest of RDNA2 has the instructions of gfx1030, and no entry of its own."""
+    return arch.get("gfx1030" if gfx.startswith("gfx103") else gfx)
 
 
 def numbers(version: str | None) -> tuple[int, ...]:

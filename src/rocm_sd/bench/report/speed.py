@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from rocm_sd.bench.records import BESIDE, INTERVALS, TURNS_FOR_95
+from rocm_sd.bench.records import BESIDE, INTERVALS, OURS, STOCK, TURNS_FOR_95
 from rocm_sd.bench.report.charts import Bar, Step, bars, waterfall
 from rocm_sd.bench.report.parts import Card, Figure, Headline, Section, Table, ratio_words, shown, times
 
@@ -14,9 +14,7 @@ if TYPE_CHECKING:
 
     from rocm_sd.bench.records import Comparison, Measurement, Record
 
-__all__ = ["OURS", "ablation", "cards", "commands_of", "headlines", "speed", "workload_words"]
-
-OURS, STOCK = "rocm-sd", "stock"
+__all__ = ["ablation", "cards", "commands_of", "headlines", "speed", "workload_words"]
 
 
 def workload_words(record: Record) -> str:

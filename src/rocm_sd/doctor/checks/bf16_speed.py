@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from rocm_sd.doctor.check import CannotRun, Check, Finding, Fix, Probe, Status, number, on_the_gpu, text
 from rocm_sd.doctor.probing.common import medians, place, random
-from rocm_sd.doctor.probing.isolated import isolated
+from rocm_sd.doctor.probing.isolated import one_by_one
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -28,15 +28,9 @@ _FIX = Fix(
 
 def measure(*, device: str | None = None, quick: bool = False) -> dict[str, Any]:
     """{"float16": {"gemm_ms", "conv_ms", "error"}, "bfloat16": ...}; some compilers abort the process on bfloat16."""
-    told: dict[str, Any] = {}
-    for dtype in _DTYPES:
-        outcome = isolated(_times, dtype, device, quick, limit_s=_LIMIT_S)
-        if outcome.answer is None:
-            told[dtype] = {"gemm_ms": None, "conv_ms": None, "error": outcome.failed}
-        else:
-            told["device"] = outcome.answer["device"]
-            told[dtype] = {**outcome.answer["times"], "error": ""}
-    if "device" not in told:
+    calls = {dtype: (dtype, device, quick) for dtype in _DTYPES}
+    told = one_by_one(_times, calls, {"gemm_ms": None, "conv_ms": None}, _LIMIT_S)
+    if told["device"] is None:
         raise CannotRun(f"neither dtype ran: {told['float16']['error']}")
     return told
 
@@ -57,7 +51,7 @@ def _times(name: str, device: str | None, quick: bool) -> dict[str, Any]:
     }
     with torch.no_grad():
         taken = medians(calls, where)
-    return {"device": where.told(), "times": {"gemm_ms": taken["gemm"], "conv_ms": taken["conv"]}}
+    return {"device": where.told(), "result": {"gemm_ms": taken["gemm"], "conv_ms": taken["conv"], "error": ""}}
 
 
 def judge(_facts: Facts, answer: Mapping[str, Any]) -> Finding:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from rocm_sd import arch
 from rocm_sd.doctor.check import Check, Finding, Fix, Status
+from rocm_sd.doctor.facts import known_as
 
 if TYPE_CHECKING:
     from rocm_sd.doctor.check import Probes
@@ -21,7 +22,7 @@ def run(facts: Facts, _probes: Probes) -> Finding:
     meant = facts.meant
     if meant is None or meant.gfx is None:
         return Finding(Status.NOT_HERE, "There is no AMD GPU whose gfx is known.")
-    format_ = arch.get("gfx1030" if meant.gfx.startswith("gfx103") else meant.gfx).fp8
+    format_ = known_as(meant.gfx).fp8
     if format_ is None:
         return Finding(Status.UNKNOWN, f"{meant.gfx} is not in the table of architectures.")
     if format_ is arch.Fp8.NONE:

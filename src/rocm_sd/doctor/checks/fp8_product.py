@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from rocm_sd import arch
 from rocm_sd.doctor.check import CannotRun, Check, Finding, Fix, Probe, Status, flag, on_the_gpu, text
 from rocm_sd.doctor.probing.common import Place, place
-from rocm_sd.doctor.probing.isolated import isolated
+from rocm_sd.doctor.probing.isolated import one_by_one
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -33,25 +34,19 @@ def measure(*, device: str | None = None, quick: bool = False) -> dict[str, Any]
     """`expected`: the format of the architecture, "none" or None where nobody knows; then each format with
     {"accepted", "ok", "error"}. `ok` is None where it was refused.
     """
-    told: dict[str, Any] = {}
-    for name, dtype in _FORMATS.items():
-        outcome = isolated(_product, dtype, device, 64 if quick else 512, limit_s=_LIMIT_S)
-        if outcome.answer is None:
-            told[name] = {"accepted": False, "ok": None, "error": outcome.failed}
-        else:
-            told |= {"device": outcome.answer["device"], "expected": outcome.answer["expected"]}
-            told[name] = outcome.answer["result"]
-    if "device" not in told:
+    calls = {name: (dtype, device, 64 if quick else 512) for name, dtype in _FORMATS.items()}
+    told = one_by_one(_product, calls, {"accepted": False, "ok": None}, _LIMIT_S)
+    if told["device"] is None:
         raise CannotRun(f"no product could be tried: {told['ocp']['error']}")
-    return told
+    fp8 = arch.get(told["device"]["arch"]).fp8
+    return {**told, "expected": None if fp8 is None else fp8.value}
 
 
 def _product(dtype: str, device: str | None, size: int) -> dict[str, Any]:
     import torch  # noqa: PLC0415 -- in the process that needs it
 
     where = place(device)
-    expected = None if where.arch.fp8 is None else where.arch.fp8.value
-    return {"device": where.told(), "expected": expected, "result": _tried(getattr(torch, dtype), where, size)}
+    return {"device": where.told(), "result": _tried(getattr(torch, dtype), where, size)}
 
 
 def _tried(dtype: torch.dtype, where: Place, size: int) -> dict[str, Any]:

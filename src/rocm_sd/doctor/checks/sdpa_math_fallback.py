@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from rocm_sd import arch
 from rocm_sd.doctor.check import Check, Finding, Fix, Probe, Status, number, on_the_gpu, rows, text
+from rocm_sd.doctor.facts import known_as
 from rocm_sd.doctor.probing.attention import attention, chosen_backend, why_not
 from rocm_sd.doctor.probing.common import Place, medians, place, random
 from rocm_sd.doctor.probing.isolated import isolated
@@ -95,8 +96,7 @@ def _chosen(row: Mapping[str, Any]) -> str:
 
 def _fix(facts: Facts) -> Fix:
     gfx = facts.meant.gfx if facts.meant else None
-    # The rest of RDNA2 has the instructions of gfx1030, and no entry of its own in the table.
-    known = arch.get("gfx1030" if gfx.startswith("gfx103") else gfx) if gfx else None
+    known = known_as(gfx) if gfx else None
     wmma = known is not None and known.matrix_unit is not None and known.matrix_unit.is_wmma
     if wmma and facts.environment.get(_EXPERIMENTAL) != "1":
         # Not safe: it turns on heads above 256 as well, which are wrong on gfx11.

@@ -7,9 +7,9 @@ import tempfile
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from rocm_sd import arch
 from rocm_sd.arch import host
 from rocm_sd.doctor.check import CannotRun, Check, Finding, Fix, Probe, Status, flag, on_the_gpu, text
+from rocm_sd.doctor.facts import known_as
 from rocm_sd.doctor.probing.common import Place, place, random
 from rocm_sd.doctor.probing.isolated import isolated
 
@@ -119,8 +119,7 @@ def judge(facts: Facts, answer: Mapping[str, Any]) -> Finding:
 def _is_unsupported(facts: Facts) -> bool:
     """By the table of architectures: no other Triton would help."""
     gfx = facts.meant.gfx if facts.meant else None
-    # The rest of RDNA2 has the instructions of gfx1030, and no entry of its own in the table.
-    return gfx is not None and arch.get("gfx1030" if gfx.startswith("gfx103") else gfx).triton_supported is False
+    return gfx is not None and known_as(gfx).triton_supported is False
 
 
 def _reinstall(facts: Facts) -> Fix:
