@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import rocm_sd
-from rocm_sd.errors import InvalidOption, Unsupported
+from rocm_sd.errors import Unsupported, require_one_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -171,8 +171,7 @@ def chosen(names: Sequence[str], device: torch.device) -> tuple[Engine, ...]:
     there = engines()
     selected = []
     for name in dict.fromkeys(names):
-        if name not in there:
-            raise InvalidOption("engine", name, list(there))
+        require_one_of("engine", name, there)
         reason = there[name].why_not(device)
         if reason:
             raise Unsupported(f"The engine {name}", f"this machine: {reason}", hint="Type: rocm-sd bench --list")

@@ -17,7 +17,7 @@ from rocm_sd.bench.measuring import Stopwatch, compare, interleaved
 from rocm_sd.bench.records import OURS, STOCK, Measurement, Record, WorkloadFacts
 from rocm_sd.bench.resuming import continued, now, record_file
 from rocm_sd.bench.workloads import OP_PREFIX
-from rocm_sd.errors import InvalidOption, NumericsFailure, Unsupported
+from rocm_sd.errors import NumericsFailure, Unsupported, require_one_of
 from rocm_sd.ops import OPS
 from rocm_sd.ops.samples import dtype_name
 from rocm_sd.verify import numerics
@@ -46,8 +46,7 @@ def selected(workload: str) -> tuple[Op, ...]:
     if workload == ALL:
         return tuple(op for op in OPS.values() if op.verification is not None)
     name = workload.removeprefix(OP_PREFIX)
-    if name not in OPS:
-        raise InvalidOption("op", name, list(OPS))
+    require_one_of("op", name, OPS)
     if OPS[name].verification is None:
         raise Unsupported(f"bench {workload}", "an op without a reference to compare with")
     return (OPS[name],)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from rocm_sd import arch
 from rocm_sd.bench.kpis import Baseline, baselines
-from rocm_sd.errors import InvalidOption, Unsupported
+from rocm_sd.errors import Unsupported, require_one_of
 from rocm_sd.tuning.choice import within
 from rocm_sd.tuning.ranking import LATENCY_S
 
@@ -149,8 +149,7 @@ def _data() -> dict[str, Any]:
 
 def _workload(name: str) -> dict[str, Any]:
     known: dict[str, Any] = _data()["workloads"]
-    if name not in known:
-        raise InvalidOption("workload to project", name, list(known))
+    require_one_of("workload to project", name, known)
     workload: dict[str, Any] = known[name]
     return workload
 

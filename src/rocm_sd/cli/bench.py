@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from rocm_sd.cli.terminal import Device, bar, parts, say
+from rocm_sd.cli.terminal import Device, bar, batch_sizes, parts, say
 from rocm_sd.errors import InvalidOption, RocmSdError, Unsupported
 
 if TYPE_CHECKING:
@@ -177,7 +177,7 @@ def _planned(asked: _Asked, device: torch.device) -> Callable[[Any], tuple[Recor
             ops.run(workload, device, progress=progress, **common),
             record_file(out, workload),
         )
-    batches = _batches(asked.batch)
+    batches = batch_sizes(asked.batch)
     if asked.ablation and asked.engines is not None:
         raise InvalidOption("--engines", asked.engines, [], hint="An ablation has rows of its own: leave it out.")
     selected = chosen(parts(asked.engines) or default_names(device), device)
@@ -214,16 +214,6 @@ def _with_progress(run: Callable[[Any], tuple[Record, Path]], out: Path) -> tupl
     except KeyboardInterrupt:
         say(errors, f"Interrupted. What was measured is kept in {out}; to go on, type the same command again.")
         raise typer.Exit(130) from None
-
-
-def _batches(text: str) -> tuple[int, ...]:
-    try:
-        found = tuple(dict.fromkeys(int(part) for part in text.split(",")))
-    except ValueError:
-        found = ()
-    if not found or min(found) < 1:
-        raise InvalidOption("--batch", text, [], hint="It takes sizes of 1 or more, e.g. --batch 1,8.")
-    return found
 
 
 def _show_published(console: Console, record: Record) -> None:

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from rocm_sd.cli.terminal import Device, bar
-from rocm_sd.errors import InvalidOption, Unsupported
+from rocm_sd.errors import Unsupported, require_one_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -62,12 +62,10 @@ def generate(
     from rocm_sd.integrations.diffusers.loading import default_device, hush
 
     # Everything that can be wrong with the options is said before a model is loaded.
-    if level not in LEVELS:
-        raise InvalidOption("level", level, list(LEVELS))
-    if quality not in QUALITIES:
-        raise InvalidOption("quality", quality, list(QUALITIES))
-    if scheduler is not None and scheduler not in host.SCHEDULERS:
-        raise InvalidOption("scheduler", scheduler, list(host.SCHEDULERS))
+    require_one_of("level", level, LEVELS)
+    require_one_of("quality", quality, QUALITIES)
+    if scheduler is not None:
+        require_one_of("scheduler", scheduler, host.SCHEDULERS)
     width, height = parse_size(size)
     request = host.Request(prompt, negative, steps, seed=seed, batch=batch, width=width, height=height)
     source = models.resolve(model)

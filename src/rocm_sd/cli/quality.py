@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rocm_sd.cli.terminal import Device, bar
-from rocm_sd.errors import InvalidOption, ModelNotFound, Unsupported
+from rocm_sd.errors import InvalidOption, ModelNotFound, Unsupported, require_one_of
 
 if TYPE_CHECKING:
     import PIL.Image
@@ -112,8 +112,7 @@ def parse_settings(text: str) -> dict[str, Any]:
                 raise InvalidOption(name, value, [], hint="It takes a number.") from None
         else:
             raise InvalidOption("setting", part, ["a folder", "stock", "rocm-sd", *(f"{s}=..." for s in SETTINGS)])
-    if values["engine"] not in {"stock", "rocm-sd"}:
-        raise InvalidOption("engine", values["engine"], ["stock", "rocm-sd"])
+    require_one_of("engine", values["engine"], ("stock", "rocm-sd"))
     return values
 
 

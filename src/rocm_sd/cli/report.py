@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 
 from rocm_sd.cli.terminal import bar, say
-from rocm_sd.errors import InvalidOption, MissingDependency, RocmSdError
+from rocm_sd.errors import InvalidOption, RocmSdError, optional_module
 
 if TYPE_CHECKING:
     from rocm_sd.bench.report.parts import Picture
@@ -53,7 +53,8 @@ def report(
     from rocm_sd.bench.report import ladders, pictures
     from rocm_sd.cli.pictures import save_text, writable_folder
 
-    _require_jinja2()
+    # Said before a ladder is climbed for a minute.
+    optional_module("jinja2", "jinja2", "report")
     # Everything that is given is read before anything is made, and everything is made before anything is written.
     named = [*(records or []), *_folder(folder, records or [])]
     inputs = reports.read(named)
@@ -83,14 +84,6 @@ def report(
     _name_failures(outcomes)
     if show:
         webbrowser.open(out.resolve().as_uri())
-
-
-def _require_jinja2() -> None:
-    """Said before a ladder is climbed for a minute."""
-    from importlib.util import find_spec
-
-    if find_spec("jinja2") is None:
-        raise MissingDependency("jinja2", "report")
 
 
 def _folder(folder: Path | None, records: list[Path]) -> list[Path]:

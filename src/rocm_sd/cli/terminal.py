@@ -18,10 +18,12 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
+from rocm_sd.errors import InvalidOption
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-__all__ = ["Device", "bar", "parts", "say"]
+__all__ = ["Device", "bar", "batch_sizes", "parts", "say"]
 
 Device = Annotated[str | None, typer.Option(help="cuda (AMD and NVIDIA) or cpu. (default: what is there)")]
 
@@ -44,6 +46,13 @@ def bar(
 def say(console: Console, line: str) -> None:
     """As it is, whatever looks like markup in it, and on one line however narrow the terminal: it can be copied."""
     console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def batch_sizes(text: str) -> tuple[int, ...]:
+    given = parts(text)
+    if not given or not all(part.isdecimal() and int(part) for part in given):
+        raise InvalidOption("--batch", text, [], hint="It takes sizes of 1 or more, e.g. --batch 1,8.")
+    return tuple(map(int, given))
 
 
 def parts(text: str | None) -> list[str]:

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from rocm_sd.cli import tune_tables
-from rocm_sd.cli.terminal import Device, bar, parts, say
+from rocm_sd.cli.terminal import Device, bar, batch_sizes, parts, say
 from rocm_sd.errors import InvalidOption, RocmSdError
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ def tune(
     elif listed:
         _list(database, device, as_json=as_json)
     else:
-        pictures = _Pictures(names[0] if names else None, _sizes(sizes), _batches(batch), parts(ops))
+        pictures = _Pictures(names[0] if names else None, _sizes(sizes), batch_sizes(batch), parts(ops))
         _search(
             database, pictures, device, _seconds(budget), begun, strategy, timeout, jobs, fresh=fresh, as_json=as_json
         )
@@ -253,13 +253,6 @@ def _sizes(text: str | None) -> list[tuple[int, int]]:
             raise InvalidOption("--sizes", part, [], hint="Give widths and heights: 512x512,1024x768.")
         sizes.append((int(found[2]), int(found[1])))
     return sizes
-
-
-def _batches(text: str) -> list[int]:
-    given = parts(text)
-    if not given or not all(part.isdecimal() and int(part) for part in given):
-        raise InvalidOption("--batch", text, [], hint="Give batch sizes: 1,4.")
-    return [int(part) for part in given]
 
 
 def _tune_static(ops: list[str], arch: str | None, out: Path | None, jobs: int | None, *, as_json: bool) -> None:

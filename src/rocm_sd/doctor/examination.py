@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from rocm_sd.doctor import checks as checks_package
 from rocm_sd.doctor.check import CannotRun, Check, Finding, Status
-from rocm_sd.errors import InvalidOption
+from rocm_sd.errors import require_one_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -41,8 +41,7 @@ def chosen_checks(names: Sequence[str]) -> tuple[Check, ...]:
     every = all_checks()
     by_name = {check.name: check for check in every}
     for name in names:
-        if name not in by_name:
-            raise InvalidOption("check", name, sorted(by_name))
+        require_one_of("check", name, sorted(by_name))
     return tuple(by_name[name] for name in dict.fromkeys(names)) or every
 
 

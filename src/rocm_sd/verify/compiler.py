@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rocm_sd import arch as archs
-from rocm_sd.errors import MissingDependency, RocmSdError, Unsupported
+from rocm_sd.errors import RocmSdError, Unsupported, optional_module
 from rocm_sd.kernels import code_cache
 from rocm_sd.verify import workers
 from rocm_sd.verify.code_object import CodeObject
@@ -179,10 +179,7 @@ def compile_task(request: dict[str, Any]) -> str:
 
 def compile_request(request: _Request) -> str:
     """Compile in this process, or find the entry that an earlier compilation left."""
-    try:
-        import triton  # noqa: PLC0415 -- optional, and slow to import
-    except ImportError:
-        raise MissingDependency("triton", "verify") from None
+    triton = optional_module("triton", "triton", "verify")
     kernel = getattr(_module(request), request.function)
     if not hasattr(kernel, "cache_key"):
         raise Unsupported("The cross-compiler", f"{request.function}, which is not a triton.jit function here")
@@ -262,11 +259,8 @@ def _loaded(entry: Path) -> CodeObject:
 
 def assemble(arch: Arch | str, assembly: str, *, lds: int = 0) -> CodeObject:
     """A code object of assembly text, e.g. of a kernel that was changed by hand."""
-    try:
-        from triton._C.libtriton import amd  # noqa: PLC0415 -- optional, and slow to import
-        from triton.backends.amd.compiler import assemble_amdgcn  # noqa: PLC0415
-    except ImportError:
-        raise MissingDependency("triton", "verify") from None
+    amd = optional_module("triton._C.libtriton", "triton", "verify").amd
+    assemble_amdgcn = optional_module("triton.backends.amd.compiler", "triton", "verify").assemble_amdgcn
     name = arch if isinstance(arch, str) else arch.name
     try:
         relocatable = assemble_amdgcn(assembly, name, "")

@@ -20,7 +20,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal, Union
 
 from rocm_sd import arch as archs
-from rocm_sd.errors import InvalidOption, MissingDependency, RocmSdError
+from rocm_sd.errors import MissingDependency, RocmSdError, require_one_of
 from rocm_sd.kernels.hip import toolchain
 from rocm_sd.kernels.hip.runtime import tagged
 from rocm_sd.ops import OPS
@@ -93,9 +93,12 @@ def plan(ops: Iterable[str] = (), architectures: Iterable[str] = (), rungs: Iter
     chosen = list(ops) or names()
     named = list(architectures) or [a.name for a in targets()]
     wanted = sorted(set(rungs)) or [1, 2, 3, 4, 5]
-    _known("op", chosen, names())
-    _known("architecture", named, [a.name for a in archs.ARCHS.values() if a.vendor is archs.Vendor.AMD])
-    _known("rung", [str(rung) for rung in wanted], ["1", "2", "3", "4", "5"])
+    amd = [a.name for a in archs.ARCHS.values() if a.vendor is archs.Vendor.AMD]
+    for option, values, choices in (
+        ("op", chosen, names()), ("architecture", named, amd), ("rung", list(map(str, wanted)), list("12345")),
+    ):  # fmt: skip
+        for value in values:
+            require_one_of(option, value, choices)
     tasks = []
     for op in chosen:
         if ":" in op:
@@ -106,12 +109,6 @@ def plan(ops: Iterable[str] = (), architectures: Iterable[str] = (), rungs: Iter
         tasks += [Task(op, HOST, rung) for rung in wanted if rung <= 2]
         tasks += [Task(op, name, rung) for name in named for rung in wanted if rung > 2]
     return tasks
-
-
-def _known(option: str, values: Iterable[str], choices: list[str]) -> None:
-    for value in values:
-        if value not in choices:
-            raise InvalidOption(option, value, choices)
 
 
 def verify(tasks: Sequence[Task], progress: Callable[[Outcome], object] = lambda _outcome: None) -> list[Outcome]:

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from rocm_sd import arch as archs
-from rocm_sd.errors import MissingDependency, Unsupported
+from rocm_sd.errors import Unsupported, optional_module
 from rocm_sd.tuning.ranking import Program
 from rocm_sd.verify.stand_ins import ModuleKernels, facts_of
 
@@ -124,11 +124,8 @@ def counted(module: str, arch: Arch | str, known: Known | None = None) -> Iterat
 
     `known` keeps what was counted from one block to the next: two architectures often get the same launch.
     """
-    try:
-        from triton.runtime.interpreter import InterpretedFunction  # noqa: PLC0415 -- optional
-    except ImportError:
-        raise MissingDependency("triton", "verify") from None
-    kernels = ModuleKernels(module, InterpretedFunction)
+    interpreter = optional_module("triton.runtime.interpreter", "triton", "verify")
+    kernels = ModuleKernels(module, interpreter.InterpretedFunction)
     if not kernels.kernels:
         raise Unsupported("Counting", f"{module} where its kernels are not interpreted", hint="Set TRITON_INTERPRET=1.")
     launches: list[CountedLaunch] = []

@@ -22,7 +22,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rocm_sd import arch as archs
-from rocm_sd.errors import MissingDependency, Unsupported
+from rocm_sd.errors import Unsupported, optional_module
 from rocm_sd.verify.compiler import KernelConfig, compile_for
 from rocm_sd.verify.stand_ins import ModuleKernels, facts_of
 
@@ -285,11 +285,7 @@ def emulated(
     With `execute=False` they are compiled and recorded only: outputs stay unwritten. `edit` changes the machine code
     after it is compiled, which is how it is shown that the emulator notices. `budget` is wave instructions a launch.
     """
-    try:
-        from triton.runtime.jit import KernelInterface  # noqa: PLC0415 -- optional
-    except ImportError:
-        raise MissingDependency("triton", "verify") from None
-    kernels = ModuleKernels(module, KernelInterface)
+    kernels = ModuleKernels(module, optional_module("triton.runtime.jit", "triton", "verify").KernelInterface)
     run = Run(archs.get(arch) if isinstance(arch, str) else arch, execute, edit, budget, _kernels=kernels)
     with kernels.launched_by(run.launch), run.recorded():
         yield run
