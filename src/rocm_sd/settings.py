@@ -62,7 +62,7 @@ VARIABLES: tuple[Variable, ...] = (
         "ROCM_SD_STEP_GRAPH",
         "step_graph",
         _flag,
-        "0 captures no graphs and leaves schedulers alone; 1 records calls on a CPU, too, which only tests need.",
+        "0 captures no graphs and keeps schedulers stock; 1 captures calls on a CPU, too, which only tests need.",
     ),
     Variable("ROCM_SD_CACHE", "cache_dir", Path, "Folder for compiled code and measurements."),
     Variable(

@@ -139,7 +139,7 @@ def test_a_wrong_result_is_never_timed(work, tmp_path, quick, caplog, spoil, wor
     assert wrong.warm_up_s is None
     assert record.comparisons == ()
     assert record.complete
-    assert "fast but wrong is left out at batch 1" in caplog.text
+    assert "fast but wrong is skipped at batch 1" in caplog.text
 
 
 def test_nothing_that_is_not_a_number_passes_the_gate(work, tmp_path, quick):

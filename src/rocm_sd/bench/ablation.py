@@ -30,7 +30,7 @@ __all__ = ["ROWS", "STOCK_ROW", "Row", "prepare", "rows", "run"]
 
 @dataclass(frozen=True)
 class Row:
-    """`parts` of the engine are in use, or none of it. `on_cpu`: None, or why the row is not of a CPU's."""
+    """`parts` of the engine are in use, or none of it. `on_cpu`: why the row is skipped on a CPU, or None."""
 
     name: str
     what: str

@@ -1,7 +1,7 @@
 """Engines side by side in one interleaved run: right first, then timed; what is measured is never lost.
 
 For each batch size: exact latents, each engine made ready and compared with them, then pictures in turns. An engine
-that is wrong, crashes or runs out of memory is left out with the reason, and the others go on; where memory is short
+that is wrong, crashes or runs out of memory is skipped with the reason, and the others go on; where memory is short
 for all of them, each has it alone in its turns. The card's own time, if it is asked for, is measured after all turns of
 all batch sizes: no turn is timed in a process that a profiler was in.
 """
@@ -189,7 +189,7 @@ class _Run:
         return found is not None and (found.left_out is not None or len(found.ms) >= self.repeats)
 
     def _prepare(self, engine: Engine, batch: int, gate: Gate, pipelines: Pipelines) -> None:
-        """Add the engine's pipeline to those that take turns, or leave it out."""
+        """Add the engine's pipeline to those that take turns, or skip it."""
         last = self.measured.get((pipelines.names[-1], batch)) if pipelines.names else None
         free_memory()
         if pipelines.one_at_a_time:
@@ -236,7 +236,7 @@ class _Run:
         return pipe
 
     def _prepared(self, engine: Engine, batch: int, gate: Gate) -> Any | None:
-        """The engine's pipeline after its warm-up and the gate, or None where it is left out."""
+        """The engine's pipeline after its warm-up and the gate, or None where it is skipped."""
         steps = self.workload.facts.steps
 
         def drawn() -> None:
@@ -404,7 +404,7 @@ class _Run:
     def _leave_out(
         self, name: str, batch: int, why: str, error: float | None = None, stock_error: float | None = None
     ) -> None:
-        log.warning("%s is left out at batch %d: %s", name, batch, why)
+        log.warning("%s is skipped at batch %d: %s", name, batch, why)
         engine = next(each for each in self.engines if each.name == name)
         self.measured[name, batch] = Measurement(
             name, engine.version(), engine.provider, batch, (), self.workload.facts.steps,

@@ -95,7 +95,7 @@ def csv_text(record: Record) -> str:
 
 
 def markdown(record: Record) -> str:
-    """The heading, the table without columns that have nothing in them, and what was left out."""
+    """The heading, the table without columns that have nothing in them, and what was skipped."""
     told = rows(record)
     columns = [c for c in _merged() if any(_merged_cell(row, c) for row in told)]
     lines = [heading(record), "", "| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
@@ -170,7 +170,7 @@ def heading(record: Record) -> str:
 
 def _notes(record: Record) -> list[str]:
     notes = [
-        f"{one.engine} was left out{_where(record, one)}: {one.left_out}" for one in record.measurements if one.left_out
+        f"{one.engine} was skipped{_where(record, one)}: {one.left_out}" for one in record.measurements if one.left_out
     ]
     notes += [f"{one.engine}{_where(record, one)}: {note}" for one in record.measurements for note in one.notes]
     notes += record.notes

@@ -1,4 +1,4 @@
-"""rocm-sd doctor: what is wrong with this set-up, what it means, and what mends it."""
+"""rocm-sd doctor: what is wrong with this set-up, what it means, and how to fix it."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def doctor(
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Measure with small sizes.")] = False,
 ) -> None:
-    """Say what is wrong with this set-up, what it means, and what mends it. Nothing is changed without --fix.
+    """Say what is wrong with this set-up, what it means, and how to fix it. Nothing is changed without --fix.
 
     rocm-sd doctor
 

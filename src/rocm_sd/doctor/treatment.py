@@ -1,4 +1,4 @@
-"""What mends a machine: environment variables, for one command or in a file that a shell reads; nothing else.
+"""What fixes a machine: environment variables, for one command or in a file that a shell reads; nothing else.
 
 Every change of the file keeps the one before it, and `undo` brings that back.
 """
@@ -28,7 +28,7 @@ _HEADER = "# Written by rocm-sd doctor --fix. Undo: rocm-sd doctor --undo"
 
 @dataclass(frozen=True)
 class Treatment:
-    """`env` and `unset` are what is safe to apply; `left` are problems that are the user's to mend, with the reason."""
+    """`env` and `unset` are what is safe to apply; `left` are problems that are the user's to fix, with the reason."""
 
     env: Mapping[str, str] = field(default_factory=dict)
     unset: tuple[str, ...] = ()
@@ -96,7 +96,7 @@ def env_file() -> Path:
 def write(treatment: Treatment, file: Path) -> bool:
     """Add the treatment to the file, and keep the file as it was; False where it says all of that already.
 
-    What earlier treatments put there stays: their problems are not seen any more, because they are mended.
+    What earlier treatments put there stays: their problems are not seen any more, because they are fixed.
     """
     before = _ours(file)
     new = treatment.lines()
@@ -131,7 +131,7 @@ def undo(file: Path) -> str:
 
 
 def _ours(file: Path) -> list[str] | None:
-    """The lines below the header; None where there is no such file. A file of somebody else's is left alone."""
+    """The lines below the header; None where there is no such file. A file of somebody else's is not touched."""
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
     except FileNotFoundError:
@@ -139,7 +139,9 @@ def _ours(file: Path) -> list[str] | None:
     except (OSError, UnicodeDecodeError) as error:
         raise RocmSdError(f"{file} cannot be read: {error}.", hint="Move it away.") from None
     if not lines or lines[0] != _HEADER:
-        raise RocmSdError(f"{file} was not written by rocm-sd, and is left alone.", hint="Move it away, and try again.")
+        raise RocmSdError(
+            f"{file} was not written by rocm-sd, and is not touched.", hint="Move it away, and try again."
+        )
     return lines[1:]
 
 

@@ -18,7 +18,7 @@ __all__ = ["ablation", "cards", "commands_of", "headlines", "speed", "workload_w
 
 
 def workload_words(record: Record) -> str:
-    """The workload as a stranger would set it up."""
+    """The workload as anyone would set it up."""
     facts = record.workload
     return (
         f"{facts.name}: {facts.width}×{facts.height}, {facts.steps} steps {facts.scheduler}, "  # noqa: RUF001

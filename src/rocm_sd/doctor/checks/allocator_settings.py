@@ -47,7 +47,7 @@ def run(facts: Facts, _probes: Probes) -> Finding:
 
 
 def _wrong(options: dict[str, str], facts: Facts) -> tuple[list[str], dict[str, str]]:
-    """What is wrong, and the options that are left when it is mended."""
+    """What is wrong, and the options that are left when it is fixed."""
     wrong, kept = [], dict(options)
     segments = options.get("expandable_segments", "").lower() == "true"
     if segments and "max_split_size_mb" in options:

@@ -97,7 +97,7 @@ def _fix(facts: Facts) -> Fix:
         )
     return Fix(
         f"{_MODE}={facts.environment[_MODE]} is set and does not help. Keep to few picture sizes, each of which waits "
-        "once; ROCm 7.14 and later leave out the slowest candidates. rocm-sd's own search nothing.",
+        "once; ROCm 7.14 and later leave out the slowest candidates. The kernels of rocm-sd need no search.",
         commands=("rocm-sd tune",),
     )
 

@@ -157,7 +157,7 @@ class _Optimized:
             stock.enable_sequential_cpu_offload(*arguments, **named)
 
     def report(self) -> Report:
-        """What was replaced, what was left alone, and why; the same as `rocm_sd.report(pipe)`."""
+        """What was replaced, what was skipped, and why; the same as `rocm_sd.report(pipe)`."""
         return self._keeper.report(self)
 
     def restore(self) -> Any:
