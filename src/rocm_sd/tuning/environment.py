@@ -49,7 +49,7 @@ class Environment:
 
     @classmethod
     def from_key(cls, key: str) -> Environment:
-        return cls.from_dict(json.loads(key))
+        return _from_key(key)
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Environment:
@@ -60,6 +60,11 @@ class Environment:
 @lru_cache(maxsize=64)
 def _key(environment: Environment) -> str:
     return json.dumps(asdict(environment), sort_keys=True, separators=(",", ":"))
+
+
+@lru_cache(maxsize=64)
+def _from_key(key: str) -> Environment:
+    return Environment.from_dict(json.loads(key))
 
 
 def current(device: object = None) -> Environment:
