@@ -8,13 +8,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from rocm_sd.arch.facts import build, cite, peaks, unconfirmed
-from rocm_sd.arch.types import Fp8, MatrixUnit
-
-if TYPE_CHECKING:
-    from rocm_sd.arch.types import Arch
+from rocm_sd.arch.types import Arch, Fp8, MatrixUnit
 
 __all__ = ["AMD"]
 

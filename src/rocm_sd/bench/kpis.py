@@ -13,12 +13,11 @@ from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 from rocm_sd import arch
-from rocm_sd.bench.records import OURS
+from rocm_sd.bench.records import OURS, Measurement, Record, WorkloadFacts
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from rocm_sd.bench.records import Measurement, Record, WorkloadFacts
 
 __all__ = ["Baseline", "Kpi", "Target", "baselines", "kpis", "reached", "table", "target_for", "targets"]
 

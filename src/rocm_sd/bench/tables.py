@@ -6,20 +6,17 @@ import csv
 import io
 from typing import TYPE_CHECKING
 
-from rich.console import Group
+from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from rocm_sd.bench.records import INTERVALS
+from rocm_sd.bench.records import INTERVALS, Comparison, Measurement, Record
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from rich.console import RenderableType
-
     from rocm_sd.bench.records import Comparison, Measurement, Record
-
 __all__ = ["COLUMNS", "csv_text", "heading", "markdown", "rich_tables", "rows"]
 
 COLUMNS: tuple[str, ...] = (

@@ -8,13 +8,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from rocm_sd.doctor import checks as checks_package
-from rocm_sd.doctor.check import CannotRun, Check, Finding, Status
+from rocm_sd.doctor.check import CannotRun, Check, Finding, Probe, Probes, Status
 from rocm_sd.errors import require_one_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from rocm_sd.doctor.check import Probe, Probes
     from rocm_sd.doctor.facts import Facts
 
 __all__ = ["Examined", "all_checks", "all_probes", "chosen_checks", "examine"]

@@ -8,14 +8,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rocm_sd.bench.profiling.analysis import module_name, pieces
+from rocm_sd.bench.profiling.analysis import Piece, module_name, pieces
 from rocm_sd.bench.profiling.families import FAMILIES, IDLE
 from rocm_sd.files import write_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from rocm_sd.bench.profiling.analysis import Piece
     from rocm_sd.bench.profiling.trace import Trace
 
 __all__ = ["Node", "page", "tree", "write"]

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from rocm_sd.doctor.check import CannotRun, Check, Finding, Fix, Probe, Status
-from rocm_sd.doctor.facts import numbers
+from rocm_sd.doctor.check import CannotRun, Check, Finding, Fix, Probe, Probes, Status
+from rocm_sd.doctor.facts import Facts, numbers
 from rocm_sd.doctor.probing.common import Place, place, random
 from rocm_sd.doctor.probing.isolated import isolated
 from rocm_sd.doctor.wheels import pip_line
-
-if TYPE_CHECKING:
-    from rocm_sd.doctor.check import Probes
-    from rocm_sd.doctor.facts import Facts
 
 __all__ = ["CHECK"]
 

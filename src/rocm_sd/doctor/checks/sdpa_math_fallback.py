@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from rocm_sd import arch
 from rocm_sd.doctor.check import Check, Finding, Fix, Probe, Status, number, on_the_gpu, rows, text
-from rocm_sd.doctor.facts import known_as
+from rocm_sd.doctor.facts import Facts, known_as
 from rocm_sd.doctor.probing.attention import attention, chosen_backend, why_not
 from rocm_sd.doctor.probing.common import Place, medians, place, random
 from rocm_sd.doctor.probing.isolated import isolated
@@ -15,7 +15,6 @@ from rocm_sd.doctor.probing.isolated import isolated
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from rocm_sd.doctor.facts import Facts
 
 __all__ = ["CHECK"]
 

@@ -8,16 +8,13 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from rocm_sd.arch import host
-from rocm_sd.doctor.check import CannotRun, Check, Finding, Fix, Probe, Status, flag, on_the_gpu, text
-from rocm_sd.doctor.facts import known_as
+from rocm_sd.doctor.check import CannotRun, Check, Finding, Fix, Probe, Probes, Status, flag, on_the_gpu, text
+from rocm_sd.doctor.facts import Facts, known_as
 from rocm_sd.doctor.probing.common import Place, place, random
 from rocm_sd.doctor.probing.isolated import isolated
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-    from rocm_sd.doctor.check import Probes
-    from rocm_sd.doctor.facts import Facts
 
 __all__ = ["CHECK"]
 

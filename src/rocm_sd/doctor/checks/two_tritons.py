@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rocm_sd.arch.host import TRITON_PACKAGES
-from rocm_sd.doctor.check import Check, Finding, Fix, Status
+from rocm_sd.doctor.check import Check, Finding, Fix, Probes, Status
 
 if TYPE_CHECKING:
-    from rocm_sd.doctor.check import Probes
     from rocm_sd.doctor.facts import Facts
 
 __all__ = ["CHECK"]

@@ -5,14 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rocm_sd.doctor.probing.common import medians, random
+from rocm_sd.doctor.probing.common import Place, medians, random
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     import torch
-
-    from rocm_sd.doctor.probing.common import Place
 
     Tensors = tuple[torch.Tensor, torch.Tensor]
 

@@ -13,13 +13,12 @@ from weakref import ref
 import torch
 from torch import nn
 
-from rocm_sd.engine import LEVELS, QUALITIES, optimize, report, restore
+from rocm_sd.engine import LEVELS, QUALITIES, Report, optimize, report, restore
 from rocm_sd.errors import Unsupported, require_one_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from rocm_sd.engine import Report
 
 __all__ = ["Keeper", "in_force"]
 

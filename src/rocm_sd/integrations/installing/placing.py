@@ -14,15 +14,12 @@ import tempfile
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import rocm_sd
 from rocm_sd.errors import NoDiskSpace, RocmSdError
 from rocm_sd.files import whole, write_text
-from rocm_sd.integrations.installing.hosts import NotAHost
-
-if TYPE_CHECKING:
-    from rocm_sd.integrations.installing.hosts import Host
+from rocm_sd.integrations.installing.hosts import Host, NotAHost
 
 __all__ = ["LIST_NAME", "Placed", "Removed", "place", "remove"]
 
