@@ -16,7 +16,6 @@ from rocm_sd.bench.records import INTERVALS, Comparison, Measurement, Record
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from rocm_sd.bench.records import Comparison, Measurement, Record
 __all__ = ["COLUMNS", "csv_text", "heading", "markdown", "rich_tables", "rows"]
 
 COLUMNS: tuple[str, ...] = (
