@@ -6,7 +6,6 @@ They grow with the package: a name stands here when it works.
 from __future__ import annotations
 
 import statistics
-import time
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -102,6 +101,7 @@ def benchmark_attention(
     import torch  # noqa: PLC0415
 
     from rocm_sd.errors import Unsupported  # noqa: PLC0415
+    from rocm_sd.measuring import Stopwatch, interleaved  # noqa: PLC0415
     from rocm_sd.ops import OPS, attention  # noqa: PLC0415
     from rocm_sd.ops.attention.workload import problem  # noqa: PLC0415
     from rocm_sd.tuning.choice import STOCK  # noqa: PLC0415
@@ -121,11 +121,7 @@ def benchmark_attention(
         "stock": lambda: attention(q, k, v, implementation=STOCK),
     }
     comparison = _compare(q, k, v, {name: way() for name, way in ways.items()})
-    times: dict[str, list[float]] = {name: [] for name in ways}
-    for _ in range(num_runs):
-        # In turns: what else the machine does, and how warm it is, meets both alike.
-        for name, way in ways.items():
-            times[name].append(_milliseconds(way, device))
+    times = interleaved(ways, Stopwatch(device), repeats=num_runs)
     optimized, stock = (statistics.median(times[name]) for name in ("optimized", "stock"))
     return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
@@ -148,18 +144,3 @@ def _compare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, results: dict[st
     step = -(-q.shape[1] // 256)
     exact = reference.attention(q[:, ::step].double(), k.double(), v.double())
     return numerics.require("attention", results["optimized"][:, ::step], exact, results["stock"][:, ::step])
-
-
-def _milliseconds(call: Callable[[], object], device: torch.device) -> float:
-    import torch  # noqa: PLC0415
-
-    if device.type != "cuda":
-        started = time.perf_counter()
-        call()
-        return (time.perf_counter() - started) * 1e3
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-    start.record()
-    call()
-    end.record()
-    end.synchronize()
-    return float(start.elapsed_time(end))

@@ -259,9 +259,13 @@ def _shown(value: object) -> str:
     return "unset" if value in (None, {}) else f"`{value}`"
 
 
+def error_names() -> list[str]:
+    return [name for name in errors.__all__ if isinstance(getattr(errors, name), type)]
+
+
 def _exit_codes() -> str:
     by_code: dict[int, list[str]] = defaultdict(list)
-    for name in errors.__all__:
+    for name in error_names():
         by_code[getattr(errors, name).exit_code].append(name)
     rows: list[Sequence[object]] = [(0, "", "all went well")]
     for code, names in sorted(by_code.items()):

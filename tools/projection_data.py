@@ -10,12 +10,15 @@ import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rocm_sd.bench.records import Record
-from rocm_sd.bench.work_items import WorkItem, count
+from rocm_sd.bench.work_items import count
 from rocm_sd.bench.workloads import WORKLOADS
 from rocm_sd.ops import OPS
+
+if TYPE_CHECKING:
+    from rocm_sd.bench.projection import WorkItem
 
 __all__ = ["gather", "main", "picture", "timed_calls"]
 

@@ -2,7 +2,7 @@
 
 >>> import rocm_sd
 >>> pipe = rocm_sd.optimize(pipe)  # the same picture, sooner
->>> print(rocm_sd.report(pipe))    # what was replaced, what was left alone, and why
+>>> print(rocm_sd.report(pipe))    # what was replaced, what was skipped, and why
 >>> pipe = rocm_sd.restore(pipe)
 """
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, ClassVar
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 __all__ = [
     "CorruptModel",
@@ -15,6 +19,9 @@ __all__ = [
     "NumericsFailure",
     "RocmSdError",
     "Unsupported",
+    "optional_module",
+    "require_known",
+    "require_one_of",
 ]
 
 
@@ -47,6 +54,19 @@ class InvalidOption(RocmSdError):
         self.option = option
         self.value = value
         self.choices = choices
+
+
+def require_one_of(option: str, value: str, choices: Iterable[str]) -> None:
+    """Raises InvalidOption."""
+    require_known(option, (value,), choices)
+
+
+def require_known(option: str, values: Iterable[str], choices: Iterable[str]) -> None:
+    """Raises InvalidOption for the first value that is not among the choices."""
+    known = list(choices)
+    for value in values:
+        if value not in known:
+            raise InvalidOption(option, value, known)
 
 
 class Unsupported(RocmSdError):
@@ -95,6 +115,14 @@ class MissingDependency(RocmSdError):
 
     def __init__(self, package: str, extra: str) -> None:
         super().__init__(f"{package} is not installed.", hint=f"Type: pip install 'rocm-sd[{extra}]'")
+
+
+def optional_module(name: str, package: str, extra: str) -> Any:
+    """The module of an optional package, or MissingDependency with what to type."""
+    try:
+        return import_module(name)
+    except ImportError as error:
+        raise MissingDependency(package, extra) from error
 
 
 class InvalidCodeObject(RocmSdError):

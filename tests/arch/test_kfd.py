@@ -143,7 +143,7 @@ def test_a_malformed_node_is_named_in_the_log_and_hides_no_other(tmp_path, caplo
     with caplog.at_level(logging.WARNING):
         (gpu,) = find_gpus(tmp_path)
     assert gpu.arch_name == "gfx1102"
-    assert "nodes/1/properties is left out" in caplog.text
+    assert "nodes/1/properties is skipped" in caplog.text
 
 
 def test_this_machine_can_be_searched():

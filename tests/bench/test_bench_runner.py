@@ -17,7 +17,7 @@ from rocm_sd.bench.engines import Engine, engines, stock
 from rocm_sd.bench.gate import WRONG, Gate
 from rocm_sd.bench.peaks import PeakMemory
 from rocm_sd.bench.records import Measurement, Record
-from rocm_sd.bench.resuming import keep_older, record_file
+from rocm_sd.bench.resuming import _keep_older, record_file
 from rocm_sd.bench.runner import run
 from rocm_sd.bench.sensors import Readings
 from rocm_sd.bench.workloads import make
@@ -139,7 +139,7 @@ def test_a_wrong_result_is_never_timed(work, tmp_path, quick, caplog, spoil, wor
     assert wrong.warm_up_s is None
     assert record.comparisons == ()
     assert record.complete
-    assert "fast but wrong is left out at batch 1" in caplog.text
+    assert "fast but wrong is skipped at batch 1" in caplog.text
 
 
 def test_nothing_that_is_not_a_number_passes_the_gate(work, tmp_path, quick):
@@ -363,7 +363,7 @@ def test_an_older_record_is_renamed_after_its_time(tmp_path):
     file = tmp_path / "x.json"
     for text in ("{}", "{}"):
         file.write_text(text)
-        keep_older(file)
+        _keep_older(file)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["x-unreadable-2.json", "x-unreadable.json"]
 
 

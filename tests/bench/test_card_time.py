@@ -12,13 +12,12 @@ import torch
 from profiling.traces import GpuTrace
 from torch.profiler import ProfilerActivity
 
-from rocm_sd.bench import ablation, card_time, runner
-from rocm_sd.bench.card_time import busy_ms, card_ms
+from rocm_sd.bench import ablation, runner
 from rocm_sd.bench.engines import Engine
 from rocm_sd.bench.gate import Gate
 from rocm_sd.bench.machine import machine
 from rocm_sd.bench.profiling import capture
-from rocm_sd.bench.profiling.capture import Recording
+from rocm_sd.bench.profiling.capture import Recording, busy_ms, card_ms
 from rocm_sd.bench.records import Measurement, Record
 from rocm_sd.bench.resuming import record_file
 from rocm_sd.bench.runner import run
@@ -178,7 +177,7 @@ class Profiler:
                     us = next(busy) * 1000
                     self.trace = recorded((0, us), (0, us / 2)) if kernels else recorded()
 
-        monkeypatch.setattr(card_time, "Recording", Played)
+        monkeypatch.setattr(capture, "Recording", Played)
         real = runner.interleaved
 
         def noted(calls, watch, *, on_turn, **options):

@@ -13,7 +13,6 @@ import torch
 
 import rocm_sd
 from rocm_sd import arch
-from rocm_sd.bench import machine as module
 from rocm_sd.bench.machine import machine
 
 CLOSED = (
@@ -62,19 +61,6 @@ def test_nothing_names_a_person_a_host_or_a_folder(monkeypatch):
         assert private not in told
 
 
-@pytest.mark.parametrize(
-    ("release", "told"),
-    [
-        ("6.8.0-45-generic", "Linux 6.8.0"),
-        ("6.11.5-somebody-built-this", "Linux 6.11.5"),
-        ("5.15.167.4-microsoft-standard-WSL2", "Linux 5.15.167.4 (WSL)"),
-        ("custom", "Linux"),
-    ],
-)
-def test_the_system_is_its_name_and_its_numbers(release, told):
-    assert module._system("Linux", release) == told
-
-
 def test_an_amd_card(card, tmp_path):
     device = card("gfx1100", hip="7.0.51831-a3e329ad8", miopen_or_cudnn=3005001)
     write(tmp_path, "sys/module/amdgpu/version", "6.12.12\n")
@@ -100,14 +86,6 @@ def test_an_nvidia_card(card, tmp_path, text, driver):
     told = machine(device, root=tmp_path)
     assert told.driver == driver
     assert (told.versions["cuda"], told.versions["cudnn"]) == ("13.0", "9.10.2")
-
-
-@pytest.mark.parametrize(
-    ("number", "on_rocm", "told"),
-    [(8907, False, "8.9.7"), (91900, False, "9.19.0"), (2020000, True, "2.20.0"), (30501, True, "3.5.1")],
-)
-def test_one_number_becomes_a_version(number, on_rocm, told):
-    assert module._dotted(number, on_rocm=on_rocm) == told
 
 
 def test_a_processor_is_called_by_its_model(monkeypatch, tmp_path):

@@ -22,7 +22,7 @@ H200 = arch.get("sm_90")
 
 
 @pytest.fixture(scope="module")
-def sd15() -> tuple[work_items.WorkItem, ...]:
+def sd15() -> tuple[projection.WorkItem, ...]:
     return work_items.count("sd15-512")
 
 
@@ -88,8 +88,8 @@ def test_a_fit_has_no_negative_fixed_cost():
         projection.fit(H200, [])
 
 
-def item(**changes) -> projection.TimedItem:
-    made = projection.TimedItem("step", "layout_copy", {"n": 1, "c": 3, "hw": 4, "dtype": "float16"}, 1, 0.0, 1e9, None)
+def item(**changes) -> projection.WorkItem:
+    made = projection.WorkItem("step", "layout_copy", {"n": 1, "c": 3, "hw": 4, "dtype": "float16"}, 1, 0.0, 1e9, None)
     return replace(made, **changes)
 
 

@@ -69,7 +69,7 @@ def test_markdown_is_a_table_with_the_ratio_and_its_interval():
     assert all(row.replace("\\|", "").count("|") == heads.count("|") for row in rows)
     assert "2.000 (1.900 to 2.100)" in rows[1]
     assert "left out" in rows[2]
-    assert any(line.startswith("- wrong was left out at batch 2: wrong result") for line in lines)
+    assert any(line.startswith("- wrong was skipped at batch 2: wrong result") for line in lines)
 
 
 def test_columns_with_nothing_in_them_are_not_shown():

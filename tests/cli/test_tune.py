@@ -74,7 +74,7 @@ def own_cache(monkeypatch, tmp_path):
         (["--budget", "0"], "Give a time: 90s, 2m or 1h"),
         (["--sizes", "512"], "Give widths and heights"),
         (["--sizes", "500x300"], "Sides are multiples of 8"),
-        (["--batch", "0"], "Give batch sizes"),
+        (["--batch", "0"], "sizes of 1 or more"),
         (["--ops", "no_such_op"], "op 'no_such_op' is not known"),
         (["--strategy", "guessing"], "Use one of: halving"),
         (["--arch", "gfx1100"], "A search runs on this card"),

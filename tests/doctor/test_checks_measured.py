@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from rocm_sd.doctor.check import Finding, Status
-from rocm_sd.doctor.examination import chosen_checks, examine
+from rocm_sd.doctor.examination import all_probes, chosen_checks, examine
 from rocm_sd.doctor.facts import Facts, Gpu, TorchDevice, TorchFacts
 from rocm_sd.doctor.probes import LiveProbes, RecordedProbes
 
@@ -416,9 +416,7 @@ def test_no_triton_is_no_fault_of_triton():
 
 @pytest.mark.parametrize("machine", sorted(folder.name for folder in MACHINES.iterdir() if folder.is_dir()))
 def test_every_recorded_machine_answers_every_probe(machine):
-    from rocm_sd.doctor.probing import NAMES
-
-    assert set(json.loads(_recorded(machine))) == set(NAMES)
+    assert set(json.loads(_recorded(machine))) == set(all_probes())
 
 
 @pytest.mark.gpu

@@ -65,7 +65,7 @@ def test_facts_survive_json(here):
 
 
 def test_facts_of_an_unknown_kind_are_refused():
-    with pytest.raises(ValueError, match="unknown kind: shoe_size"):
+    with pytest.raises(ValueError, match="shoe_size is not known"):
         Facts.from_json({"system": "Linux", "python": "3.12", "shoe_size": 42})
 
 
@@ -154,7 +154,7 @@ def test_a_torch_that_crashes_is_told_and_not_taken_for_absent(monkeypatch, tmp_
     (tmp_path / "python").chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     facts = gather()
-    assert facts.torch.error == "asking torch ended with code 3: no such symbol"
+    assert facts.torch.error == "torch ended with code 3: no such symbol"
     assert facts.torch.version is not None
     assert facts.torch.build == "cpu" or facts.torch.devices == ()
 

@@ -14,8 +14,8 @@ from importlib.util import find_spec
 
 import pytest
 
-from rocm_sd.doctor.probing import NAMES
-from rocm_sd.doctor.probing.common import Cannot
+from rocm_sd.doctor.check import CannotRun
+from rocm_sd.doctor.examination import all_checks, all_probes
 from rocm_sd.doctor.probing.isolated import isolated
 
 
@@ -57,15 +57,15 @@ def test_sdpa_numerics_compares_the_fused_kernel_with_float64():
 def test_sdpa_numerics_sees_what_is_wrong():
     import torch
 
-    from rocm_sd.doctor.probing.sdpa_numerics import _error, _judged
+    from rocm_sd.doctor.checks.sdpa_numerics import _judged, _largest_error
 
     exact = torch.randn(1, 2, 8, 8, dtype=torch.float64)
     wrong = exact.clone()
     wrong[0, 1, 3, 3] += 0.1
-    assert _judged("flash", _error(exact.float(), exact), 1e-6, 3e-6)["ok"]
-    assert not _judged("flash", _error(wrong.float(), exact), 1e-6, 3e-6)["ok"]
+    assert _judged("flash", _largest_error(exact.float(), exact), 1e-6, 3e-6)["ok"]
+    assert not _judged("flash", _largest_error(wrong.float(), exact), 1e-6, 3e-6)["ok"]
     wrong[0, 0, 0, 0] = math.nan
-    assert not _judged("flash", _error(wrong.float(), exact), 1e-6, 3e-6)["ok"]
+    assert not _judged("flash", _largest_error(wrong.float(), exact), 1e-6, 3e-6)["ok"]
 
 
 def test_sdpa_backend_says_what_runs_and_how_fast():
@@ -130,7 +130,7 @@ def test_what_needs_a_gpu_says_so(name):
 def test_scaled_product_sees_the_wrong_format():
     import torch
 
-    from rocm_sd.doctor.probing.scaled_product import _judged
+    from rocm_sd.doctor.checks.fp8_product import _judged
 
     values = torch.tensor([[200.0, 1.5]]).to(torch.float8_e4m3fn)
     exact = values.double() @ values.double().t()
@@ -160,12 +160,13 @@ def test_a_wrong_question_is_answered(arguments, reason):
 def test_what_libraries_print_stays_off_the_answer():
     program = """
 import os, sys
-from rocm_sd.doctor.probing import __main__ as probing, smoke
+from rocm_sd.doctor.check import Probe
+from rocm_sd.doctor.probing import __main__ as probing
 def answer(**_):
     os.write(1, b"MIOpen(HIP): Warning\\n")
     print("printed")
     return {"infinite": float("inf"), "rows": [float("nan"), 1.5]}
-smoke.answer = answer
+probing.all_probes = lambda: {"smoke": Probe("smoke", answer)}
 sys.argv = ["probing", "smoke", "{}"]
 probing.main()
 """
@@ -198,10 +199,12 @@ assert torch.allclose(product.double(), x.double() @ y.double(), atol=1e-4)
     subprocess.run([sys.executable, "-c", program], env=environment, timeout=120, check=True)
 
 
-def test_names_are_modules_with_an_answer():
-    from importlib import import_module
-
-    assert all(callable(import_module(f"rocm_sd.doctor.probing.{name}").answer) for name in NAMES)
+def test_each_probe_belongs_to_one_check():
+    measured = [check for check in all_checks() if check.probe is not None]
+    assert len(all_probes()) == len(measured) == 12
+    for check in measured:
+        assert callable(check.probe.answer)
+        assert check.probe.answer.__module__ == f"rocm_sd.doctor.checks.{check.name}"
 
 
 def _be_killed() -> dict:
@@ -223,7 +226,7 @@ def _raise() -> dict:
 
 
 def _refuse() -> dict:
-    raise Cannot("no such card")
+    raise CannotRun("no such card")
 
 
 def test_isolated_outlives_what_ends_the_process():
@@ -231,7 +234,7 @@ def test_isolated_outlives_what_ends_the_process():
     assert isolated(_be_killed, limit_s=20).failed == "its process was ended by SIGKILL"
     assert isolated(_exit, limit_s=20).failed == "its process ended with code 3"
     assert isolated(_raise, limit_s=20).failed == "RuntimeError: HIP error: invalid device function"
-    with pytest.raises(Cannot, match="no such card"):
+    with pytest.raises(CannotRun, match="no such card"):
         isolated(_refuse, limit_s=20)
 
 
@@ -245,7 +248,7 @@ def test_isolated_ends_what_does_not_end():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", all_probes())
 def test_every_probe_answers_on_the_gpu_within_its_time(name):
     began = time.perf_counter()
     told, errors = _run(name, "{}")

@@ -11,6 +11,7 @@ from dataclasses import asdict, replace
 
 import pytest
 import torch
+from code_objects import kernels_of
 from test_hip_batched import arguments as batched_arguments
 from test_hip_conv2d import arguments as conv2d_arguments
 from test_hip_kernels import EmulatedLauncher, run
@@ -183,7 +184,7 @@ def test_no_tile_of_gfx906_spills_wide_or_value_by_value(element):
         narrow = conv2d.NARROW_TILES[GFX906.matrix_unit] if source == "conv2d" else ()
         for config, values in itertools.product((*module.DOT_WAVE64, *narrow), itertools.product(*choices.values())):
             parameters = {"element": element, **dict(config.parameters), **dict(zip(choices, values, strict=True))}
-            for found in toolchain.compile_source(source, "gfx906", parameters).kernels.values():
+            for found in kernels_of(toolchain.compile_source(source, "gfx906", parameters)).values():
                 assert (found.vgpr_spills, found.sgpr_spills, found.scratch) == (0, 0, 0), (source, parameters)
 
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from rocm_sd.arch.types import UNCONFIRMED, Arch
-
-if TYPE_CHECKING:
-    from rocm_sd.arch.types import Vendor
+from rocm_sd.arch.types import UNCONFIRMED, Arch, Vendor
 
 __all__ = ["Facts", "build", "cite", "peaks", "unconfirmed"]
 
@@ -30,7 +27,7 @@ def unconfirmed(source: str) -> str:
     return f"{UNCONFIRMED}: {source}"
 
 
-def build(name: str, family: str, vendor: Vendor, product: str, *groups: Facts) -> Arch:
+def build(name: str, family: str, product: str, *groups: Facts) -> Arch:
     """Later groups overrule earlier ones, so that an entry is its family plus what differs."""
     facts: Facts = {}
     for group in groups:
@@ -41,7 +38,7 @@ def build(name: str, family: str, vendor: Vendor, product: str, *groups: Facts) 
     return Arch(
         name=name,
         family=family,
-        vendor=vendor,
+        vendor=Vendor.of(name),
         known=True,
         product=product,
         peak_tflops=rates,

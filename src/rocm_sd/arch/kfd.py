@@ -86,7 +86,7 @@ def _kfd_gpus(root: Path) -> Iterator[FoundGpu]:
 def _warn(path: Path, error: Exception) -> None:
     import logging  # noqa: PLC0415 - rarely needed, and slower to import than this module
 
-    logging.getLogger(__name__).warning("%s is left out: %s: %s", path, type(error).__name__, error)
+    logging.getLogger(__name__).warning("%s is skipped: %s: %s", path, type(error).__name__, error)
 
 
 def _kfd_gpu(folder: Path, properties: dict[str, int]) -> FoundGpu:

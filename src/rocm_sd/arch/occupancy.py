@@ -13,13 +13,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import ceil
-from typing import TYPE_CHECKING
 
-from rocm_sd.arch.types import Vendor
+from rocm_sd.arch.types import Arch, Vendor
 from rocm_sd.errors import InvalidOption, Unsupported
-
-if TYPE_CHECKING:
-    from rocm_sd.arch.types import Arch
 
 __all__ = ["Occupancy", "occupancy"]
 

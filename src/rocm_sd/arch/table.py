@@ -43,11 +43,6 @@ def get(name: str) -> Arch:
 
 
 def unknown(name: str) -> Arch:
-    """A value with no figures. Only the vendor is read off the name: that is what the prefix means."""
+    """A value with no figures. Only the vendor is read off the name."""
     short = normalise(name)
-    vendor = Vendor.NONE
-    if short.startswith("gfx"):
-        vendor = Vendor.AMD
-    elif short.startswith(("sm_", "nvidia")):
-        vendor = Vendor.NVIDIA
-    return Arch(name=short, family="unknown", vendor=vendor, known=False)
+    return Arch(name=short, family="unknown", vendor=Vendor.of(short), known=False)

@@ -6,13 +6,8 @@ the occupancy rules of both vendors are one rule.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from rocm_sd.arch.facts import build, cite, peaks, unconfirmed
-from rocm_sd.arch.types import Fp8, MatrixUnit, Vendor
-
-if TYPE_CHECKING:
-    from rocm_sd.arch.types import Arch
+from rocm_sd.arch.types import Arch, Fp8, MatrixUnit
 
 __all__ = ["NVIDIA"]
 
@@ -56,108 +51,101 @@ _WARPS_32 = cite(_GUIDE, max_waves_per_simd=8)
 
 _AMPERE_TYPES = frozenset({"float16", "bfloat16", "tf32", "int8", "int4"})
 
-_SM_75 = build(
-    "sm_75",
-    "turing",
-    Vendor.NVIDIA,
-    "Tesla T4",
-    _SM,
-    _WARPS_32,
-    cite(_GUIDE, max_workgroups_per_cu=16, lds_per_cu=64 * _KIB, lds_per_workgroup=64 * _KIB),
-    cite(_CALCULATOR, lds_granule=256, lds_reserved=0),
-    cite(_PTX, matrix_dtypes=frozenset({"float16", "int8", "int4"}), fp8=Fp8.NONE, has_bf16=False),
-    cite(_DATA_SHEET, compute_units=40, l2_bytes=4 * _MIB, bandwidth_gbps=320.0),
-    peaks(_DATA_SHEET, float16=65.0, int8=130.0, float32=8.1),
-)
-_SM_80 = build(
-    "sm_80",
-    "ampere",
-    Vendor.NVIDIA,
-    "A100 SXM 80GB",
-    _SM,
-    _WARPS_64,
-    cite(_GUIDE, max_workgroups_per_cu=32, lds_per_cu=164 * _KIB, lds_per_workgroup=163 * _KIB),
-    cite(_PTX, matrix_dtypes=_AMPERE_TYPES | {"float64"}, fp8=Fp8.NONE, has_bf16=True),
-    cite(_DATA_SHEET, compute_units=108, l2_bytes=40 * _MIB, bandwidth_gbps=2039.0),
-    peaks(_DATA_SHEET, float16=312.0, bfloat16=312.0, tf32=156.0, int8=624.0, float32=19.5),
-)
-_SM_86 = build(
-    "sm_86",
-    "ampere",
-    Vendor.NVIDIA,
-    "GeForce RTX 3090",
-    _SM,
-    _WARPS_48,
-    cite(_GUIDE, max_workgroups_per_cu=16, lds_per_cu=100 * _KIB, lds_per_workgroup=99 * _KIB),
-    cite(_PTX, matrix_dtypes=_AMPERE_TYPES, fp8=Fp8.NONE, has_bf16=True),
-    cite(_DATA_SHEET, compute_units=82, l2_bytes=6 * _MIB, bandwidth_gbps=936.0),
-    # With float32 accumulation, which is what a pipeline uses; float16 accumulation is twice as fast on GeForce.
-    peaks(_DATA_SHEET, float16=71.0, bfloat16=71.0, tf32=35.6, int8=284.0, float32=35.6),
-)
-_SM_89 = build(
-    "sm_89",
-    "ada",
-    Vendor.NVIDIA,
-    "GeForce RTX 4090",
-    _SM,
-    _WARPS_48,
-    cite(_GUIDE, max_workgroups_per_cu=24, lds_per_cu=100 * _KIB, lds_per_workgroup=99 * _KIB),
-    cite(_PTX, matrix_dtypes=_AMPERE_TYPES | {"float8"}, fp8=Fp8.OCP, has_bf16=True),
-    cite(_DATA_SHEET, compute_units=128, l2_bytes=72 * _MIB, bandwidth_gbps=1008.0),
-    peaks(_DATA_SHEET, float16=165.2, bfloat16=165.2, float8=330.3, tf32=82.6, int8=660.6, float32=82.6),
-)
-_SM_90 = build(
-    "sm_90",
-    "hopper",
-    Vendor.NVIDIA,
-    "H200 SXM",
-    _SM,
-    _WARPS_64,
-    cite(_GUIDE, max_workgroups_per_cu=32, lds_per_cu=228 * _KIB, lds_per_workgroup=227 * _KIB),
-    cite(
-        _PTX,
-        matrix_dtypes=frozenset({"float16", "bfloat16", "tf32", "float64", "float8", "int8"}),
-        fp8=Fp8.OCP,
-        has_bf16=True,
+NVIDIA: tuple[Arch, ...] = (
+    build(
+        "sm_75",
+        "turing",
+        "Tesla T4",
+        _SM,
+        _WARPS_32,
+        cite(_GUIDE, max_workgroups_per_cu=16, lds_per_cu=64 * _KIB, lds_per_workgroup=64 * _KIB),
+        cite(_CALCULATOR, lds_granule=256, lds_reserved=0),
+        cite(_PTX, matrix_dtypes=frozenset({"float16", "int8", "int4"}), fp8=Fp8.NONE, has_bf16=False),
+        cite(_DATA_SHEET, compute_units=40, l2_bytes=4 * _MIB, bandwidth_gbps=320.0),
+        peaks(_DATA_SHEET, float16=65.0, int8=130.0, float32=8.1),
     ),
-    cite("cuDeviceGetAttribute on an H200", compute_units=132, l2_bytes=60 * _MIB),
-    cite("NVIDIA H200 product page", bandwidth_gbps=4800.0),
-    peaks(_HOPPER_RATES, float16=989.4, bfloat16=989.4, float8=1978.9, tf32=494.7, int8=1978.9, float32=66.9),
-)
-_SM_100 = build(
-    "sm_100",
-    "blackwell",
-    Vendor.NVIDIA,
-    "B200",
-    _SM,
-    _WARPS_64,
-    cite(_GUIDE, max_workgroups_per_cu=32, lds_per_cu=228 * _KIB, lds_per_workgroup=227 * _KIB),
-    cite(
-        _PTX,
-        matrix_dtypes=frozenset({"float16", "bfloat16", "tf32", "float64", "float8", "float6", "float4", "int8"}),
-        fp8=Fp8.OCP,
-        has_bf16=True,
+    build(
+        "sm_80",
+        "ampere",
+        "A100 SXM 80GB",
+        _SM,
+        _WARPS_64,
+        cite(_GUIDE, max_workgroups_per_cu=32, lds_per_cu=164 * _KIB, lds_per_workgroup=163 * _KIB),
+        cite(_PTX, matrix_dtypes=_AMPERE_TYPES | {"float64"}, fp8=Fp8.NONE, has_bf16=True),
+        cite(_DATA_SHEET, compute_units=108, l2_bytes=40 * _MIB, bandwidth_gbps=2039.0),
+        peaks(_DATA_SHEET, float16=312.0, bfloat16=312.0, tf32=156.0, int8=624.0, float32=19.5),
     ),
-    cite(_DATA_SHEET, compute_units=148, bandwidth_gbps=8000.0),
-    cite(unconfirmed("NVIDIA Blackwell tuning guide"), l2_bytes=126 * _MIB),
-    peaks(_DATA_SHEET, float16=2250.0, bfloat16=2250.0, float8=4500.0, tf32=1125.0, float32=75.0),
-)
-_SM_120 = build(
-    "sm_120",
-    "blackwell",
-    Vendor.NVIDIA,
-    "GeForce RTX 5090",
-    _SM,
-    _WARPS_48,
-    cite(_GUIDE, max_workgroups_per_cu=24, lds_per_cu=100 * _KIB, lds_per_workgroup=99 * _KIB),
-    cite(
-        _PTX,
-        matrix_dtypes=frozenset({"float16", "bfloat16", "tf32", "float8", "float6", "float4", "int8"}),
-        fp8=Fp8.OCP,
-        has_bf16=True,
+    build(
+        "sm_86",
+        "ampere",
+        "GeForce RTX 3090",
+        _SM,
+        _WARPS_48,
+        cite(_GUIDE, max_workgroups_per_cu=16, lds_per_cu=100 * _KIB, lds_per_workgroup=99 * _KIB),
+        cite(_PTX, matrix_dtypes=_AMPERE_TYPES, fp8=Fp8.NONE, has_bf16=True),
+        cite(_DATA_SHEET, compute_units=82, l2_bytes=6 * _MIB, bandwidth_gbps=936.0),
+        # With float32 accumulation, which is what a pipeline uses; float16 accumulation is twice as fast on GeForce.
+        peaks(_DATA_SHEET, float16=71.0, bfloat16=71.0, tf32=35.6, int8=284.0, float32=35.6),
     ),
-    cite(_DATA_SHEET, compute_units=170, l2_bytes=96 * _MIB, bandwidth_gbps=1792.0),
-    peaks(_DATA_SHEET, float16=209.5, bfloat16=209.5, float8=419.0, tf32=104.8, float32=104.8),
+    build(
+        "sm_89",
+        "ada",
+        "GeForce RTX 4090",
+        _SM,
+        _WARPS_48,
+        cite(_GUIDE, max_workgroups_per_cu=24, lds_per_cu=100 * _KIB, lds_per_workgroup=99 * _KIB),
+        cite(_PTX, matrix_dtypes=_AMPERE_TYPES | {"float8"}, fp8=Fp8.OCP, has_bf16=True),
+        cite(_DATA_SHEET, compute_units=128, l2_bytes=72 * _MIB, bandwidth_gbps=1008.0),
+        peaks(_DATA_SHEET, float16=165.2, bfloat16=165.2, float8=330.3, tf32=82.6, int8=660.6, float32=82.6),
+    ),
+    build(
+        "sm_90",
+        "hopper",
+        "H200 SXM",
+        _SM,
+        _WARPS_64,
+        cite(_GUIDE, max_workgroups_per_cu=32, lds_per_cu=228 * _KIB, lds_per_workgroup=227 * _KIB),
+        cite(
+            _PTX,
+            matrix_dtypes=frozenset({"float16", "bfloat16", "tf32", "float64", "float8", "int8"}),
+            fp8=Fp8.OCP,
+            has_bf16=True,
+        ),
+        cite("cuDeviceGetAttribute on an H200", compute_units=132, l2_bytes=60 * _MIB),
+        cite("NVIDIA H200 product page", bandwidth_gbps=4800.0),
+        peaks(_HOPPER_RATES, float16=989.4, bfloat16=989.4, float8=1978.9, tf32=494.7, int8=1978.9, float32=66.9),
+    ),
+    build(
+        "sm_100",
+        "blackwell",
+        "B200",
+        _SM,
+        _WARPS_64,
+        cite(_GUIDE, max_workgroups_per_cu=32, lds_per_cu=228 * _KIB, lds_per_workgroup=227 * _KIB),
+        cite(
+            _PTX,
+            matrix_dtypes=frozenset({"float16", "bfloat16", "tf32", "float64", "float8", "float6", "float4", "int8"}),
+            fp8=Fp8.OCP,
+            has_bf16=True,
+        ),
+        cite(_DATA_SHEET, compute_units=148, bandwidth_gbps=8000.0),
+        cite(unconfirmed("NVIDIA Blackwell tuning guide"), l2_bytes=126 * _MIB),
+        peaks(_DATA_SHEET, float16=2250.0, bfloat16=2250.0, float8=4500.0, tf32=1125.0, float32=75.0),
+    ),
+    build(
+        "sm_120",
+        "blackwell",
+        "GeForce RTX 5090",
+        _SM,
+        _WARPS_48,
+        cite(_GUIDE, max_workgroups_per_cu=24, lds_per_cu=100 * _KIB, lds_per_workgroup=99 * _KIB),
+        cite(
+            _PTX,
+            matrix_dtypes=frozenset({"float16", "bfloat16", "tf32", "float8", "float6", "float4", "int8"}),
+            fp8=Fp8.OCP,
+            has_bf16=True,
+        ),
+        cite(_DATA_SHEET, compute_units=170, l2_bytes=96 * _MIB, bandwidth_gbps=1792.0),
+        peaks(_DATA_SHEET, float16=209.5, bfloat16=209.5, float8=419.0, tf32=104.8, float32=104.8),
+    ),
 )
-
-NVIDIA: tuple[Arch, ...] = (_SM_75, _SM_80, _SM_86, _SM_89, _SM_90, _SM_100, _SM_120)

@@ -15,6 +15,11 @@ class Vendor(Enum):
     NVIDIA = "nvidia"
     NONE = "none"
 
+    @classmethod
+    def of(cls, name: str) -> Vendor:
+        """Of an architecture: that is what the prefix of its name means."""
+        return cls.AMD if name.startswith("gfx") else cls.NVIDIA if name.startswith(("sm_", "nvidia")) else cls.NONE
+
 
 class MatrixUnit(Enum):
     """Which matrix instructions there are. gfx11 and gfx12 WMMA differ in register layout: neither serves both."""

@@ -1,1 +1,1 @@
-"""Numbers that a stranger can trust and repeat: workloads, engines side by side, profiles, reports, projections."""
+"""Numbers that anyone can trust and repeat: workloads, engines side by side, profiles, reports, projections."""

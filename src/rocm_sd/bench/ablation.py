@@ -13,7 +13,7 @@ import torch
 
 from rocm_sd.bench import runner
 from rocm_sd.bench.engines import BUILT_IN, Engine, stock
-from rocm_sd.bench.records import BESIDE
+from rocm_sd.bench.records import BESIDE, OURS
 from rocm_sd.engine import EVERYTHING, Parts, optimize_with
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ __all__ = ["ROWS", "STOCK_ROW", "Row", "prepare", "rows", "run"]
 
 @dataclass(frozen=True)
 class Row:
-    """`parts` of the engine are in use, or none of it. `on_cpu`: None, or why the row is not of a CPU's."""
+    """`parts` of the engine are in use, or none of it. `on_cpu`: why the row is skipped on a CPU, or None."""
 
     name: str
     what: str
@@ -139,7 +139,7 @@ def run(
 
 
 def _engine(row: Row) -> Engine:
-    ours = next(engine for engine in BUILT_IN if engine.name == runner.OURS)
+    ours = next(engine for engine in BUILT_IN if engine.name == OURS)
     like = stock if row.parts is None else ours
     return Engine(row.name, like.provider, partial(prepare, row), like.why_not, like.version)
 

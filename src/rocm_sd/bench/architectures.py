@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,7 +11,7 @@ import torch
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["TINY_SIDE", "picture_flops", "pooled_width", "random_pipeline"]
+__all__ = ["TINY_SIDE", "TOKENS", "picture_flops", "pooled_width", "random_pipeline", "unet_inputs"]
 
 _NOISE = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear", "steps_offset": 1}
 _SD15 = {
@@ -56,6 +57,7 @@ _VAE: dict[str, Any] = {
 }
 _SCALING = {"sd15": 0.18215, "sd21": 0.18215, "sdxl": 0.13025}
 TINY_SIDE = 64
+TOKENS = 77  # of a prompt, as CLIP pads it
 _TINY_UNET: dict[str, dict[str, Any]] = {
     "sd15": {"block_out_channels": (32, 32, 64, 64), "attention_head_dim": 4, "cross_attention_dim": 32},
     "sd21": {"block_out_channels": (32, 32, 64, 64), "attention_head_dim": (2, 2, 4, 4), "cross_attention_dim": 32},
@@ -104,6 +106,20 @@ def pooled_width(unet_config: Any) -> int:
     return int(unet_config.projection_class_embeddings_input_dim) - 6 * int(unet_config.addition_time_embed_dim)
 
 
+def unet_inputs(config: Any, batch: int, height: int, width: int, dtype: torch.dtype | None = None) -> dict[str, Any]:
+    """Of one call, for latents of that size; what they hold is whatever the default device gives."""
+    empty = partial(torch.empty, dtype=dtype)
+    added = None
+    if config.addition_embed_type == "text_time":
+        added = {"text_embeds": empty(batch, pooled_width(config)), "time_ids": empty(batch, 6)}
+    return {
+        "sample": empty(batch, config.in_channels, height, width),
+        "timestep": torch.empty(()),
+        "encoder_hidden_states": empty(batch, TOKENS, config.cross_attention_dim),
+        "added_cond_kwargs": added,
+    }
+
+
 def picture_flops(pipe: Any, height: int, width: int, steps: int, *, guided: bool) -> float:
     """Floating-point operations of one picture, counted by running the models on tensors without memory."""
     from torch.utils.flop_counter import FlopCounterMode  # noqa: PLC0415 -- only counted once a run
@@ -111,14 +127,10 @@ def picture_flops(pipe: Any, height: int, width: int, steps: int, *, guided: boo
     with torch.device("meta"):
         unet = type(pipe.unet).from_config(pipe.unet.config)
         vae = type(pipe.vae).from_config(pipe.vae.config)
-        batch, scale, config = 2 if guided else 1, pipe.vae_scale_factor, pipe.unet.config
-        latents = torch.empty(batch, config.in_channels, height // scale, width // scale)
-        text = torch.empty(batch, 77, config.cross_attention_dim)
-        added = None
-        if config.addition_embed_type == "text_time":
-            added = {"text_embeds": torch.empty(batch, pooled_width(config)), "time_ids": torch.empty(batch, 6)}
+        scale = pipe.vae_scale_factor
+        inputs = unet_inputs(pipe.unet.config, 2 if guided else 1, height // scale, width // scale)
         with torch.no_grad(), FlopCounterMode(display=False) as of_step:
-            unet(latents, torch.empty(()), encoder_hidden_states=text, added_cond_kwargs=added)
+            unet(**inputs)
         decoded = torch.empty(1, pipe.vae.config.latent_channels, height // scale, width // scale)
         with torch.no_grad(), FlopCounterMode(display=False) as of_vae:
             vae.decode(decoded)

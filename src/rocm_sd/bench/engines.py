@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import rocm_sd
-from rocm_sd.errors import InvalidOption, Unsupported
+from rocm_sd.errors import Unsupported, require_one_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -137,7 +137,7 @@ BUILT_IN: tuple[Engine, ...] = (
 
 
 def engines() -> dict[str, Engine]:
-    """All that are built in or installed, by name. One that cannot be loaded is named in a warning and left out."""
+    """All that are built in or installed, by name. One that cannot be loaded is skipped, with a warning."""
     found = {engine.name: engine for engine in BUILT_IN}
     for point in importlib.metadata.entry_points(group=ENTRY_POINTS):
         try:
@@ -145,17 +145,17 @@ def engines() -> dict[str, Engine]:
             engine = loaded if isinstance(loaded, Engine) else loaded()
         except Exception as error:  # noqa: BLE001 -- any fault of another package: it must not stop this one
             log.warning(
-                "the engine %s is left out: %s cannot be loaded (%s: %s)",
+                "the engine %s is skipped: %s cannot be loaded (%s: %s)",
                 point.name, point.value, type(error).__name__, error,
             )  # fmt: skip
             continue
         if not isinstance(engine, Engine):
             log.warning(
-                "the engine %s is left out: %s is a %s and no rocm_sd.bench.engines.Engine",
+                "the engine %s is skipped: %s is a %s and no rocm_sd.bench.engines.Engine",
                 point.name, point.value, type(engine).__name__,
             )  # fmt: skip
         elif engine.name in found:
-            log.warning("the engine %s of %s is left out: there is one of that name", engine.name, point.value)
+            log.warning("the engine %s of %s is skipped: there is one of that name", engine.name, point.value)
         else:
             found[engine.name] = engine
     return found
@@ -171,8 +171,7 @@ def chosen(names: Sequence[str], device: torch.device) -> tuple[Engine, ...]:
     there = engines()
     selected = []
     for name in dict.fromkeys(names):
-        if name not in there:
-            raise InvalidOption("engine", name, list(there))
+        require_one_of("engine", name, there)
         reason = there[name].why_not(device)
         if reason:
             raise Unsupported(f"The engine {name}", f"this machine: {reason}", hint="Type: rocm-sd bench --list")

@@ -7,21 +7,19 @@ and the size of the picture are the same. Whatever else differs (steps, engine, 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 from rocm_sd import arch
+from rocm_sd.bench.records import OURS, Measurement, Record, WorkloadFacts
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from rocm_sd.bench.records import Measurement, Record, WorkloadFacts
 
 __all__ = ["Baseline", "Kpi", "Target", "baselines", "kpis", "reached", "table", "target_for", "targets"]
-
-OURS = "rocm-sd"
 
 
 @dataclass(frozen=True)
@@ -193,7 +191,7 @@ def _with_hardest(found: list[Kpi]) -> tuple[Kpi, ...]:
             if key not in lowest or kpi.percent < lowest[key].percent:
                 lowest[key] = kpi
     hardest = {id(kpi) for kpi in lowest.values()}
-    return tuple(Kpi(**{**kpi.__dict__, "hardest": id(kpi) in hardest}) for kpi in found)
+    return tuple(replace(kpi, hardest=id(kpi) in hardest) for kpi in found)
 
 
 def reached(found: Iterable[Kpi]) -> bool | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,12 +10,13 @@ import torch.nn.functional as F
 
 import rocm_sd
 from rocm_sd import arch, numerics
+from rocm_sd.bench.failures import told
 from rocm_sd.bench.gate import WRONG, free_memory
 from rocm_sd.bench.machine import machine
-from rocm_sd.bench.records import Measurement, Record, WorkloadFacts
-from rocm_sd.bench.resuming import keep_older, record_file, unfinished
+from rocm_sd.bench.records import OURS, STOCK, Measurement, Record, WorkloadFacts
+from rocm_sd.bench.resuming import continued, now, record_file
 from rocm_sd.bench.workloads import OP_PREFIX
-from rocm_sd.errors import InvalidOption, NumericsFailure, Unsupported
+from rocm_sd.errors import NumericsFailure, Unsupported, require_one_of
 from rocm_sd.measuring import Stopwatch, compare, interleaved
 from rocm_sd.numerics import in_float64, outputs
 from rocm_sd.ops import OPS
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 __all__ = ["ALL", "is_op", "run", "selected"]
 
 ALL = "ops"
-STOCK, OURS = "stock", "rocm-sd"
 
 
 def is_op(workload: str) -> bool:
@@ -46,8 +45,7 @@ def selected(workload: str) -> tuple[Op, ...]:
     if workload == ALL:
         return tuple(op for op in OPS.values() if op.verification is not None)
     name = workload.removeprefix(OP_PREFIX)
-    if name not in OPS:
-        raise InvalidOption("op", name, list(OPS))
+    require_one_of("op", name, OPS)
     if OPS[name].verification is None:
         raise Unsupported(f"bench {workload}", "an op without a reference to compare with")
     return (OPS[name],)
@@ -71,16 +69,12 @@ def run(
     dtypes = dict.fromkeys(dtype_name(sample.dtype) for _, sample in calls)
     facts = WorkloadFacts(workload, workload.removeprefix(OP_PREFIX), "random", 0, 0, 1, "", 0.0, ", ".join(dtypes))
     record = Record(
-        "op", facts, machine(device), command, datetime.now(timezone.utc).isoformat(timespec="seconds"), (),
+        "op", facts, machine(device), command, now(), (),
         complete=False, op_cases=tuple(f"{op.name} {sample.name}" for op, sample in calls),
         extra={"planned": {"engines": {OURS: rocm_sd.__version__}, "repeats": repeats, "cold": cold}},
     )  # fmt: skip
     file = record_file(out, workload)
-    earlier = unfinished(file, record) if resume else None
-    if earlier is None or earlier.op_cases != record.op_cases:
-        keep_older(file)
-        earlier = record
-    record = earlier
+    record = continued(file, record, resume=resume)
     stopwatch = Stopwatch(device, cold=cold, queued=True)
     try:
         for number, (op, sample) in enumerate(calls, start=1):
@@ -157,7 +151,7 @@ def _measured(
             OURS, left_out=f"{WRONG}: {failure.message}"
         )
     except Exception as failure:  # noqa: BLE001 -- one call that cannot run: the others go on
-        why = f"{type(failure).__name__}: {str(failure).strip().splitlines()[0][:200] if str(failure) else ''}"
+        why = told(failure)
         return made(STOCK, left_out=why), made(OURS, left_out=why)
     floor = _floor_ms(op, sample, arguments, device)
     return (

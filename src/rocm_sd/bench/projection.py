@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from rocm_sd import arch
 from rocm_sd.bench.kpis import Baseline, baselines
-from rocm_sd.errors import InvalidOption, Unsupported
+from rocm_sd.errors import Unsupported, require_one_of
 from rocm_sd.tuning.choice import within
 from rocm_sd.tuning.ranking import LATENCY_S
 
@@ -34,7 +34,7 @@ __all__ = [
     "Elsewhere",
     "Fit",
     "Projection",
-    "TimedItem",
+    "WorkItem",
     "deviation",
     "elsewhere",
     "fit",
@@ -58,8 +58,11 @@ _WAVES_FOR_MATRICES = 2  # one loads while the other multiplies
 
 
 @dataclass(frozen=True)
-class TimedItem:
-    """`count` calls of `op` in one part of a picture; `us` is one call on the timed card, or None if none was timed."""
+class WorkItem:
+    """`count` calls of one op on one problem in one part of a picture; `flops` and `bytes` are those of a call.
+
+    `us` is the time of a call on the timed card, or None if none was timed.
+    """
 
     part: str
     op: str
@@ -146,14 +149,13 @@ def _data() -> dict[str, Any]:
 
 def _workload(name: str) -> dict[str, Any]:
     known: dict[str, Any] = _data()["workloads"]
-    if name not in known:
-        raise InvalidOption("workload to project", name, list(known))
+    require_one_of("workload to project", name, known)
     workload: dict[str, Any] = known[name]
     return workload
 
 
-def _items(workload: str) -> tuple[TimedItem, ...]:
-    return tuple(TimedItem(**item) for item in _workload(workload)["items"])
+def _items(workload: str) -> tuple[WorkItem, ...]:
+    return tuple(WorkItem(**item) for item in _workload(workload)["items"])
 
 
 def _roofline_us(card: arch.Arch, flops: float, moved: float) -> float:
@@ -210,7 +212,7 @@ def _family(families: Mapping[str, Fit], op: str) -> Fit:
     return families[op] if op in families else families[_LIKE[op]]
 
 
-def _occupancy(target: arch.Arch, item: TimedItem, *, by_memory: bool) -> float:
+def _occupancy(target: arch.Arch, item: WorkItem, *, by_memory: bool) -> float:
     """The share of its speed that too few waves leave to our kernel; 1 where a library's runs, or nothing is known."""
     waves = _waves(target.name, item.op, tuple(item.problem.items()))
     if waves is None:
@@ -239,7 +241,7 @@ def _waves(architecture: str, op: str, problem: tuple[tuple[str, int | str], ...
 
 
 def _parts(
-    items: Sequence[TimedItem], steps: int, us: Callable[[TimedItem], float]
+    items: Sequence[WorkItem], steps: int, us: Callable[[WorkItem], float]
 ) -> tuple[dict[str, float], list[float]]:
     """Milliseconds of each part of a picture once, and of each item in the whole picture."""
     parts: dict[str, float] = {}
@@ -252,7 +254,7 @@ def _parts(
 
 
 def project_items(
-    items: Sequence[TimedItem], steps: int, timed_on: str, target: str, families: Mapping[str, Fit], workload: str = ""
+    items: Sequence[WorkItem], steps: int, timed_on: str, target: str, families: Mapping[str, Fit], workload: str = ""
 ) -> Projection:
     """For a list of your own, such as a profile of another card: see `fit` for the families."""
     card, other = arch.get(timed_on), arch.get(target)
@@ -261,7 +263,7 @@ def project_items(
             raise Unsupported("A projection", f"{one.name}: its peak rate or bandwidth is not known")
     derated: dict[str, float] = {}
 
-    def us(item: TimedItem) -> float:
+    def us(item: WorkItem) -> float:
         there = arch.roofline(other, item.flops, item.bytes, DTYPE)
         here = _roofline_us(card, item.flops, item.bytes)
         family = _family(families, item.op)
@@ -310,11 +312,11 @@ def deviation(workload: str) -> Deviation | None:
         return None
     card, items, steps = arch.get(_data()["arch"]), _items(workload), _workload(workload)["steps"]
 
-    def percent(us: Callable[[TimedItem], float]) -> float:
+    def percent(us: Callable[[WorkItem], float]) -> float:
         return 100 * (sum(_parts(items, steps, us)[1]) / float(picture["ms"]) - 1)
 
-    def by(families: Mapping[str, Fit]) -> Callable[[TimedItem], float]:
-        def us(item: TimedItem) -> float:
+    def by(families: Mapping[str, Fit]) -> Callable[[WorkItem], float]:
+        def us(item: WorkItem) -> float:
             family = _family(families, item.op)
             return family.fixed_us + _roofline_us(card, item.flops, item.bytes) / family.share
 

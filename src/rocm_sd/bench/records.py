@@ -7,25 +7,47 @@ so a record cannot contradict itself. `Record.load` refuses what is not a record
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from functools import partial
 from statistics import fmean, median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rocm_sd.comparison import Comparison
 from rocm_sd.errors import RocmSdError
+from rocm_sd.files import read_json, write_text
+from rocm_sd.typed_json import Misfit, Rules, read
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 __all__ = [
-    "BESIDE", "FORMAT", "INTERVALS", "Comparison", "Machine", "Measurement", "Record", "UnreadableRecord",
-    "WorkloadFacts",
+    "BESIDE", "FORMAT", "INTERVALS", "OURS", "RULES", "STOCK", "Comparison", "Machine", "Measurement", "Record",
+    "UnreadableRecord", "WorkloadFacts",
 ]  # fmt: skip
 
 FORMAT = "rocm-sd-bench/1"
+# The engines that every other is compared with.
+STOCK, OURS = "stock", "rocm-sd"
 # In an ablation it is no row, but what the last one is held against.
 BESIDE = "compile"
 INTERVALS = "Intervals are of 95% from eight turns on; of fewer they are the extremes that the turns allow."
+
+_COUNT, _NOT_NEGATIVE, _POSITIVE = {"minimum": 1}, {"minimum": 0}, {"exclusiveMinimum": 0}
+_NEVER_NEGATIVE = (
+    "first_picture_s", "warm_up_s", "first_run_mib", "second_run_mib", "power_watt", "clock_mhz", "floor_ms", "card_ms",
+    "error", "stock_error",
+)  # fmt: skip
+# What the types of the dataclasses below do not say of their values.
+RULES: Rules = {
+    "Record.kind": {"enum": ["engines", "ablation", "op"]},
+    "Measurement.batch": _COUNT,
+    "Measurement.steps": _COUNT,
+    "Measurement.ms": {"items": {"type": "number", **_POSITIVE}},
+    **{f"Measurement.{name}": _NOT_NEGATIVE for name in _NEVER_NEGATIVE},
+    **{f"Comparison.{name}": _POSITIVE for name in ("ratio", "low", "high")},
+    "Comparison.batch": _COUNT,
+    "Comparison.verdict": {"enum": ["faster", "slower", "no difference"]},
+}
 
 
 class UnreadableRecord(RocmSdError):
@@ -169,43 +191,18 @@ class Record:
         return {"format": FORMAT, **asdict(self)}
 
     def save(self, path: Path) -> None:
-        """Whole or not at all: a reader, or a run that is killed, never sees half a record."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(json.dumps(self.to_dict(), indent=2) + "\n")
-            # Temporary files are their owner's alone; a record is for everyone.
-            Path(name).chmod(0o644)
-            Path(name).replace(path)
-        except BaseException:
-            Path(name).unlink(missing_ok=True)
-            raise
+        write_text(path, json.dumps(self.to_dict(), indent=2) + "\n")
 
     @classmethod
     def load(cls, path: Path) -> Record:
-        try:
-            values = json.loads(path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            raise UnreadableRecord(path, "there is no such file") from None
-        except (OSError, ValueError) as error:
-            raise UnreadableRecord(path, str(error)) from error
-        if not isinstance(values, dict) or values.pop("format", None) != FORMAT:
+        return cls.from_dict(read_json(path, partial(UnreadableRecord, path)), path)
+
+    @classmethod
+    def from_dict(cls, values: Any, path: Path) -> Record:
+        """What `to_dict` gave; `path` is the file that it was read from."""
+        if not isinstance(values, dict) or values.get("format") != FORMAT:
             raise UnreadableRecord(path, f"its format is not {FORMAT}")
         try:
-            return cls(
-                **{
-                    **values,
-                    "workload": WorkloadFacts(**values["workload"]),
-                    "machine": Machine(**values["machine"]),
-                    "measurements": tuple(
-                        Measurement(**{**m, "ms": tuple(m["ms"]), "notes": tuple(m.get("notes", ()))})
-                        for m in values["measurements"]
-                    ),
-                    "comparisons": tuple(Comparison(**c) for c in values.get("comparisons", ())),
-                    "notes": tuple(values.get("notes", ())),
-                    "op_cases": tuple(values.get("op_cases", ())),
-                }
-            )
-        except (KeyError, TypeError) as error:
-            raise UnreadableRecord(path, f"a field is missing or unknown ({error})") from error
+            return read(cls, {name: value for name, value in values.items() if name != "format"}, RULES)
+        except Misfit as error:
+            raise UnreadableRecord(path, str(error)) from error

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING
 
+from rocm_sd.bench.records import STOCK
 from rocm_sd.errors import RocmSdError
 from rocm_sd.measuring import LEAST_TURNS, interval
 
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Incomparable", "Regression", "incomparable", "regressions"]
 
-STOCK = "stock"
 # `regressions` gives the reasons for these three.
 CONFIDENCE = 0.99
 MARGIN = 0.03

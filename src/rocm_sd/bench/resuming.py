@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from datetime import datetime, timezone
 from typing import TYPE_CHECKING
 
 from rocm_sd.bench.records import Record, UnreadableRecord
@@ -11,7 +12,7 @@ from rocm_sd.bench.records import Record, UnreadableRecord
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["keep_older", "record_file", "unfinished"]
+__all__ = ["continued", "now", "record_file"]
 
 log = logging.getLogger("rocm_sd")
 
@@ -22,7 +23,19 @@ def record_file(out: Path, workload: str, kind: str = "engines") -> Path:
     return out / (f"{stem}-ablation.json" if kind == "ablation" else f"{stem}.json")
 
 
-def unfinished(file: Path, wanted: Record) -> Record | None:
+def now() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
+
+
+def continued(file: Path, wanted: Record, *, resume: bool) -> Record:
+    """The record of an interrupted run that is the same as `wanted`; otherwise that one, and an older one is kept."""
+    found = _unfinished(file, wanted) if resume else None
+    if found is None:
+        _keep_older(file)
+    return found or wanted
+
+
+def _unfinished(file: Path, wanted: Record) -> Record | None:
     """The record of an interrupted run that is the same as `wanted`; otherwise None, and the reason is said."""
     if not file.exists():
         return None
@@ -44,7 +57,7 @@ def unfinished(file: Path, wanted: Record) -> Record | None:
 def _other_run(found: Record, wanted: Record) -> str | None:
     if found.kind != wanted.kind:
         return f"the kind {found.kind!r}"
-    if found.workload != wanted.workload:
+    if found.workload != wanted.workload or found.op_cases != wanted.op_cases:
         return "another workload"
     if found.machine != wanted.machine:
         return "another machine or other versions"
@@ -55,7 +68,7 @@ def _other_run(found: Record, wanted: Record) -> str | None:
     return None
 
 
-def keep_older(file: Path) -> None:
+def _keep_older(file: Path) -> None:
     """Measurements are never overwritten: an older record is renamed after its time."""
     if not file.exists():
         return

@@ -1,7 +1,7 @@
 """Engines side by side in one interleaved run: right first, then timed; what is measured is never lost.
 
 For each batch size: exact latents, each engine made ready and compared with them, then pictures in turns. An engine
-that is wrong, crashes or runs out of memory is left out with the reason, and the others go on; where memory is short
+that is wrong, crashes or runs out of memory is skipped with the reason, and the others go on; where memory is short
 for all of them, each has it alone in its turns. The card's own time, if it is asked for, is measured after all turns of
 all batch sizes: no turn is timed in a process that a profiler was in.
 """
@@ -12,19 +12,18 @@ import logging
 import math
 import time
 from dataclasses import replace
-from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
 from rocm_sd import arch
-from rocm_sd.bench.card_time import card_ms
 from rocm_sd.bench.effort import Effort
 from rocm_sd.bench.failures import Failed, told, without_folders
 from rocm_sd.bench.gate import Gate, free_memory
 from rocm_sd.bench.machine import machine
 from rocm_sd.bench.peaks import PeakMemory, Points
 from rocm_sd.bench.pipelines import Pipelines, forget_compiled, is_short
-from rocm_sd.bench.records import Comparison, Measurement, Record
-from rocm_sd.bench.resuming import keep_older, record_file, unfinished
+from rocm_sd.bench.profiling.capture import card_ms
+from rocm_sd.bench.records import OURS, STOCK, Comparison, Measurement, Record
+from rocm_sd.bench.resuming import continued, now, record_file
 from rocm_sd.bench.sensors import Readings, watch
 from rocm_sd.measuring import Stopwatch, compare, interleaved, settled
 
@@ -41,7 +40,6 @@ if TYPE_CHECKING:
 __all__ = ["default_repeats", "run"]
 
 log = logging.getLogger("rocm_sd")
-STOCK, OURS = "stock", "rocm-sd"
 # Of a pipeline that is made anew for its turn: the first compiles and captures, the second replays.
 _PICTURES_BEFORE_A_TURN = 2
 _SAVE_EVERY_S = 5.0
@@ -82,17 +80,11 @@ def run(
         "cold": cold,
     }
     record = Record(
-        kind, workload.facts, machine(workload.device), command, _now(), (), complete=False, extra={"planned": planned}
+        kind, workload.facts, machine(workload.device), command, now(), (), complete=False, extra={"planned": planned}
     )
     file = record_file(out, workload.name, kind)
-    earlier = unfinished(file, record) if resume else None
-    if earlier is None:
-        keep_older(file)
-    return _Run(workload, engines, batches, repeats, cold, against, card_times, earlier or record, file, progress).go()
-
-
-def _now() -> str:
-    return datetime.now(timezone.utc).isoformat(timespec="seconds")
+    record = continued(file, record, resume=resume)
+    return _Run(workload, engines, batches, repeats, cold, against, card_times, record, file, progress).go()
 
 
 class _Run:
@@ -197,7 +189,7 @@ class _Run:
         return found is not None and (found.left_out is not None or len(found.ms) >= self.repeats)
 
     def _prepare(self, engine: Engine, batch: int, gate: Gate, pipelines: Pipelines) -> None:
-        """Add the engine's pipeline to those that take turns, or leave it out."""
+        """Add the engine's pipeline to those that take turns, or skip it."""
         last = self.measured.get((pipelines.names[-1], batch)) if pipelines.names else None
         free_memory()
         if pipelines.one_at_a_time:
@@ -244,7 +236,7 @@ class _Run:
         return pipe
 
     def _prepared(self, engine: Engine, batch: int, gate: Gate) -> Any | None:
-        """The engine's pipeline after its warm-up and the gate, or None where it is left out."""
+        """The engine's pipeline after its warm-up and the gate, or None where it is skipped."""
         steps = self.workload.facts.steps
 
         def drawn() -> None:
@@ -412,7 +404,7 @@ class _Run:
     def _leave_out(
         self, name: str, batch: int, why: str, error: float | None = None, stock_error: float | None = None
     ) -> None:
-        log.warning("%s is left out at batch %d: %s", name, batch, why)
+        log.warning("%s is skipped at batch %d: %s", name, batch, why)
         engine = next(each for each in self.engines if each.name == name)
         self.measured[name, batch] = Measurement(
             name, engine.version(), engine.provider, batch, (), self.workload.facts.steps,

@@ -9,18 +9,17 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+from rocm_sd.arch import host
 
 __all__ = ["Readings", "watch"]
 
@@ -247,8 +246,7 @@ def _quietly(close: Callable[[], object]) -> None:
 
 def _pci_address(device: torch.device) -> str:
     index = torch.cuda.current_device() if device.index is None else device.index
-    properties: Any = torch.cuda.get_device_properties(index)
-    return f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
+    return host.pci_address(torch.cuda.get_device_properties(index))
 
 
 def _same_card(told: str, address: str) -> bool:

@@ -11,18 +11,19 @@ import hashlib
 import json
 import re
 import socket
-import tempfile
-from pathlib import Path
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rocm_sd.bench.records import FORMAT as RECORD_FORMAT
-from rocm_sd.bench.records import Record, UnreadableRecord
+from rocm_sd.bench.records import RULES, Record, UnreadableRecord
 from rocm_sd.bench.submission_checks import implausible
-from rocm_sd.bench.submission_schema import FORMAT, SCHEMA, STATEMENT, violations
 from rocm_sd.errors import RocmSdError
+from rocm_sd.files import read_json
+from rocm_sd.typed_json import schema, violations
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from pathlib import Path
 
 __all__ = [
     "FORMAT",
@@ -36,6 +37,40 @@ __all__ = [
     "validate",
     "write",
 ]
+
+FORMAT = "rocm-sd-contribution/1"
+STATEMENT = (
+    "These figures are my own measurements, made with the command that is given here. "
+    "I publish them under CC0 1.0: anyone may use them for anything."
+)
+
+
+# Of a record that may be published more is asked than of one that can be read: those of single ops have no picture.
+_RECORD = schema(
+    Record,
+    {
+        **RULES,
+        **{f"WorkloadFacts.{name}": {"minimum": 1} for name in ("height", "width", "steps")},
+        "Machine.arch": {"pattern": "^(gfx[0-9a-f]+|sm_[0-9]+|cpu)$"},
+        "Record.when": {"pattern": r"^\d{4}-\d{2}-\d{2}"},
+        "Record.measurements": {"minItems": 1},
+    },
+)
+_RECORD["properties"] = {"format": {"enum": [RECORD_FORMAT]}, **_RECORD["properties"]}
+_RECORD["required"] = ["format", *_RECORD["required"]]
+SCHEMA: dict[str, Any] = {
+    "$schema": "https://json-schema.org/draft/2020-12/schema",
+    "title": "A contribution to the rocm-sd performance database",
+    "type": "object",
+    "properties": {
+        "format": {"enum": [FORMAT]},
+        "statement": {"enum": [STATEMENT]},
+        "record": _RECORD,
+        "sha256": {"type": "string", "pattern": "^[0-9a-f]{64}$"},
+    },
+    "required": ["format", "statement", "record"],
+    "additionalProperties": False,
+}
 
 
 class PersonalData(RocmSdError):
@@ -77,7 +112,7 @@ def write(record: Record, path: Path) -> Path:
     found = (*personal(body), *_names_of_this_machine(body))
     if found:
         raise PersonalData(found)
-    problems = _of_body(body)
+    problems = _of_body(body, path)
     if problems:
         raise Unpublishable(problems)
     folder = path.is_dir() or not path.suffix
@@ -162,37 +197,15 @@ def _names_of_this_machine(values: dict[str, Any]) -> tuple[str, ...]:
 
 def load(path: Path) -> Record:
     """The record inside of a contribution; `validate` first, this checks no more than `Record.load`."""
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-        inner = values["record"]
-    except FileNotFoundError:
-        raise UnreadableRecord(path, "there is no such file") from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UnreadableRecord(path, f"it is no contribution ({error})") from error
-    return _as_record(inner)
+    values = read_json(path, partial(UnreadableRecord, path))
+    if not isinstance(values, dict) or "record" not in values:
+        raise UnreadableRecord(path, "it is no contribution")
+    return Record.from_dict(values["record"], path)
 
 
-def _as_record(values: dict[str, Any]) -> Record:
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "record.json"
-        file.write_text(json.dumps(values), encoding="utf-8")
-        return Record.load(file)
-
-
-def _of_body(body: dict[str, Any]) -> tuple[str, ...]:
+def _of_body(body: dict[str, Any], path: Path) -> tuple[str, ...]:
     """What is wrong with the form or the figures."""
-    wrong = violations(body, SCHEMA)
-    if wrong:
-        return wrong
-    if body["statement"] != STATEMENT:
-        return ("the statement is not the one that contributors sign off",)
-    if body["record"]["format"] != RECORD_FORMAT:
-        return (f"the record's format is not {RECORD_FORMAT}",)
-    try:
-        record = _as_record(body["record"])
-    except UnreadableRecord as error:
-        return (error.message,)
-    return implausible(record)
+    return violations(body, SCHEMA) or implausible(Record.from_dict(body["record"], path))
 
 
 def validate(path: Path) -> tuple[str, ...]:
@@ -207,7 +220,7 @@ def validate(path: Path) -> tuple[str, ...]:
         return (f"its format is not {FORMAT}",)
     if values.get("sha256") != _hash(values):
         return ("its hash is not that of its content: it was changed after it was written",)
-    problems = [*personal(values), *_of_body({key: value for key, value in values.items() if key != "sha256"})]
+    problems = [*personal(values), *_of_body({key: value for key, value in values.items() if key != "sha256"}, path)]
     if not problems and path.name != _named(values):
         problems.append(f"its name should be {_named(values)}")
     return tuple(problems)

@@ -6,19 +6,15 @@ import csv
 import io
 from typing import TYPE_CHECKING
 
-from rich.console import Group
+from rich.console import Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from rocm_sd.bench.records import INTERVALS
+from rocm_sd.bench.records import INTERVALS, Comparison, Measurement, Record
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from rich.console import RenderableType
-
-    from rocm_sd.bench.records import Comparison, Measurement, Record
 
 __all__ = ["COLUMNS", "csv_text", "heading", "markdown", "rich_tables", "rows"]
 
@@ -95,7 +91,7 @@ def csv_text(record: Record) -> str:
 
 
 def markdown(record: Record) -> str:
-    """The heading, the table without columns that have nothing in them, and what was left out."""
+    """The heading, the table without columns that have nothing in them, and what was skipped."""
     told = rows(record)
     columns = [c for c in _merged() if any(_merged_cell(row, c) for row in told)]
     lines = [heading(record), "", "| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
@@ -170,7 +166,7 @@ def heading(record: Record) -> str:
 
 def _notes(record: Record) -> list[str]:
     notes = [
-        f"{one.engine} was left out{_where(record, one)}: {one.left_out}" for one in record.measurements if one.left_out
+        f"{one.engine} was skipped{_where(record, one)}: {one.left_out}" for one in record.measurements if one.left_out
     ]
     notes += [f"{one.engine}{_where(record, one)}: {note}" for one in record.measurements for note in one.notes]
     notes += record.notes

@@ -9,13 +9,13 @@ nearest 2x enlargement is the op of four small ones.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from rocm_sd.bench import architectures
+from rocm_sd.bench.projection import WorkItem
 from rocm_sd.bench.workloads import WORKLOADS
 from rocm_sd.ops import OPS
 from rocm_sd.ops.registry import Work
@@ -23,25 +23,12 @@ from rocm_sd.ops.registry import Work
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-__all__ = ["DTYPE", "PARTS", "WorkItem", "count"]
+__all__ = ["DTYPE", "PARTS", "count"]
 
 DTYPE = torch.float16
-TOKENS = 77  # of a prompt, as CLIP pads it
 
 # How often a part of a picture runs: "step" for every step, the others once.
 PARTS = ("step", "prompt", "decode")
-
-
-@dataclass(frozen=True)
-class WorkItem:
-    """`count` calls of one op on one problem in one part of a picture; `flops` and `bytes` are those of a call."""
-
-    part: str
-    op: str
-    problem: Mapping[str, int | str]
-    count: int
-    flops: float
-    bytes: float
 
 
 def count(workload: str, batch: int = 1) -> tuple[WorkItem, ...]:
@@ -53,18 +40,8 @@ def count(workload: str, batch: int = 1) -> tuple[WorkItem, ...]:
     latents = (batch, config.in_channels, recipe.side // 8, recipe.side // 8)
     tally = _Tally()
     with meta, torch.no_grad():
-        both, text = ((2 * batch, *latents[1:]), (2 * batch, TOKENS, config.cross_attention_dim))
-        added = None
-        if config.addition_embed_type == "text_time":
-            pooled = torch.empty(2 * batch, architectures.pooled_width(config), dtype=DTYPE)
-            added = {"text_embeds": pooled, "time_ids": torch.empty(2 * batch, 6, dtype=DTYPE)}
         with tally.watching(pipe.unet, "step"):
-            pipe.unet(
-                torch.empty(both, dtype=DTYPE),
-                torch.empty(()),
-                encoder_hidden_states=torch.empty(text, dtype=DTYPE),
-                added_cond_kwargs=added,
-            )
+            pipe.unet(**architectures.unet_inputs(config, 2 * batch, *latents[2:], DTYPE))
         tally.call("step", "guided_step", *_guided_step(latents))
         with tally.watching(pipe.vae, "decode"):
             pipe.vae.decode(torch.empty(latents, dtype=DTYPE))

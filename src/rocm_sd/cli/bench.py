@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+from rocm_sd.cli.terminal import Device, bar, batch_sizes, parts, say
 from rocm_sd.errors import InvalidOption, RocmSdError, Unsupported
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def bench(
     tiny: Annotated[
         bool, typer.Option("--tiny", help="A small model with random weights, to try the command.")
     ] = False,
-    device: Annotated[str | None, typer.Option(help="cuda (AMD and NVIDIA) or cpu. (default: what is there)")] = None,
+    device: Device = None,
     listed: Annotated[bool, typer.Option("--list", help="List workloads and engines, and exit.")] = False,
 ) -> None:
     """Time engines side by side, in turns of one run. Nothing is timed whose result is wrong.
@@ -116,12 +116,12 @@ def bench(
         console = Console()
         console.print(tables.rich_tables(record))
         _show_published(console, record)
-        console.print(f"wrote {file}, and the same as .csv and .md", soft_wrap=True, highlight=False)
+        say(console, f"wrote {file}, and the same as .csv and .md")
     if submit is not None:
         from rocm_sd.bench import submission
 
         written = submission.write(record, submit)
-        Console(stderr=True).print(f"wrote {escape(str(written))}", soft_wrap=True, highlight=False)
+        say(Console(stderr=True), f"wrote {written}")
     if before is not None:
         _compare(before, record)
     _require_right(record)
@@ -177,11 +177,10 @@ def _planned(asked: _Asked, device: torch.device) -> Callable[[Any], tuple[Recor
             ops.run(workload, device, progress=progress, **common),
             record_file(out, workload),
         )
-    batches = _batches(asked.batch)
+    batches = batch_sizes(asked.batch)
     if asked.ablation and asked.engines is not None:
         raise InvalidOption("--engines", asked.engines, [], hint="An ablation has rows of its own: leave it out.")
-    given = [name.strip() for name in (asked.engines or "").split(",") if name.strip()]
-    selected = chosen(given or default_names(device), device)
+    selected = chosen(parts(asked.engines) or default_names(device), device)
     with Console(stderr=True).status(f"Making {workload} ..."):
         made = make(workload, device, model=asked.model, steps=asked.steps, tiny=asked.tiny)
     common |= {"cold": asked.cold, "command": asked.command}
@@ -209,31 +208,12 @@ def _require_plain_op(asked: _Asked) -> None:
 
 def _with_progress(run: Callable[[Any], tuple[Record, Path]], out: Path) -> tuple[Record, Path]:
     errors = Console(stderr=True)
-    # On standard error, so that --csv and --json leave nothing but those on standard output.
-    columns = (
-        TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn(), TimeRemainingColumn(),
-    )  # fmt: skip
     try:
-        with Progress(*columns, console=errors, transient=True, speed_estimate_period=600) as bar:
-            task = bar.add_task("starting", total=None)
-            return run(lambda done, total, what: bar.update(task, completed=done, total=total, description=what))
+        with bar("starting", console=errors, share=True, speed_estimate_period=600) as update:
+            return run(lambda done, total, what: update(completed=done, total=total, description=what))
     except KeyboardInterrupt:
-        errors.print(
-            f"Interrupted. What was measured is kept in {escape(str(out))}; to go on, type the same command again.",
-            highlight=False,
-            soft_wrap=True,
-        )
+        say(errors, f"Interrupted. What was measured is kept in {out}; to go on, type the same command again.")
         raise typer.Exit(130) from None
-
-
-def _batches(text: str) -> tuple[int, ...]:
-    try:
-        found = tuple(dict.fromkeys(int(part) for part in text.split(",")))
-    except ValueError:
-        found = ()
-    if not found or min(found) < 1:
-        raise InvalidOption("--batch", text, [], hint="It takes sizes of 1 or more, e.g. --batch 1,8.")
-    return found
 
 
 def _show_published(console: Console, record: Record) -> None:

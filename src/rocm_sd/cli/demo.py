@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
+
+from rocm_sd.cli.terminal import Device, bar
 
 if TYPE_CHECKING:
     from rocm_sd.integrations.diffusers.generation import Generated
@@ -22,7 +23,7 @@ def demo(
     steps: Annotated[int, typer.Option(help="Denoising steps.")] = 20,
     seed: Annotated[int, typer.Option(help="The same seed gives the same pictures.")] = 0,
     out: Annotated[Path, typer.Option(help="The folder to write to.")] = Path("out"),
-    device: Annotated[str | None, typer.Option(help="cuda (AMD and NVIDIA) or cpu. (default: what is there)")] = None,
+    device: Device = None,
 ) -> None:
     """Draw eight prompts with the built-in model, stock and optimised side by side.
 
@@ -45,17 +46,16 @@ def demo(
     with console.status(f"Loading {source.name} ..."):
         pipe = host.load_pipeline(source, default_device(device))
     results: dict[str, list[Generated]] = {"stock": [], "rocm-sd": []}
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console) as progress:
-        # One picture of each engine is drawn and thrown away: first runs pay for what later ones do not.
-        task = progress.add_task("drawing", total=(len(DEMO_PROMPTS) + 1) * len(results))
+    # One picture of each engine is drawn and thrown away: first runs pay for what later ones do not.
+    pictures = (len(DEMO_PROMPTS) + 1) * len(results)
+    with bar("drawing", pictures, console=console, transient=False) as update:
         for prompt in (DEMO_PROMPTS[0], *DEMO_PROMPTS):
             for engine, drawn in results.items():
                 (optimize if engine == "rocm-sd" else restore)(pipe)
                 drawn.append(
                     host.generate(pipe, host.Request(prompt, steps=steps, seed=seed, guidance=source.guidance))
                 )
-                progress.update(task, advance=1, description=f"{engine}: {prompt}")
+                update(advance=1, description=f"{engine}: {prompt}")
     stock, ours = (drawn[1:] for drawn in results.values())
 
     parameters = {"model": source.name, "steps": steps, "seed": seed}

@@ -1,10 +1,11 @@
-"""rocm-sd doctor: what is wrong with this set-up, what it means, and what mends it."""
+"""rocm-sd doctor: what is wrong with this set-up, what it means, and how to fix it."""
 
 from __future__ import annotations
 
 import json
 import shlex
 from collections import Counter
+from dataclasses import asdict
 from pathlib import Path  # noqa: TC003 -- typer reads the annotations
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,9 +13,9 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.padding import Padding
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from typer.core import TyperCommand
 
+from rocm_sd.cli.terminal import bar, say
 from rocm_sd.errors import InvalidOption
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ def doctor(
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Measure with small sizes.")] = False,
 ) -> None:
-    """Say what is wrong with this set-up, what it means, and what mends it. Nothing is changed without --fix.
+    """Say what is wrong with this set-up, what it means, and how to fix it. Nothing is changed without --fix.
 
     rocm-sd doctor
 
@@ -86,7 +87,7 @@ def doctor(
     command: list[str] | None = context.meta.get(_COMMAND)
     _require_sense(fix=fix, undo=undo, machine=machine, record=record, command=command)
     if undo:
-        Console().print(escape(treating.undo(treating.env_file())), soft_wrap=True, highlight=False)
+        say(Console(), treating.undo(treating.env_file()))
         return
     chosen = chosen_checks(checks or ())
     facts, examined = _examined(chosen, machine=machine, record=record, quick=quick)
@@ -140,21 +141,12 @@ def _examined(
         with errors.status("Looking at the machine ..."):
             facts = gather()
         probes = live
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=errors, transient=True) as progress:
-        bar = progress.add_task("examining", total=len(chosen))
-        done = -1
-
-        def show(name: str) -> None:
-            nonlocal done
-            done += 1
-            progress.update(bar, completed=done, description=name)
-
-        examined = examine(facts, probes, chosen, show)
+    with bar("examining", len(chosen)) as update:
+        places = {check.name: place for place, check in enumerate(chosen)}
+        examined = examine(facts, probes, chosen, lambda name: update(completed=places[name], description=name))
     if record is not None:
         recording.record(record, facts, live.answers)
-        told = f"wrote {record}: facts.json, probes.json and what sysfs says of the GPUs"
-        errors.print(escape(told), soft_wrap=True, highlight=False)
+        say(errors, f"wrote {record}: facts.json, probes.json and what sysfs says of the GPUs")
     return facts, examined
 
 
@@ -170,26 +162,9 @@ def _as_json(facts: Facts, examined: Sequence[Examined], treatment: Treatment | 
 
 
 def _row(each: Examined) -> dict[str, Any]:
-    check, finding = each.check, each.finding
-    fix = finding.fix
-    return {
-        "check": check.name,
-        "question": check.question,
-        "measures": check.measures,
-        "links": list(check.links),
-        "status": finding.status.value,
-        "says": finding.says,
-        "means": finding.means,
-        "measured": dict(finding.measured),
-        "fix": fix
-        and {
-            "summary": fix.summary,
-            "env": dict(fix.env),
-            "unset": list(fix.unset),
-            "commands": list(fix.commands),
-            "safe": fix.safe,
-        },
-    }
+    check = each.check
+    question = {"check": check.name, "question": check.question, "measures": check.measures, "links": check.links}
+    return {**question, **asdict(each.finding), "status": each.finding.status.value}
 
 
 def _show(console: Console, examined: Sequence[Examined]) -> None:
@@ -224,7 +199,7 @@ def _show_one(console: Console, each: Examined) -> None:
         settings += [f"unset {name}" for name in finding.fix.unset]
         # Unwrapped, so that they can be copied; so are the links.
         for line in (*settings, *finding.fix.commands):
-            console.print(f"             {escape(line)}", soft_wrap=True, highlight=False)
+            say(console, f"             {line}")
     if status == "problem":
         for link in each.check.links:
             console.print(f"         [dim]{escape(link)}[/]", soft_wrap=True, highlight=False)
@@ -243,12 +218,12 @@ def _show_absent(console: Console, examined: Sequence[Examined]) -> None:
 
 def _show_treatment(console: Console, treatment: Treatment) -> None:
     for name, reason in treatment.left:
-        console.print(f"left to you: {escape(name)}: {escape(reason)}", soft_wrap=True, highlight=False)
+        say(console, f"left to you: {name}: {reason}")
     if treatment.is_empty:
         console.print("There is nothing that is safe to apply by itself.")
         return
     for line in treatment.lines():
-        console.print(f"  {escape(line)}", soft_wrap=True, highlight=False)
+        say(console, f"  {line}")
 
 
 def _offer(console: Console, treatment: Treatment, *, agreed: bool) -> None:
@@ -262,11 +237,10 @@ def _offer(console: Console, treatment: Treatment, *, agreed: bool) -> None:
         console.print("Nothing was written.")
         return
     if treating.write(treatment, file):
-        console.print(f"wrote {escape(str(file))}", soft_wrap=True, highlight=False)
+        say(console, f"wrote {file}")
     else:
-        console.print(f"{escape(str(file))} says so already", soft_wrap=True, highlight=False)
-    source = f". {shlex.quote(str(file))}"
-    console.print(f"In each shell, or once in its profile, type: {escape(source)}", soft_wrap=True, highlight=False)
+        say(console, f"{file} says so already")
+    say(console, f"In each shell, or once in its profile, type: . {shlex.quote(str(file))}")
     console.print("To take it back: rocm-sd doctor --undo")
 
 

@@ -8,6 +8,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from rocm_sd.cli.terminal import say
+
 __all__ = ["export"]
 
 
@@ -38,15 +40,10 @@ def export(
     name = source.name if embedded else Path(source.location).resolve().name
     with console.status(f"Writing {out} ..."):
         written = write_checkpoint(Path(source.location), out, name=name, force=force)
-    console.print(
-        f"wrote {written.path} ({written.tensors} tensors, {written.size / 1e6:.1f} MB)",
-        highlight=False,
-        soft_wrap=True,
-    )
+    say(console, f"wrote {written.path} ({written.tensors} tensors, {written.size / 1e6:.1f} MB)")
     if embedded:
-        console.print(
+        say(
+            console,
             'In ComfyUI, load it with the node "emoji-sd Loader (ROCm)": '
             "the host's own loader does not know so small a VAE.",
-            highlight=False,
-            soft_wrap=True,
         )

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from rocm_sd.errors import InvalidOption, Unsupported
+from rocm_sd.cli.terminal import Device, bar
+from rocm_sd.errors import Unsupported, require_one_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -44,7 +44,7 @@ def generate(
     level: Annotated[str, typer.Option(help="auto, performance or memory: never changes the picture.")] = "auto",
     quality: Annotated[str, typer.Option(help="exact, high or balanced: how far approximations may go.")] = "exact",
     out: Annotated[Path, typer.Option(help="The folder to write to.")] = Path("out"),
-    device: Annotated[str | None, typer.Option(help="cuda (AMD and NVIDIA) or cpu. (default: what is there)")] = None,
+    device: Device = None,
     compare: Annotated[bool, typer.Option("--compare", help="Draw stock and optimised side by side.")] = False,
 ) -> None:
     """Draw a picture from text.
@@ -62,12 +62,10 @@ def generate(
     from rocm_sd.integrations.diffusers.loading import default_device, hush
 
     # Everything that can be wrong with the options is said before a model is loaded.
-    if level not in LEVELS:
-        raise InvalidOption("level", level, list(LEVELS))
-    if quality not in QUALITIES:
-        raise InvalidOption("quality", quality, list(QUALITIES))
-    if scheduler is not None and scheduler not in host.SCHEDULERS:
-        raise InvalidOption("scheduler", scheduler, list(host.SCHEDULERS))
+    require_one_of("level", level, LEVELS)
+    require_one_of("quality", quality, QUALITIES)
+    if scheduler is not None:
+        require_one_of("scheduler", scheduler, host.SCHEDULERS)
     width, height = parse_size(size)
     request = host.Request(prompt, negative, steps, seed=seed, batch=batch, width=width, height=height)
     source = models.resolve(model)
@@ -118,10 +116,8 @@ def side_by_side(stock: Generated, ours: Generated) -> list[list[tuple[Image.Ima
 def run_with_progress(console: Console, pipe: Any, request: Request, label: str) -> Generated:
     from rocm_sd.integrations import diffusers as host
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task(f"{label}: {request.prompt}", total=request.steps)
-        return host.generate(pipe, request, on_step=lambda step: progress.update(task, completed=step))
+    with bar(f"{label}: {request.prompt}", request.steps, console=console) as update:
+        return host.generate(pipe, request, on_step=lambda step: update(completed=step))
 
 
 def parse_size(size: str | None) -> tuple[int | None, int | None]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import platform
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -13,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rocm_sd import __version__, settings
+from rocm_sd.arch import host
 
 if TYPE_CHECKING:
     import torch
@@ -49,7 +49,7 @@ def gather() -> dict[str, Any]:
         "rocm_sd": __version__,
         "python": platform.python_version(),
         "system": platform.platform(),
-        "versions": {name: _version(name) for name in PACKAGES},
+        "versions": {name: host.installed(name) for name in PACKAGES},
         "torch_build": {"hip": torch.version.hip, "cuda": torch.version.cuda},
         "device": {
             "type": device.type,
@@ -92,13 +92,6 @@ def _database(device: torch.device) -> dict[str, Any]:
         "measurements_here": database.count(here),
         "quarantined": quarantined,
     }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def _arch(architecture: Any) -> dict[str, Any]:

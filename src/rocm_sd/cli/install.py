@@ -8,6 +8,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from rocm_sd.cli.terminal import say
+
 __all__ = ["install", "uninstall"]
 
 _NEXT = {
@@ -39,15 +41,15 @@ def install(
 
     console = Console()
     found = installing.recognise(host, path)
-    _say(console, f"found {found.described}")
+    say(console, f"found {found.described}")
     for note in found.notes:
-        _say(console, f"note: {note}")
+        say(console, f"note: {note}")
     executable, its_own = installing.host_python(found, python)
     if not its_own:
-        _say(console, "note: it has no venv or python_embeded; asking the Python that runs this. Another: --python")
+        say(console, "note: it has no venv or python_embeded; asking the Python that runs this. Another: --python")
     with console.status(f"Asking {executable} ..."):
         facts = installing.examine(executable, found.root)
-    _say(console, facts.described)
+    say(console, facts.described)
     missing = installing.what_to_type(facts)
     if missing and not force:
         raise installing.HostNotReady(
@@ -56,13 +58,13 @@ def install(
         )
     placed = installing.place(found, copy=copy)
     how = "linked" if placed.mode == "link" else f"copied {placed.files} files to"
-    _say(console, f"{how} {placed.destination}")
+    say(console, f"{how} {placed.destination}")
     for kept in placed.kept:
-        _say(console, f"kept {kept}: it was changed since it was installed")
+        say(console, f"kept {kept}: it was changed since it was installed")
     for note in (*placed.notes, *missing):
-        _say(console, f"note: {note}")
-    _say(console, _NEXT[found.kind])
-    _say(console, f"To undo this: rocm-sd uninstall {found.kind} {path}")
+        say(console, f"note: {note}")
+    say(console, _NEXT[found.kind])
+    say(console, f"To undo this: rocm-sd uninstall {found.kind} {path}")
 
 
 def uninstall(
@@ -81,11 +83,7 @@ def uninstall(
     found = installing.recognise(host, path)
     removed = installing.remove(found)
     for file in removed.files:
-        _say(console, f"removed {file}")
+        say(console, f"removed {file}")
     for kept in removed.kept:
-        _say(console, f"kept {kept}: rocm-sd did not write it, or it was changed since")
-    _say(console, f"{found.title} runs without rocm-sd after its next start.")
-
-
-def _say(console: Console, line: str) -> None:
-    console.print(line, highlight=False, soft_wrap=True, markup=False)
+        say(console, f"kept {kept}: rocm-sd did not write it, or it was changed since")
+    say(console, f"{found.title} runs without rocm-sd after its next start.")

@@ -24,6 +24,7 @@ from rocm_sd.cli.install import install, uninstall
 from rocm_sd.cli.profile import profile
 from rocm_sd.cli.quality import quality
 from rocm_sd.cli.report import report
+from rocm_sd.cli.terminal import say
 from rocm_sd.cli.tune import tune
 from rocm_sd.cli.verify import verify
 from rocm_sd.errors import RocmSdError
@@ -90,7 +91,7 @@ def run(arguments: list[str] | None = None) -> None:
             errors.print_exception()
         errors.print(f"[bold red]error:[/] {escape(error.message)}", highlight=False, soft_wrap=True)
         if error.hint:
-            errors.print(escape(error.hint), highlight=False, soft_wrap=True)
+            say(errors, error.hint)
         sys.exit(error.exit_code)
 
 

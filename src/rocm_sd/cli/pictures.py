@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import errno
-import os
 import tempfile
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 from PIL.PngImagePlugin import PngInfo
 
+from rocm_sd import files
 from rocm_sd.errors import InvalidOption, NoDiskSpace
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
+    from pathlib import Path
 
 __all__ = ["difference", "save_png", "save_text", "sheet", "writable_folder"]
 
@@ -40,20 +40,13 @@ def writable_folder(folder: Path) -> Path:
 
 @contextmanager
 def _whole(path: Path) -> Iterator[Path]:
-    """A path to write to that becomes `path` when all went well, and is gone otherwise."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    os.close(handle)
-    unfinished = Path(name)
     try:
-        yield unfinished
-        unfinished.chmod(0o644)
-        unfinished.replace(path)
+        with files.whole(path) as unfinished:
+            yield unfinished
     except OSError as error:
         if error.errno == errno.ENOSPC:
             raise NoDiskSpace(path) from error
         raise
-    finally:
-        unfinished.unlink(missing_ok=True)
 
 
 def save_png(image: Image.Image, path: Path, parameters: Mapping[str, object]) -> None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+from itertools import count
 from pathlib import Path  # noqa: TC003 -- typer reads the annotations
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from rocm_sd.cli.terminal import Device, bar, say
 from rocm_sd.errors import InvalidOption
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def profile(
         Path | None, typer.Option(help="Draw nothing: read this kernel trace of rocprofv3, CSV or JSON.")
     ] = None,
     rows: Annotated[int, typer.Option(min=1, help="Rows of the tables of modules and kernels.")] = 15,
-    device: Annotated[str | None, typer.Option(help="cuda (AMD and NVIDIA) or cpu. (default: what is there)")] = None,
+    device: Device = None,
     as_json: Annotated[bool, typer.Option("--json", help="Every figure, machine-readable.")] = False,
 ) -> None:
     """Show where the time goes: by family, by module and by kernel, with the slow paths in words.
@@ -86,7 +86,7 @@ def profile(
     console = Console()
     tables.show(told, console, rows=rows)
     for path in written:
-        console.print(f"wrote {escape(str(path))}", soft_wrap=True, highlight=False)
+        say(console, f"wrote {path}")
 
 
 def _drawn(
@@ -103,18 +103,12 @@ def _drawn(
         workload or "emoji", model, steps, batch, where
     )
     subject = {**subject, "engine": engine, "steps": f"{steps} steps", "batch": f"batch {batch}"}
-    columns = (
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(),
-    )  # fmt: skip
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        bar = progress.add_task("profiling", total=picture.STAGES)
-        seen: list[str] = []
-
-        def on_stage(stage: str) -> None:
-            progress.update(bar, completed=len(seen), description=stage)
-            seen.append(stage)
-
-        return picture.profile_picture(pipeline, draw, chosen, where, subject=subject, on_stage=on_stage)
+    with bar("profiling", picture.STAGES) as update:
+        stages = count()
+        return picture.profile_picture(
+            pipeline, draw, chosen, where, subject=subject,
+            on_stage=lambda stage: update(completed=next(stages), description=stage),
+        )  # fmt: skip
 
 
 def _workload(
@@ -164,7 +158,6 @@ def _write(
     flame: Path | None,
 ) -> list[Path]:
     from rocm_sd.bench.profiling import flame as flame_chart
-    from rocm_sd.bench.profiling.capture import write_trace
     from rocm_sd.bench.profiling.families import IDLE
     from rocm_sd.cli.pictures import save_text
 
@@ -174,7 +167,7 @@ def _write(
         written.append(out / "profile.json")
         trace, flame = trace or out / "trace.json", flame or out / "flame.html"
     if trace is not None and values is not None:
-        write_trace(values, trace)
+        save_text(json.dumps(values), trace)
         written.append(trace)
     if flame is not None:
         idle = told.family(IDLE)

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from rocm_sd.errors import InvalidOption, ModelNotFound, Unsupported
+from rocm_sd.cli.terminal import Device, bar
+from rocm_sd.errors import InvalidOption, ModelNotFound, Unsupported, require_one_of
 
 if TYPE_CHECKING:
     import PIL.Image
@@ -42,7 +42,7 @@ def quality(
     out: Annotated[Path, typer.Option(help="The folder for quality.png and quality.json.")] = Path("out"),
     clip: Annotated[str | None, typer.Option(help="Also the CLIP score, by the weights in this folder.")] = None,
     fid: Annotated[Path | None, typer.Option(help="Also the FID, by these Inception weights.")] = None,
-    device: Annotated[str | None, typer.Option(help="cuda (AMD and NVIDIA) or cpu. (default: what is there)")] = None,
+    device: Device = None,
 ) -> None:
     """Compare two sets of pictures: nearness, prompt match, and a picture grid.
 
@@ -112,8 +112,7 @@ def parse_settings(text: str) -> dict[str, Any]:
                 raise InvalidOption(name, value, [], hint="It takes a number.") from None
         else:
             raise InvalidOption("setting", part, ["a folder", "stock", "rocm-sd", *(f"{s}=..." for s in SETTINGS)])
-    if values["engine"] not in {"stock", "rocm-sd"}:
-        raise InvalidOption("engine", values["engine"], ["stock", "rocm-sd"])
+    require_one_of("engine", values["engine"], ("stock", "rocm-sd"))
     return values
 
 
@@ -133,9 +132,7 @@ def _draw(
     source = models.resolve()
     hush()
     sides = []
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task("drawing", total=2 * len(wanted))
+    with bar("drawing", 2 * len(wanted), console=console) as update:
         for label, values in zip(labels, settings, strict=True):
             pipe = host.load_pipeline(source, default_device(device))
             if "scheduler" in values:
@@ -148,7 +145,7 @@ def _draw(
                     prompt.text, steps=values["steps"], guidance=values["guidance"], seed=seed + number
                 )
                 images[name] = host.generate(pipe, request).images[0]
-                progress.update(task, advance=1, description=f"{label}: {prompt.text}")
+                update(advance=1, description=f"{label}: {prompt.text}")
             sides.append(_Side(label, images))
     return sides
 

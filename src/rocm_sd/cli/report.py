@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import webbrowser
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from rocm_sd.errors import InvalidOption, MissingDependency, RocmSdError
+from rocm_sd.cli.terminal import bar, say
+from rocm_sd.errors import InvalidOption, RocmSdError, optional_module
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
     from rocm_sd.bench.report.parts import Picture
     from rocm_sd.bench.report.reading import Outcome
 
@@ -56,7 +53,8 @@ def report(
     from rocm_sd.bench.report import ladders, pictures
     from rocm_sd.cli.pictures import save_text, writable_folder
 
-    _require_jinja2()
+    # Said before a ladder is climbed for a minute.
+    optional_module("jinja2", "jinja2", "report")
     # Everything that is given is read before anything is made, and everything is made before anything is written.
     named = [*(records or []), *_folder(folder, records or [])]
     inputs = reports.read(named)
@@ -67,33 +65,25 @@ def report(
     writable_folder(out.parent)
     console = Console(stderr=True)
     if ladder == RUN:
-        with _progress(console, "proof ladder") as advance:
-            outcomes = ladders.run(lambda o, total: advance(f"{o['op']} {o['arch']} {o['rung']}", total))
+        with bar("proof ladder", console=console) as update:
+            outcomes = ladders.run(
+                lambda o, total: update(advance=1, total=total, description=f"{o['op']} {o['arch']} {o['rung']}")
+            )
     drawn: tuple[tuple[Picture, ...], ...] = ()
     if draw:
-        with _progress(console, "drawing") as advance:
-            drawn = pictures.draw(advance)
+        with bar("drawing", console=console) as update:
+            drawn = pictures.draw(lambda what, total: update(advance=1, total=total, description=what))
     if not (inputs.records or inputs.op_runs or outcomes or given or drawn):
         where = f"no record in {', '.join(map(str, named))}" if named else "no record was given"
         raise RocmSdError(f"There is nothing to report on: {where}.", hint="Type: rocm-sd bench emoji --out results")
     html = reports.render(reports.page(inputs, outcomes, given, drawn))
     save_text(html, out)
     if inputs.skipped:
-        console.print(
-            f"left out, since they are no records: {', '.join(inputs.skipped)}", highlight=False, markup=False
-        )
-    Console().print(f"wrote {out} ({len(html.encode()) / 1024:.0f} KiB)", highlight=False, markup=False, soft_wrap=True)
+        console.print(f"skipped, since they are no records: {', '.join(inputs.skipped)}", highlight=False, markup=False)
+    say(Console(), f"wrote {out} ({len(html.encode()) / 1024:.0f} KiB)")
     _name_failures(outcomes)
     if show:
         webbrowser.open(out.resolve().as_uri())
-
-
-def _require_jinja2() -> None:
-    """Said before a ladder is climbed for a minute."""
-    from importlib.util import find_spec
-
-    if find_spec("jinja2") is None:
-        raise MissingDependency("jinja2", "report")
 
 
 def _folder(folder: Path | None, records: list[Path]) -> list[Path]:
@@ -105,20 +95,8 @@ def _folder(folder: Path | None, records: list[Path]) -> list[Path]:
     return [folder]
 
 
-@contextmanager
-def _progress(console: Console, what: str) -> Iterator[Callable[[str, int], None]]:
-    columns = (
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(),
-    )  # fmt: skip
-    with Progress(*columns, console=console, transient=True) as progress:
-        bar = progress.add_task(what, total=None)
-        yield lambda description, total: progress.update(bar, advance=1, total=total, description=description)
-
-
 def _name_failures(outcomes: tuple[Outcome, ...]) -> None:
     """The page shows a failure, and the terminal does, too."""
     failed = [f"{o['op']} on {o['arch']} ({o['rung']})" for o in outcomes if o["state"] == "failed"]
     if failed:
-        Console(stderr=True).print(
-            f"failed on the ladder: {', '.join(failed)}", highlight=False, markup=False, soft_wrap=True
-        )
+        say(Console(stderr=True), f"failed on the ladder: {', '.join(failed)}")

@@ -11,18 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    ProgressColumn,
-    TaskProgressColumn,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
 
 from rocm_sd.cli import tune_tables
+from rocm_sd.cli.terminal import Device, bar, batch_sizes, parts, say
 from rocm_sd.errors import InvalidOption, RocmSdError
 
 if TYPE_CHECKING:
@@ -69,7 +60,7 @@ def tune(
         Path | None, typer.Option(help="--static: folder for GFX/OP.json. (default: the data of this installation)")
     ] = None,
     jobs: Annotated[int | None, typer.Option(min=1, help="Compilers at once. (default: as many as fit)")] = None,
-    device: Annotated[str | None, typer.Option(help="cuda (AMD and NVIDIA) or cpu. (default: what is there)")] = None,
+    device: Device = None,
     as_json: Annotated[bool, typer.Option("--json", help="Every figure, machine-readable.")] = False,
 ) -> None:
     """Time every way to compute what a picture needs on this card, and remember the fastest that is right.
@@ -110,15 +101,9 @@ def tune(
         _list(database, device, as_json=as_json)
     else:
         _search(
-            database, device, begun, names[0] if names else None, _sizes(sizes), _batches(batch), _names(ops),
+            database, device, begun, names[0] if names else None, _sizes(sizes), batch_sizes(batch), parts(ops),
             _seconds(budget), timeout, jobs, strategy, fresh=fresh, as_json=as_json,
         )  # fmt: skip
-
-
-def _progress(figure: ProgressColumn) -> Progress:
-    """On standard error, so that --json leaves nothing but JSON on standard output."""
-    columns = (TextColumn("{task.description}"), BarColumn(), figure, TimeElapsedColumn(), TimeRemainingColumn())
-    return Progress(*columns, console=Console(stderr=True), transient=True)
 
 
 def _search(
@@ -145,18 +130,15 @@ def _search(
     on = default_device(device)
     hush()
     chosen = halving.strategy(strategy)
-    with _progress(TaskProgressColumn()) as progress:
-        bar = progress.add_task("loading the model", total=None)
+    with bar("loading the model", share=True) as update:
         for name in ops:
             candidates.operation(name)
-        traced = tracing.trace(
-            tracing.workload(model, on), sizes, batches, ops, lambda what: progress.update(bar, description=what)
-        )
-        progress.reset(bar, total=1.0)
+        traced = tracing.trace(tracing.workload(model, on), sizes, batches, ops, lambda what: update(description=what))
+    with bar("tuning", 1.0, share=True) as update:
 
         def show(step: TunerProgress) -> None:
             described = f"{step.what} ({step.best})" if step.best else step.what
-            progress.update(bar, completed=step.share, description=escape(described))
+            update(completed=step.share, description=escape(described))
 
         options = TunerOptions(budget_s, timeout_s, jobs or ahead.default_jobs(on), chosen, fresh)
         tuner = Tuner(on, database, options, show)
@@ -186,7 +168,7 @@ def _moved(database: Database, import_: Path | None, export: Path | None) -> Non
             hint = f"It cannot be {'read' if file is import_ else 'written'}: {error.strerror or error}."
             raise InvalidOption(what, str(file), [], hint=hint) from error
         done = "taken from" if file is import_ else "written to"
-        console.print(f"{count} measurements {done} {escape(str(file))}", soft_wrap=True, highlight=False)
+        say(console, f"{count} measurements {done} {file}")
 
 
 def _list(database: Database, device: str | None, *, as_json: bool) -> None:
@@ -249,7 +231,7 @@ def _seconds(text: str) -> float:
 def _sizes(text: str | None) -> list[tuple[int, int]]:
     """(height, width) of each, from widths and heights."""
     sizes = []
-    for part in _names(text):
+    for part in parts(text):
         found = re.fullmatch(r"(\d+)x(\d+)", part)
         if not found:
             raise InvalidOption("--sizes", part, [], hint="Give widths and heights: 512x512,1024x768.")
@@ -257,30 +239,18 @@ def _sizes(text: str | None) -> list[tuple[int, int]]:
     return sizes
 
 
-def _batches(text: str) -> list[int]:
-    parts = _names(text)
-    if not parts or not all(part.isdecimal() and int(part) for part in parts):
-        raise InvalidOption("--batch", text, [], hint="Give batch sizes: 1,4.")
-    return [int(part) for part in parts]
-
-
-def _names(text: str | None) -> list[str]:
-    return list(dict.fromkeys(part.strip() for part in (text or "").split(",") if part.strip()))
-
-
 def _tune_static(ops: list[str], arch: str | None, out: Path | None, jobs: int | None, *, as_json: bool) -> None:
     from rocm_sd.tuning.static import sweep
 
-    planned = sweep.plan(ops, _names(arch))
+    planned = sweep.plan(ops, parts(arch))
     if planned.skipped:
         Console(stderr=True).print(escape(planned.skipped), soft_wrap=True)
-    with _progress(MofNCompleteColumn()) as progress:
-        bar = progress.add_task("tuning", total=planned.tasks)
+    with bar("tuning", planned.tasks) as update:
         found = sweep.tune(
             planned,
             out or sweep.DATA,
             jobs=jobs,
-            progress=lambda what: progress.update(bar, advance=1, description=what),
+            progress=lambda what: update(advance=1, description=what),
         )
     if as_json:
         typer.echo(json.dumps([each.to_dict() for each in found], indent=2))

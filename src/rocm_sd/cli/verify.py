@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from rocm_sd.cli.terminal import bar, parts
 from rocm_sd.errors import InvalidOption, NumericsFailure, RocmSdError
 
 if TYPE_CHECKING:
@@ -46,16 +46,9 @@ def verify(
     """
     from rocm_sd.verify import ladder
 
-    tasks = ladder.plan(ops or (), _list(arch), _rungs(rung))
-    # The bar goes to standard error, so that --json leaves nothing but JSON on standard output.
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        bar = progress.add_task("verifying", total=len(tasks))
-
-        def done(outcome: Outcome) -> None:
-            progress.update(bar, advance=1, description=f"{outcome.op} {outcome.arch} {outcome.rung}")
-
-        outcomes = ladder.verify(tasks, done)
+    tasks = ladder.plan(ops or (), parts(arch), _rungs(rung))
+    with bar("verifying", len(tasks)) as update:
+        outcomes = ladder.verify(tasks, lambda o: update(advance=1, description=f"{o.op} {o.arch} {o.rung}"))
     if as_json:
         typer.echo(json.dumps([outcome.to_dict() for outcome in outcomes], indent=2))
     else:
@@ -63,13 +56,9 @@ def verify(
     _raise_failures(outcomes)
 
 
-def _list(text: str | None) -> list[str]:
-    return [part.strip() for part in (text or "").split(",") if part.strip()]
-
-
 def _rungs(text: str | None) -> list[int]:
     try:
-        return [int(part) for part in _list(text)]
+        return [int(part) for part in parts(text)]
     except ValueError:
         raise InvalidOption("rung", text, ["1", "2", "3", "4", "5"]) from None
 

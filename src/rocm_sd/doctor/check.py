@@ -1,10 +1,11 @@
-"""What a check is: a question about a machine, answered by facts and by probes, with what it means and what mends it.
+"""What a check is: a question about a machine, answered by facts and by probes, with what it means and how to fix it.
 
-A check that cannot run says so, and never reports a pass.
+A check that cannot run says so, and never reports a pass: what is not as it should be in a probe's answer is no answer.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Protocol
@@ -14,7 +15,10 @@ if TYPE_CHECKING:
 
     from rocm_sd.doctor.facts import Facts
 
-__all__ = ["CannotRun", "Check", "Finding", "Fix", "Probes", "Status"]
+__all__ = [
+    "CannotRun", "Check", "Finding", "Fix", "Probe", "Probes", "Status", "flag", "is_on", "number", "on_the_gpu",
+    "rows", "text",
+]  # fmt: skip
 
 
 class Status(Enum):
@@ -37,7 +41,7 @@ class Probes(Protocol):
 
 @dataclass(frozen=True)
 class Fix:
-    """What mends it. `env` and `unset` are environment variables; `commands` are for the user to type.
+    """How to fix it. `env` and `unset` are environment variables; `commands` are for the user to type.
 
     `safe`: it may be applied without harm where the diagnosis is wrong, so `--fix` may do it after asking.
     """
@@ -61,6 +65,17 @@ class Finding:
 
 
 @dataclass(frozen=True)
+class Probe:
+    """What a check measures. It runs in a process of its own, and its name is the key of a recorded answer.
+
+    `answer(*, device=None, quick=False)` gives one JSON object, in which `device` says where it ran.
+    """
+
+    name: str
+    answer: Callable[..., dict[str, Any]]
+
+
+@dataclass(frozen=True)
 class Check:
     """`measures`: what is looked at; `links`: where users met the pain, as evidence; `run` may raise CannotRun."""
 
@@ -69,3 +84,63 @@ class Check:
     measures: str
     links: tuple[str, ...]
     run: Callable[[Facts, Probes], Finding]
+    probe: Probe | None = None
+
+
+def on_the_gpu(
+    probe: Probe, judge: Callable[[Facts, Mapping[str, Any]], Finding], *, also_on_cpu: bool = False
+) -> Callable[[Facts, Probes], Finding]:
+    """A check that asks the probe and judges its answer; without a GPU, and so without the question, it says so.
+
+    A GPU that torch does not see is another matter: what then ran on the processor says nothing about it.
+    """
+
+    def run(facts: Facts, probes: Probes) -> Finding:
+        has_gpu = bool(facts.gpus or facts.torch.devices)
+        if not has_gpu and not also_on_cpu:
+            return Finding(Status.NOT_HERE, "There is no GPU to measure.")
+        answer = probes.ask(probe.name)
+        try:
+            if has_gpu and is_on(answer, "cpu"):
+                raise CannotRun("torch sees no GPU, so the probe ran on the processor")
+            return judge(facts, answer)
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+            raise CannotRun(f"the answer of the probe {probe.name} could not be read ({error!r})") from None
+
+    return run
+
+
+def is_on(answer: Mapping[str, Any], kind: str) -> bool:
+    """Whether the probe ran on that kind of device; None is one that had no time left to say, which is no CPU."""
+    device = answer["device"]
+    return device is not None and device["kind"] == kind
+
+
+def number(of: Mapping[str, Any], name: str) -> float:
+    """A time or a rate: finite and above zero."""
+    value = of[name]
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
+        raise ValueError(f"{name} is {value!r}")
+    return float(value)
+
+
+def flag(of: Mapping[str, Any], name: str) -> bool:
+    value = of[name]
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} is {value!r}")
+    return value
+
+
+def text(of: Mapping[str, Any], name: str) -> str:
+    value = of[name]
+    if not isinstance(value, str):
+        raise TypeError(f"{name} is {value!r}")
+    return value
+
+
+def rows(of: Mapping[str, Any], name: str = "rows") -> list[Mapping[str, Any]]:
+    """A table with at least one line: a probe that measured nothing found nothing out."""
+    value = of[name]
+    if not isinstance(value, list) or not value or not all(isinstance(row, dict) for row in value):
+        raise ValueError(f"{name} is {value!r}")
+    return value

@@ -8,16 +8,15 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from rocm_sd.doctor import checks as checks_package
-from rocm_sd.doctor.check import CannotRun, Check, Finding, Status
-from rocm_sd.errors import InvalidOption
+from rocm_sd.doctor.check import CannotRun, Check, Finding, Probe, Probes, Status
+from rocm_sd.errors import require_one_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from rocm_sd.doctor.check import Probes
     from rocm_sd.doctor.facts import Facts
 
-__all__ = ["Examined", "all_checks", "chosen_checks", "examine"]
+__all__ = ["Examined", "all_checks", "all_probes", "chosen_checks", "examine"]
 
 
 @dataclass(frozen=True)
@@ -32,12 +31,16 @@ def all_checks() -> tuple[Check, ...]:
     return tuple(_check(f"{checks_package.__name__}.{name}") for name in names)
 
 
+def all_probes() -> dict[str, Probe]:
+    """What the checks measure, by name."""
+    return {check.probe.name: check.probe for check in all_checks() if check.probe is not None}
+
+
 def chosen_checks(names: Sequence[str]) -> tuple[Check, ...]:
     every = all_checks()
     by_name = {check.name: check for check in every}
     for name in names:
-        if name not in by_name:
-            raise InvalidOption("check", name, sorted(by_name))
+        require_one_of("check", name, sorted(by_name))
     return tuple(by_name[name] for name in dict.fromkeys(names)) or every
 
 

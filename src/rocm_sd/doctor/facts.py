@@ -7,15 +7,14 @@ the checks cannot tell which.
 from __future__ import annotations
 
 import re
-from dataclasses import asdict, dataclass, field, fields
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping  # noqa: TC003 -- read at run time, with the other types of the dataclasses
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from rocm_sd import arch
+from rocm_sd.typed_json import read
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-__all__ = ["WATCHED", "Facts", "Gpu", "TorchDevice", "TorchFacts", "numbers", "visible_to_torch"]
+__all__ = ["WATCHED", "Facts", "Gpu", "TorchDevice", "TorchFacts", "known_as", "numbers", "visible_to_torch"]
 
 # The environment variables that a check looks at, and the only ones that are ever read. None of them holds a path.
 WATCHED = (
@@ -181,21 +180,12 @@ class Facts:
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> Facts:
-        known = {each.name for each in fields(cls)}
-        unknown = set(record) - known
-        if unknown:
-            raise ValueError(f"facts of an unknown kind: {', '.join(sorted(unknown))}")
-        torch = dict(record.get("torch") or {})
-        torch["devices"] = tuple(TorchDevice(**each) for each in torch.get("devices", ()))
-        torch["arch_list"] = tuple(torch.get("arch_list", ()))
-        return cls(
-            **{
-                **record,
-                "gpus": tuple(Gpu(**each) for each in record.get("gpus", ())),
-                "torch": TorchFacts(**torch),
-                "described_by": tuple(record.get("described_by", ())),
-            }
-        )
+        return read(cls, record)
+
+
+def known_as(gfx: str) -> arch.Arch:
+    """The table's entry. The rest of RDNA2 has the instructions of gfx1030, and no entry of its own."""
+    return arch.get("gfx1030" if gfx.startswith("gfx103") else gfx)
 
 
 def numbers(version: str | None) -> tuple[int, ...]:

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 from rocm_sd.doctor.check import CannotRun
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
-__all__ = ["PATIENCE_S", "LiveProbes", "RecordedProbes"]
+__all__ = ["PATIENCE_S", "LiveProbes", "RecordedProbes", "answer_of"]
 
 # A probe is bounded to 20 s on a healthy GPU. A first convolution that MIOpen searches for may take minutes, which is
 # what its check wants to know; ten times that is not worth waiting for.
@@ -42,35 +42,11 @@ class LiveProbes:
         question = f"{name} {text}"
         if question not in self._asked:
             try:
-                self._asked[question] = self._run(name, text)
+                self._asked[question] = answer_of(f"the probe {name}", [self._module, name, text], self._patience)
             except CannotRun as reason:
                 self._asked[question] = {"cannot": str(reason)}
             self.answers[name] = self._asked[question]
         return _answer(self._asked[question])
-
-    def _run(self, name: str, arguments: str) -> dict[str, Any]:
-        command = [sys.executable, "-m", self._module, name, arguments]
-        running = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
-            # A group of its own, so that compilers which it started end with it.
-            start_new_session=True,
-        )
-        try:
-            told, errors = running.communicate(timeout=self._patience)
-        except subprocess.TimeoutExpired:
-            _end(running)
-            raise CannotRun(f"the probe {name} did not answer within {self._patience:.0f} s") from None
-        except BaseException:
-            _end(running)
-            raise
-        if running.returncode != 0:
-            raise CannotRun(f"the probe {name} {_ending(running.returncode)}{_last_line(errors)}")
-        return _read(name, told)
 
 
 class RecordedProbes:
@@ -94,17 +70,41 @@ def _answer(told: dict[str, Any]) -> Mapping[str, Any]:
     return told
 
 
-def _read(name: str, told: str) -> dict[str, Any]:
-    """Drivers print to standard output, too: the answer is the last line."""
+def answer_of(who: str, module: Sequence[str], patience: float) -> dict[str, Any]:
+    """What `python -m MODULE ARGUMENTS` prints last, one JSON object; or CannotRun with the reason, in words.
+
+    `who` is asked: "the probe smoke".
+    """
+    running = subprocess.Popen(
+        [sys.executable, "-m", *module],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        errors="replace",
+        # A group of its own, so that compilers which it started end with it.
+        start_new_session=True,
+    )
+    try:
+        told, errors = running.communicate(timeout=patience)
+    except subprocess.TimeoutExpired:
+        _end(running)
+        raise CannotRun(f"{who} did not answer within {patience:.0f} s") from None
+    except BaseException:
+        _end(running)
+        raise
+    if running.returncode != 0:
+        raise CannotRun(f"{who} {_ending(running.returncode)}{_last_line(errors)}")
+    # Drivers print to standard output, too: the answer is the last line.
     lines = told.strip().splitlines()
     if not lines:
-        raise CannotRun(f"the probe {name} ended without an answer")
+        raise CannotRun(f"{who} ended without an answer")
     try:
         answer = json.loads(lines[-1])
     except ValueError:
         answer = None
     if not isinstance(answer, dict):
-        raise CannotRun(f"the answer of the probe {name} could not be read: {lines[-1][:80]!r}")
+        raise CannotRun(f"the answer of {who} could not be read: {lines[-1][:80]!r}")
     return answer
 
 

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import re
-import subprocess
-import sys
-from contextlib import suppress
 from dataclasses import fields, replace
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rocm_sd import arch, settings
-from rocm_sd.doctor.facts import WATCHED, Facts, Gpu, TorchDevice, TorchFacts
+from rocm_sd.arch import host
+from rocm_sd.doctor.check import CannotRun
+from rocm_sd.doctor.facts import WATCHED, Facts, Gpu, TorchFacts
+from rocm_sd.doctor.probes import answer_of
+from rocm_sd.files import read_text
+from rocm_sd.typed_json import read
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -27,8 +27,6 @@ PACKAGES = (
     "aiter",
     "diffusers",
     "flash-attn",
-    "pytorch-triton",
-    "pytorch-triton-rocm",
     "rocm-sd",
     "sageattention",
     "safetensors",
@@ -36,10 +34,8 @@ PACKAGES = (
     "torchao",
     "torchvision",
     "transformers",
-    "triton",
-    "triton-rocm",
-    "triton-windows",
     "xformers",
+    *host.TRITON_PACKAGES,
 )
 
 _DRM = "sys/class/drm"
@@ -54,9 +50,9 @@ def gather(root: Path | None = None, environment: Mapping[str, str] | None = Non
     told = _ask_torch(_PATIENCE_S)
     torch = _torch_facts(told)
     return Facts(
-        system=_system(platform.system(), platform.release()),
+        system=host.system_name(platform.system(), platform.release()),
         python=platform.python_version(),
-        kernel=_digits(platform.release()) if platform.system() == "Linux" else None,
+        kernel=host.version_digits(platform.release()) if platform.system() == "Linux" else None,
         rocm=told.get("rocm") or _rocm_version(root) or _rocm_of(torch.version),
         miopen=told.get("miopen"),
         memory_total=_memory(root),
@@ -102,61 +98,33 @@ def _memory_by_address(root: Path) -> Iterator[tuple[str, dict[str, int]]]:
         device = card / "device"
         if "-" in card.name or not device.is_dir():
             continue
-        slot = re.search(r"^PCI_SLOT_NAME=(\S+)$", _read(device / "uevent"), re.MULTILINE)
-        sizes = {name: _read(device / f"mem_info_{name}") for name in ("vram_total", "vram_used", "gtt_total")}
+        slot = re.search(r"^PCI_SLOT_NAME=(\S+)$", read_text(device / "uevent"), re.MULTILINE)
+        sizes = {name: read_text(device / f"mem_info_{name}") for name in ("vram_total", "vram_used", "gtt_total")}
         numbers = {name: int(text) for name, text in sizes.items() if text.isdecimal()}
         yield (slot[1] if slot else device.resolve().name), numbers
 
 
 def _ask_torch(patience: float) -> dict[str, Any]:
-    command = [sys.executable, "-m", "rocm_sd.doctor.torch_facts"]
     try:
-        ran = subprocess.run(command, capture_output=True, text=True, timeout=patience, check=False)
-    except subprocess.TimeoutExpired:
-        return {"error": f"torch did not answer within {patience:.0f} s"}
-    if ran.returncode != 0:
-        last = (ran.stderr.strip().splitlines() or ["it said nothing"])[-1]
-        return {"error": f"asking torch ended with code {ran.returncode}: {last}"}
-    try:
-        # A driver may print before it.
-        told: dict[str, Any] = json.loads(ran.stdout[ran.stdout.index("{") :])
-    except ValueError:
-        return {"error": f"torch's answer could not be read: {ran.stdout[:80]!r}"}
-    return told
+        return answer_of("torch", ["rocm_sd.doctor.torch_facts"], patience)
+    except CannotRun as reason:
+        return {"error": str(reason)}
 
 
 def _torch_facts(told: Mapping[str, Any]) -> TorchFacts:
     known = {each.name for each in fields(TorchFacts)}
-    plain = {name: value for name, value in told.items() if name in known}
-    plain["arch_list"] = tuple(told.get("arch_list", ()))
-    plain["devices"] = tuple(TorchDevice(**each) for each in told.get("devices", ()))
-    facts = TorchFacts(**plain)
+    facts = read(TorchFacts, {name: value for name, value in told.items() if name in known})
     # A torch that crashes is installed all the same: its package tells the version.
     return replace(facts, version=_packages().get("torch")) if facts.error else facts
 
 
 def _packages() -> dict[str, str]:
-    found = {}
-    for name in PACKAGES:
-        with suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name)
-    return found
-
-
-def _system(name: str, release: str) -> str:
-    """Name and numbers: what follows them may be anything, such as the name of who built the kernel."""
-    wsl = " (WSL)" if "microsoft" in release.lower() else ""
-    return f"{name} {_digits(release) or ''}".strip() + wsl
-
-
-def _digits(text: str) -> str | None:
-    found = re.match(r"\d+(\.\d+)*", text)
-    return found[0] if found else None
+    return {name: found for name in sorted(PACKAGES) if (found := host.installed(name)) is not None}
 
 
 def _rocm_version(root: Path) -> str | None:
     folder = settings.current().rocm_path if root == Path("/") else None
-    return _digits(_read((folder or root / "opt/rocm") / ".info/version"))
+    return host.version_digits(read_text((folder or root / "opt/rocm") / ".info/version"))
 
 
 def _rocm_of(torch_version: str | None) -> str | None:
@@ -166,12 +134,5 @@ def _rocm_of(torch_version: str | None) -> str | None:
 
 
 def _memory(root: Path) -> int | None:
-    found = re.search(r"^MemTotal:\s+(\d+) kB$", _read(root / "proc/meminfo"), re.MULTILINE)
+    found = re.search(r"^MemTotal:\s+(\d+) kB$", read_text(root / "proc/meminfo"), re.MULTILINE)
     return int(found[1]) * 1024 if found else None
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace").strip()
-    except OSError:
-        return ""

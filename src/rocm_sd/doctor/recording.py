@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from rocm_sd.doctor.facts import Facts
 from rocm_sd.doctor.reading import gpus_in
 from rocm_sd.errors import InvalidOption
+from rocm_sd.files import read_json, read_text, write_text
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -57,12 +58,9 @@ def load(folder: Path) -> Facts:
 def read_probes(folder: Path) -> dict[str, Any]:
     """The answers of a recorded machine by the probe's name; empty where none were recorded."""
     file = folder / PROBES
-    try:
-        answers = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    if not file.exists():
         return {}
-    except (OSError, ValueError) as error:
-        raise InvalidOption("machine", str(folder), [], hint=f"{file} cannot be read: {error}.") from None
+    answers = read_json(file, lambda why: InvalidOption("machine", str(folder), [], hint=f"{file}: {why}."))
     if not isinstance(answers, dict):
         raise InvalidOption("machine", str(folder), [], hint=f"{file} is not an object of answers.")
     return answers
@@ -101,12 +99,13 @@ def _record_nodes(root: Path, folder: Path) -> list[Path]:
         files: dict[Path, tuple[str, ...]] = {node / "properties": _KEPT_PROPERTIES}
         files.update(dict.fromkeys(sorted(node.glob("mem_banks/[0-9]*/properties")), _KEPT_OF_A_BANK))
         for file, kept in files.items():
-            text = _lines(file, kept)
-            if text is not None:
+            lines = read_text(file).splitlines()
+            text = "".join(f"{line}\n" for line in lines if line.split(" ")[0] in kept)
+            if lines:
                 written.append(_write(folder / file.relative_to(root), text))
-        name = _text(node / "name")
-        if name is not None:
-            written.append(_write(folder / (node / "name").relative_to(root), name))
+        name = read_text(node / "name")
+        if name:
+            written.append(_write(folder / (node / "name").relative_to(root), f"{name}\n"))
     return written
 
 
@@ -116,31 +115,16 @@ def _record_cards(root: Path, folder: Path) -> list[Path]:
         if "-" in card.name:
             continue
         device, copy = card / "device", folder / _DRM / card.name / "device"
-        slot = re.search(r"^PCI_SLOT_NAME=\S+$", _text(device / "uevent") or "", re.MULTILINE)
+        slot = re.search(r"^PCI_SLOT_NAME=\S+$", read_text(device / "uevent"), re.MULTILINE)
         # The link to the folder that bears the address becomes a plain folder here: the address is written down.
         written.append(_write(copy / "uevent", (slot[0] if slot else f"PCI_SLOT_NAME={device.resolve().name}") + "\n"))
         for name in _KEPT_OF_A_CARD:
-            text = _text(device / name)
-            if text is not None:
-                written.append(_write(copy / name, text))
+            text = read_text(device / name)
+            if text:
+                written.append(_write(copy / name, f"{text}\n"))
     return written
 
 
-def _lines(file: Path, kept: tuple[str, ...]) -> str | None:
-    text = _text(file)
-    if text is None:
-        return None
-    return "".join(f"{line}\n" for line in text.splitlines() if line.split(" ")[0] in kept)
-
-
-def _text(file: Path) -> str | None:
-    try:
-        return file.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return None
-
-
 def _write(file: Path, text: str) -> Path:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(text, encoding="utf-8")
+    write_text(file, text)
     return file

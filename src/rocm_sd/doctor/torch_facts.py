@@ -12,6 +12,8 @@ from contextlib import suppress
 from importlib import import_module, metadata
 from typing import Any
 
+from rocm_sd.arch import host
+
 __all__ = ["told_by_torch"]
 
 
@@ -27,7 +29,7 @@ def told_by_torch() -> dict[str, Any]:
         "hip": torch.version.hip,
         "cuda": torch.version.cuda,
         "wants_triton": _wanted_triton(),
-        # The version of ROCm itself; that of HIP, which every ROCm build has, counts in another way.
+        # That of HIP, which every ROCm build has, counts in another way.
         "rocm": getattr(torch.version, "rocm", None),
         "miopen": None,
         "arch_list": [],
@@ -35,7 +37,7 @@ def told_by_torch() -> dict[str, Any]:
     }
     if torch.version.hip is not None:
         number = torch.backends.cudnn.version()
-        told["miopen"] = None if number is None else _dotted(int(number))
+        told["miopen"] = None if number is None else host.convolution_library(int(number), on_rocm=True)
     if torch.cuda.is_available():
         told["arch_list"] = list(torch.cuda.get_arch_list())
         told["devices"] = [_device(torch, index) for index in range(torch.cuda.device_count())]
@@ -58,20 +60,8 @@ def _device(torch: Any, index: int) -> dict[str, Any]:
         "integrated": bool(getattr(properties, "is_integrated", False)),
         "total": total,
         "free": free,
-        "pci_address": _pci_address(properties),
+        "pci_address": host.pci_address(properties) if hasattr(properties, "pci_domain_id") else None,
     }
-
-
-def _pci_address(properties: Any) -> str | None:
-    try:
-        return f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
-    except AttributeError:
-        return None
-
-
-def _dotted(number: int) -> str:
-    """MIOpen 3005001 is 3.5.1."""
-    return f"{number // 1_000_000}.{number % 1_000_000 // 1000}.{number % 1000}"
 
 
 def _wanted_triton() -> str | None:
@@ -85,4 +75,5 @@ def _wanted_triton() -> str | None:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(json.dumps(told_by_torch()))
+    # On a line of its own: a driver may have printed before it.
+    sys.stdout.write(f"\n{json.dumps(told_by_torch())}\n")

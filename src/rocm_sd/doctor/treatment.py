@@ -1,4 +1,4 @@
-"""What mends a machine: environment variables, for one command or in a file that a shell reads; nothing else.
+"""What fixes a machine: environment variables, for one command or in a file that a shell reads; nothing else.
 
 Every change of the file keeps the one before it, and `undo` brings that back.
 """
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from rocm_sd.doctor.check import Status
 from rocm_sd.errors import RocmSdError
+from rocm_sd.files import whole
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -27,7 +28,7 @@ _HEADER = "# Written by rocm-sd doctor --fix. Undo: rocm-sd doctor --undo"
 
 @dataclass(frozen=True)
 class Treatment:
-    """`env` and `unset` are what is safe to apply; `left` are problems that are the user's to mend, with the reason."""
+    """`env` and `unset` are what is safe to apply; `left` are problems that are the user's to fix, with the reason."""
 
     env: Mapping[str, str] = field(default_factory=dict)
     unset: tuple[str, ...] = ()
@@ -95,7 +96,7 @@ def env_file() -> Path:
 def write(treatment: Treatment, file: Path) -> bool:
     """Add the treatment to the file, and keep the file as it was; False where it says all of that already.
 
-    What earlier treatments put there stays: their problems are not seen any more, because they are mended.
+    What earlier treatments put there stays: their problems are not seen any more, because they are fixed.
     """
     before = _ours(file)
     new = treatment.lines()
@@ -105,12 +106,10 @@ def write(treatment: Treatment, file: Path) -> bool:
         return False
     text = "\n".join([_HEADER, *kept, *new]) + "\n"
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        fresh = file.with_name(file.name + ".new")
-        fresh.write_text(text, encoding="utf-8")
-        if before is not None:
-            file.replace(_backup(file, len(_backups(file)) + 1))
-        fresh.replace(file)
+        with whole(file) as fresh:
+            fresh.write_text(text, encoding="utf-8")
+            if before is not None:
+                file.replace(_backup(file, len(_backups(file)) + 1))
     except OSError as error:
         raise RocmSdError(f"{file} cannot be written: {error.strerror}.", hint="Set the variables by hand.") from None
     return True
@@ -132,7 +131,7 @@ def undo(file: Path) -> str:
 
 
 def _ours(file: Path) -> list[str] | None:
-    """The lines below the header; None where there is no such file. A file of somebody else's is left alone."""
+    """The lines below the header; None where there is no such file. A file of somebody else's is not touched."""
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
     except FileNotFoundError:
@@ -140,7 +139,9 @@ def _ours(file: Path) -> list[str] | None:
     except (OSError, UnicodeDecodeError) as error:
         raise RocmSdError(f"{file} cannot be read: {error}.", hint="Move it away.") from None
     if not lines or lines[0] != _HEADER:
-        raise RocmSdError(f"{file} was not written by rocm-sd, and is left alone.", hint="Move it away, and try again.")
+        raise RocmSdError(
+            f"{file} was not written by rocm-sd, and is not touched.", hint="Move it away, and try again."
+        )
     return lines[1:]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import tempfile
 import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import platformdirs
 
 from rocm_sd import settings
+from rocm_sd.files import whole
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -26,12 +26,10 @@ def folder() -> Path:
 
 
 def store(entry: Path, body: Mapping[str, Any]) -> None:
-    """Written beside and renamed, so that a reader sees all of it or nothing."""
+    """A reader sees all of it or nothing."""
     packed = zlib.compress(json.dumps(body).encode())
-    entry.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=entry.parent, delete=False) as file:
-        file.write(hashlib.sha256(packed).digest() + packed)
-    Path(file.name).replace(entry)
+    with whole(entry) as unfinished:
+        unfinished.write_bytes(hashlib.sha256(packed).digest() + packed)
 
 
 def read(entry: Path) -> dict[str, Any] | None:

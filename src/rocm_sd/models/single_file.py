@@ -7,20 +7,21 @@ from __future__ import annotations
 
 import errno
 import json
-import os
 import re
-import tempfile
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from rocm_sd.errors import CorruptModel, InvalidOption, ModelNotFound, NoDiskSpace, RocmSdError, Unsupported
+from rocm_sd.files import read_json, whole
+from rocm_sd.models.source import not_json
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from pathlib import Path
 
     import torch
 
@@ -152,12 +153,9 @@ def _weight_files(inside: Path) -> list[Path]:
 
 
 def _json(file: Path) -> dict[str, Any]:
-    try:
-        read: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ModelNotFound(f"{file} is missing.", hint="Give a complete Diffusers folder.") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise CorruptModel(f"{file} is not readable JSON ({error}).", hint="Download the model again.") from error
+    if not file.is_file():
+        raise ModelNotFound(f"{file} is missing.", hint="Give a complete Diffusers folder.")
+    read: dict[str, Any] = read_json(file, partial(not_json, file))
     return read
 
 
@@ -178,26 +176,16 @@ def _metadata(folder: Path, name: str, unet: Part, vae: Part) -> dict[str, str]:
 
 
 def _save_whole(weights: dict[str, torch.Tensor], metadata: dict[str, str], file: Path) -> int:
-    unfinished: Path | None = None
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        handle, made = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")
-        os.close(handle)
-        unfinished = Path(made)
-        save_file(weights, unfinished, metadata=metadata)
-        with safe_open(unfinished, framework="pt") as reopened:
-            assert len(reopened.keys()) == len(weights)
-        unfinished.chmod(0o644)
-        size = unfinished.stat().st_size
-        unfinished.replace(file)
+        with whole(file) as unfinished:
+            save_file(weights, unfinished, metadata=metadata)
+            with safe_open(unfinished, framework="pt") as reopened:
+                assert len(reopened.keys()) == len(weights)
+        return file.stat().st_size
     except (OSError, SafetensorError) as error:
         if getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error):
             raise NoDiskSpace(file) from error
         raise InvalidOption("--out", str(file), [], hint=f"It cannot be written ({error}).") from error
-    finally:
-        if unfinished is not None:
-            unfinished.unlink(missing_ok=True)
-    return size
 
 
 def _unet_name(name: str, layers: int, with_attention: list[bool]) -> str:

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
 from rocm_sd.errors import CorruptModel, ModelNotFound
+from rocm_sd.files import read_json
 from rocm_sd.models.emoji import MODEL_FOLDER
 
-__all__ = ["EMBEDDED", "ModelKind", "ModelSource", "resolve"]
+__all__ = ["EMBEDDED", "ModelKind", "ModelSource", "not_json", "resolve"]
 
 EMBEDDED = "emoji-sd"
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -70,10 +71,7 @@ def _check_folder(folder: Path) -> None:
             f"{folder} is not a Diffusers model: it has no model_index.json.",
             hint="Give the folder that contains model_index.json, unet/ and vae/.",
         )
-    try:
-        components = json.loads(index.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise CorruptModel(f"{index} is not readable JSON ({error}).", hint="Download the model again.") from error
+    components = read_json(index, partial(not_json, index))
     for name, described in components.items():
         if name.startswith("_") or not isinstance(described, list) or described[0] is None:
             continue
@@ -88,6 +86,10 @@ def _check_folder(folder: Path) -> None:
             )
     for file in weights:
         _check_safetensors(file)
+
+
+def not_json(file: Path, reason: str) -> CorruptModel:
+    return CorruptModel(f"{file} is not readable JSON ({reason}).", hint="Download the model again.")
 
 
 def _check_file(path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rocm_sd.errors import MissingDependency, Unsupported
+from rocm_sd.errors import MissingDependency, Unsupported, optional_module
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -39,10 +39,7 @@ def similarity(first: Tensor, second: Tensor) -> Similarity:
     """PSNR = 10 log10(1 / mse) and SSIM of each pair."""
     if first.shape != second.shape:
         raise Unsupported("similarity", f"pictures of different shapes {tuple(first.shape)} and {tuple(second.shape)}")
-    try:
-        from skimage.metrics import structural_similarity  # noqa: PLC0415 -- optional
-    except ModuleNotFoundError as error:
-        raise MissingDependency("scikit-image", "quality") from error
+    structural_similarity = optional_module("skimage.metrics", "scikit-image", "quality").structural_similarity
     psnr, ssim = [], []
     for one, other in zip(first.double().cpu(), second.double().cpu(), strict=True):
         mse = float((one - other).square().mean())

@@ -8,23 +8,22 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from contextlib import suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from functools import cache, lru_cache
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rocm_sd import arch
+from rocm_sd.arch import host
+from rocm_sd.files import read_text
+from rocm_sd.typed_json import read
 
 if TYPE_CHECKING:
     import torch
 
 __all__ = ["Environment", "current", "driver", "kernel_hash"]
 
-# The wheel of torch for ROCm brings Triton under names of its own.
-_TRITON_NAMES = ("triton", "pytorch-triton-rocm", "triton-rocm", "pytorch-triton")
 _IMPORTED = re.compile(rb"^\s*(?:from|import)\s+(rocm_sd\.kernels\.[\w.]+)", re.MULTILINE)
 _ROOT = Path("/")
 
@@ -50,24 +49,22 @@ class Environment:
 
     @classmethod
     def from_key(cls, key: str) -> Environment:
-        return cls.from_dict(json.loads(key))
+        return _from_key(key)
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Environment:
         """Raises ValueError where a field is missing, is not known, or has another type."""
-        names = {f.name for f in fields(cls)}
-        if not isinstance(values, dict) or set(values) != names:
-            raise ValueError(f"an environment has the fields {sorted(names)}")
-        for name, value in values.items():
-            kinds: tuple[type, ...] = (int, type(None)) if name == "compute_units" else (str, type(None))
-            if not isinstance(value, kinds) or (value is None and name in {"arch", "torch"}):
-                raise ValueError(f"{name} {value!r}")
-        return cls(**values)
+        return read(cls, values, top="the environment")
 
 
 @lru_cache(maxsize=64)
 def _key(environment: Environment) -> str:
     return json.dumps(asdict(environment), sort_keys=True, separators=(",", ":"))
+
+
+@lru_cache(maxsize=64)
+def _from_key(key: str) -> Environment:
+    return Environment.from_dict(json.loads(key))
 
 
 def current(device: object = None) -> Environment:
@@ -89,36 +86,29 @@ def _current(device: torch.device) -> Environment:
     facts = arch.device_facts(device)
     runtime = library = None
     if device.type == "cuda":
-        on_rocm = torch.version.hip is not None
-        number = getattr(torch.version, "rocm", None) or torch.version.hip if on_rocm else torch.version.cuda
-        runtime = f"{'rocm' if on_rocm else 'cuda'} {number}"
+        runtime = " ".join(map(str, host.runtime(torch)))
         convolutions: int | None = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
         if convolutions is not None:
-            library = str(convolutions) if on_rocm else f"cudnn {convolutions}"
+            library = f"cudnn {convolutions}" if torch.version.hip is None else str(convolutions)
     return Environment(
         arch=facts.arch.name,
         compute_units=facts.compute_units if facts.compute_units is not None else facts.multiprocessors,
         driver=driver(facts.arch.vendor),
         runtime=runtime,
         torch=torch.__version__,
-        triton=_installed(*_TRITON_NAMES),
+        triton=host.installed(*host.TRITON_PACKAGES),
         miopen=library,
     )
 
 
 def driver(vendor: arch.Vendor, root: Path = _ROOT) -> str | None:
     """By what the kernel says under sys/ and proc/ of `root`."""
-    if vendor is arch.Vendor.AMD:
-        told = _read(root / "sys/module/amdgpu/version")
-        if told:
-            return f"amdgpu {told}"
-        # Only AMD's own package has a version; a driver that came with the kernel changes with the kernel.
-        kernel = _read(root / "proc/sys/kernel/osrelease")
-        return f"amdgpu of Linux {kernel}" if (root / "sys/module/amdgpu").is_dir() and kernel else None
-    if vendor is arch.Vendor.NVIDIA:
-        number = re.search(r"Kernel Module(?: for \S+)?\s+(\d+(?:\.\d+)+)", _read(root / "proc/driver/nvidia/version"))
-        return f"nvidia {number[1]}" if number else None
-    return None
+    found = host.driver(vendor, root)
+    if found != host.UNVERSIONED:
+        return found
+    # It changes with the kernel.
+    kernel = read_text(root / "proc/sys/kernel/osrelease")
+    return f"{found} of Linux {kernel}" if kernel else None
 
 
 @cache
@@ -140,7 +130,7 @@ def kernel_hash(module: str) -> str:
         file = None if spec is None or spec.origin is None else Path(spec.origin)
         source = None if file is None else _bytes(file)
         if file is None or source is None:
-            return f"rocm-sd {_installed('rocm-sd')}"
+            return f"rocm-sd {host.installed('rocm-sd')}"
         digest.update(name.encode() + b"\0" + source + b"\0")
         for part in _device_code(file):
             digest.update(part.name.encode() + b"\0" + (_bytes(part) or b"") + b"\0")
@@ -151,17 +141,6 @@ def kernel_hash(module: str) -> str:
 def _device_code(launcher: Path) -> list[Path]:
     source = launcher.parent / "sources" / f"{launcher.stem}.hip"
     return [source, *sorted((launcher.parent / "include").rglob("*.hpp"))] if source.is_file() else []
-
-
-def _installed(*names: str) -> str | None:
-    for name in names:
-        with suppress(PackageNotFoundError):
-            return version(name)
-    return None
-
-
-def _read(path: Path) -> str:
-    return (_bytes(path) or b"").decode("utf-8", errors="replace").strip()
 
 
 def _bytes(path: Path) -> bytes | None:

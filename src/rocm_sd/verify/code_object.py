@@ -52,13 +52,8 @@ class EntryState:
     flat_scratch_init: bool
     private_segment_size: bool
     workgroup_id: tuple[bool, bool, bool]
-    workgroup_info: bool
-    workitem_id_dimensions: int
     kernarg_preload_length: int
     kernarg_preload_offset: int
-    float_mode: int
-    ieee_mode: bool
-    dx10_clamp: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +100,7 @@ class CodeObject:
         kernel = _choose(metadata.get("amdhsa.kernels"), name)
         symbol = _text(kernel, ".symbol")
         place, descriptor = sections.symbol(symbol, _DESCRIPTOR_BYTES)
-        entry_offset, rsrc1, rsrc2, properties, preload = _descriptor(descriptor)
+        entry_offset, rsrc2, properties, preload = _descriptor(descriptor)
         text_address, text = sections.section(".text")
         entry = place + entry_offset - text_address
         if not 0 <= entry < len(text):
@@ -129,17 +124,17 @@ class CodeObject:
             workgroup_size=_number(kernel, ".max_flat_workgroup_size"),
             arguments=tuple(_argument(entry) for entry in kernel.get(".args", [])),
             kernarg_size=_number(kernel, ".kernarg_segment_size"),
-            entry=_entry_state(rsrc1, rsrc2, properties, preload),
+            entry=_entry_state(rsrc2, properties, preload),
         )
 
 
-def _descriptor(raw: bytes) -> tuple[int, int, int, int, int]:
+def _descriptor(raw: bytes) -> tuple[int, int, int, int]:
     (entry_offset,) = struct.unpack_from("<q", raw, 16)
-    rsrc1, rsrc2, properties, preload = struct.unpack_from("<IIHH", raw, 48)
-    return entry_offset, rsrc1, rsrc2, properties, preload
+    rsrc2, properties, preload = struct.unpack_from("<IHH", raw, 52)
+    return entry_offset, rsrc2, properties, preload
 
 
-def _entry_state(rsrc1: int, rsrc2: int, properties: int, preload: int) -> EntryState:
+def _entry_state(rsrc2: int, properties: int, preload: int) -> EntryState:
     def has(word: int, bit: int) -> bool:
         return bool(word >> bit & 1)
 
@@ -153,13 +148,8 @@ def _entry_state(rsrc1: int, rsrc2: int, properties: int, preload: int) -> Entry
         flat_scratch_init=has(properties, 5),
         private_segment_size=has(properties, 6),
         workgroup_id=(has(rsrc2, 7), has(rsrc2, 8), has(rsrc2, 9)),
-        workgroup_info=has(rsrc2, 10),
-        workitem_id_dimensions=1 + (rsrc2 >> 11 & 3),
         kernarg_preload_length=preload & 0x7F,
         kernarg_preload_offset=preload >> 7 & 0x1FF,
-        float_mode=rsrc1 >> 12 & 0xFF,
-        ieee_mode=has(rsrc1, 23),
-        dx10_clamp=has(rsrc1, 21),
     )
 
 

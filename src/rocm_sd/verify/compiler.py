@@ -1,8 +1,8 @@
 """compile_for(arch, kernel, config) -> CodeObject: AMD machine code on a box with no AMD GPU and no ROCm.
 
-Triton kernels are compiled by the Triton of the `verify` extra, in worker processes; HIP sources by clang. What was
-compiled once is kept under the cache folder, by content: the kernel's source with all that it calls, the architecture,
-the types and the options. ROCM_SD_CACHE names another folder.
+Kernels are compiled by the Triton of the `verify` extra, in worker processes. What was compiled once is kept under the
+cache folder, by content: the kernel's source with all that it calls, the architecture, the types and the options.
+ROCM_SD_CACHE names another folder. HIP sources have a compiler of their own: `kernels.hip.toolchain`.
 """
 
 from __future__ import annotations
@@ -11,8 +11,6 @@ import base64
 import hashlib
 import importlib
 import importlib.util
-import shutil
-import subprocess
 import sys
 import tempfile
 from concurrent.futures import as_completed
@@ -21,8 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rocm_sd import arch as archs
-from rocm_sd import settings, workers
-from rocm_sd.errors import MissingDependency, RocmSdError, Unsupported
+from rocm_sd import workers
+from rocm_sd.errors import RocmSdError, Unsupported, optional_module
 from rocm_sd.kernels import code_cache
 from rocm_sd.verify.code_object import CodeObject
 from rocm_sd.verify.pools import pool
@@ -39,14 +37,11 @@ __all__ = [
     "assemble",
     "cache_folder",
     "compile_for",
-    "compile_hip",
     "compile_many",
-    "find_clang",
     "targets",
 ]
 
 TIMEOUT_S = 180.0  # the slowest kernel met, head size 512 with 1023 spills, took 9 s on one core
-CLANGS = ("clang-19", "clang-18", "clang")
 
 Constant = int | float | str | None
 
@@ -175,10 +170,7 @@ def _named(arch: Arch | str, kernel: Any, config: KernelConfig) -> _Request:
 
 def compile_request(request: _Request) -> str:
     """Compile in this process, or find the entry that an earlier compilation left."""
-    try:
-        import triton  # noqa: PLC0415 -- optional, and slow to import
-    except ImportError:
-        raise MissingDependency("triton", "verify") from None
+    triton = optional_module("triton", "triton", "verify")
     kernel = getattr(_module(request), request.function)
     if not hasattr(kernel, "cache_key"):
         raise Unsupported("The cross-compiler", f"{request.function}, which is not a triton.jit function here")
@@ -258,11 +250,8 @@ def _loaded(entry: Path) -> CodeObject:
 
 def assemble(arch: Arch | str, assembly: str, *, lds: int = 0) -> CodeObject:
     """A code object of assembly text, e.g. of a kernel that was changed by hand."""
-    try:
-        from triton._C.libtriton import amd  # noqa: PLC0415 -- optional, and slow to import
-        from triton.backends.amd.compiler import assemble_amdgcn  # noqa: PLC0415
-    except ImportError:
-        raise MissingDependency("triton", "verify") from None
+    amd = optional_module("triton._C.libtriton", "triton", "verify").amd
+    assemble_amdgcn = optional_module("triton.backends.amd.compiler", "triton", "verify").assemble_amdgcn
     name = arch if isinstance(arch, str) else arch.name
     try:
         relocatable = assemble_amdgcn(assembly, name, "")
@@ -274,46 +263,3 @@ def assemble(arch: Arch | str, assembly: str, *, lds: int = 0) -> CodeObject:
         amd.link_hsaco(str(source), str(linked))
         code = CodeObject.from_elf(linked.read_bytes(), assembly)
     return replace(code, lds=max(code.lds, lds))
-
-
-def find_clang() -> str | None:
-    """A clang that knows AMD targets: Debian's by version, any other, then ROCm's own."""
-    rocm = (settings.current().rocm_path or Path("/opt/rocm")) / "llvm" / "bin" / "clang"
-    found = [path for name in CLANGS if (path := shutil.which(name))]
-    return found[0] if found else str(rocm) if rocm.is_file() else None
-
-
-def compile_hip(source: Path | str, arch: Arch | str, options: Sequence[str] = ()) -> CodeObject:
-    """Machine code of a HIP file, or of source text, that includes no header (`__builtin_amdgcn_*` does)."""
-    clang = find_clang()
-    if clang is None:
-        raise CompilationFailed(
-            f"There is no clang to compile HIP with: looked for {', '.join(CLANGS)} and $ROCM_PATH/llvm/bin/clang.",
-            hint="Type: apt-get install clang-19 lld-19",
-        )
-    name = archs.get(arch).name if isinstance(arch, str) else arch.name
-    text = source.read_text(encoding="utf-8") if isinstance(source, Path) else source
-    version = subprocess.run([clang, "--version"], capture_output=True, text=True, check=True).stdout
-    entry_key = _key("hip", version, text, name, *options)
-    entry = cache_folder() / entry_key[:2] / f"{entry_key}.json.z"
-    if not _whole(entry):
-        elf, assembly = _clang(clang, text, name, options)
-        _store(entry, elf, assembly, 0)
-    return _loaded(entry)
-
-
-def _clang(clang: str, text: str, name: str, options: Sequence[str]) -> tuple[bytes, str]:
-    with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder) / "kernel.hip"
-        source.write_text(text, encoding="utf-8")
-        flags = (
-            "-x", "hip", f"--offload-arch={name}", "--offload-device-only", "--no-gpu-bundle-output", "-nogpulib",
-            "-nogpuinc", "-O3",
-        )  # fmt: skip
-        for output, more in (("kernel.s", ["-S"]), ("kernel.co", [])):
-            command = [clang, *flags, *options, *more, str(source), "-o", str(Path(folder) / output)]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=False)
-            if done.returncode:
-                first = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip())
-                raise CompilationFailed(f"{Path(clang).name} refused the HIP source for {name}: {first}")
-        return (Path(folder) / "kernel.co").read_bytes(), (Path(folder) / "kernel.s").read_text(encoding="utf-8")

@@ -22,7 +22,8 @@ from rocm_sd.kernels.hip import toolchain
 from rocm_sd.tuning.ranking import Program
 from rocm_sd.verify.code_object import CodeObject
 from rocm_sd.verify.programs import CountedLaunch
-from rocm_sd.verify.runner import BUDGET, Run, memory_of
+from rocm_sd.verify.runner import BUDGET, memory_of
+from rocm_sd.verify.stand_ins import facts_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -104,5 +105,5 @@ def counted_hip(arch: Arch | str, known: KnownHip | None = None) -> Iterator[lis
     """For the duration HIP launches are counted, and `arch.device_facts` tells of the named product."""
     gpu = archs.get(arch) if isinstance(arch, str) else arch
     launcher = _CountingLauncher(gpu, {} if known is None else known)
-    with hip_kernels.launched_by(launcher), Run(gpu, execute=False).facts():
+    with hip_kernels.launched_by(launcher), facts_of(gpu):
         yield launcher.launches

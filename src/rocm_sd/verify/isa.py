@@ -241,7 +241,10 @@ def _nested(blocks: Mapping[int, range], after: _Graph, whole: _Graph, depth: in
     Compilers turn a loop so that it is entered in its middle, and branches to several of its blocks all go back: from
     one label to its last branch there may be a part of it, the one without the loads say.
     """
-    for component in _components(after):
+    import networkx as nx  # noqa: PLC0415 -- 150 ms, and whoever only imports this module has no loops
+
+    # Of such a set each block leads to all others.
+    for component in nx.strongly_connected_components(nx.DiGraph(after)):
         if not any(component & after[block] for block in component):
             continue
         entries = {to for block in whole.keys() - component for to in whole[block] & component} or {min(component)}
@@ -250,42 +253,6 @@ def _nested(blocks: Mapping[int, range], after: _Graph, whole: _Graph, depth: in
         places = tuple(place for block in sorted(component) for place in blocks[block])
         yield Loop(places, depth, not within)
         yield from within
-
-
-def _components(after: _Graph) -> Iterator[set[int]]:
-    """Sets of blocks each of which leads to all others of its set: Kosaraju's two searches, without recursion."""
-    before: _Graph = {block: set() for block in after}
-    for block, targets in after.items():
-        for target in targets:
-            before[target].add(block)
-    taken: set[int] = set()
-    for start in reversed(_left(after)):
-        found: set[int] = set()
-        origins = [start]
-        while origins:
-            block = origins.pop()
-            if block not in taken:
-                taken.add(block)
-                found.add(block)
-                origins += before[block]
-        if found:
-            yield found
-
-
-def _left(after: _Graph) -> list[int]:
-    """Blocks in the order in which a search in depth is done with them."""
-    finished: list[int] = []
-    seen: set[int] = set()
-    for start in after:
-        waiting = [(start, False)]
-        while waiting:
-            block, done = waiting.pop()
-            if done:
-                finished.append(block)
-            elif block not in seen:
-                seen.add(block)
-                waiting += [(block, True), *((target, False) for target in after[block])]
-    return finished
 
 
 def _histogram(code: Iterable[Instruction]) -> Counter[str]:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal, Union
 
 from rocm_sd import arch as archs
 from rocm_sd import numerics
-from rocm_sd.errors import InvalidOption, MissingDependency, RocmSdError
+from rocm_sd.errors import MissingDependency, RocmSdError, require_known
 from rocm_sd.kernels.hip import toolchain
 from rocm_sd.kernels.hip.runtime import tagged
 from rocm_sd.numerics import in_float64, outputs
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from rocm_sd.verify.emulator import Counters
     from rocm_sd.verify.runner import Run
 
-__all__ = ["EMULATED", "Outcome", "Task", "names", "plan", "require_known", "verify"]
+__all__ = ["EMULATED", "Outcome", "Task", "names", "plan", "verify"]
 
 # One of each family with its own instruction encoding and matrix layout: gfx11 and gfx12 WMMA, gfx94x MFMA.
 EMULATED = ("gfx1100", "gfx1201", "gfx942")
@@ -97,7 +97,7 @@ def plan(ops: Iterable[str] = (), architectures: Iterable[str] = (), rungs: Iter
     wanted = sorted(set(rungs)) or [1, 2, 3, 4, 5]
     require_known("op", chosen, names())
     require_known("architecture", named, [a.name for a in archs.ARCHS.values() if a.vendor is archs.Vendor.AMD])
-    require_known("rung", [str(rung) for rung in wanted], ["1", "2", "3", "4", "5"])
+    require_known("rung", map(str, wanted), "12345")
     tasks = []
     for op in chosen:
         if ":" in op:
@@ -108,12 +108,6 @@ def plan(ops: Iterable[str] = (), architectures: Iterable[str] = (), rungs: Iter
         tasks += [Task(op, HOST, rung) for rung in wanted if rung <= 2]
         tasks += [Task(op, name, rung) for name in named for rung in wanted if rung > 2]
     return tasks
-
-
-def require_known(option: str, values: Iterable[str], choices: list[str]) -> None:
-    for value in values:
-        if value not in choices:
-            raise InvalidOption(option, value, choices)
 
 
 def verify(tasks: Sequence[Task], progress: Callable[[Outcome], object] = lambda _outcome: None) -> list[Outcome]:

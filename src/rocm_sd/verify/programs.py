@@ -10,7 +10,6 @@ whole ones. The process must run with TRITON_INTERPRET=1.
 
 from __future__ import annotations
 
-import importlib
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,12 +20,12 @@ import numpy as np
 import torch
 
 from rocm_sd import arch as archs
-from rocm_sd.errors import MissingDependency, Unsupported
+from rocm_sd.errors import Unsupported, optional_module
 from rocm_sd.tuning.ranking import Program
+from rocm_sd.verify.stand_ins import ModuleKernels, facts_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
-    from types import ModuleType
 
     from rocm_sd.arch import Arch
 
@@ -88,33 +87,6 @@ def _bytes(pointers: Any, mask: Any) -> int:
     return int(np.broadcast_to(mask.data, pointers.data.shape).sum()) * width
 
 
-class _CountedKernel:
-    """Stands where a triton.jit function stood: `kernel[grid](...)` counts instead of launching."""
-
-    def __init__(
-        self, kernel: Any, launches: list[CountedLaunch], module: ModuleType, kernels: Mapping[str, Any], known: Known
-    ) -> None:
-        self._kernel, self._launches, self._module, self._kernels = kernel, launches, module, kernels
-        self._known = known
-
-    def __getitem__(self, grid: Any) -> Any:
-        def launch(*positional: Any, **named: Any) -> None:
-            same = (self._kernel.fn.__name__, repr(grid), *map(_described, (*positional, *sorted(named.items()))))
-            if same in self._known:
-                self._launches.append(self._known[same])
-                return
-            replaced = {name: getattr(self._module, name) for name in self._kernels}
-            # Kernels call one another through the module, and must find the interpreter's functions there.
-            vars(self._module).update(self._kernels)
-            try:
-                self._known[same] = _count(self._kernel, grid, positional, named)
-                self._launches.append(self._known[same])
-            finally:
-                vars(self._module).update(replaced)
-
-        return launch
-
-
 def _count(kernel: Any, grid: Any, positional: tuple[Any, ...], named: Mapping[str, Any]) -> CountedLaunch:
     from triton.runtime.interpreter import interpreter_builder  # noqa: PLC0415 -- optional
 
@@ -152,28 +124,19 @@ def counted(module: str, arch: Arch | str, known: Known | None = None) -> Iterat
 
     `known` keeps what was counted from one block to the next: two architectures often get the same launch.
     """
-    try:
-        from triton.runtime.interpreter import InterpretedFunction  # noqa: PLC0415 -- optional
-    except ImportError:
-        raise MissingDependency("triton", "verify") from None
-    found = importlib.import_module(module)
-    gpu = archs.get(arch) if isinstance(arch, str) else arch
-    kernels = {name: value for name, value in vars(found).items() if isinstance(value, InterpretedFunction)}
-    if not kernels:
+    interpreter = optional_module("triton.runtime.interpreter", "triton", "verify")
+    kernels = ModuleKernels(module, interpreter.InterpretedFunction)
+    if not kernels.kernels:
         raise Unsupported("Counting", f"{module} where its kernels are not interpreted", hint="Set TRITON_INTERPRET=1.")
     launches: list[CountedLaunch] = []
-    facts = archs.DeviceFacts(gpu.product or gpu.name, gpu, gpu.compute_units, None, None)
     remembered: Known = {} if known is None else known
-    original = archs.device_facts
 
-    def device_facts(device: object = None) -> archs.DeviceFacts:  # noqa: ARG001 -- the signature it stands for
-        return facts
+    def count(kernel: Any, grid: Any, positional: tuple[Any, ...], named: Mapping[str, Any]) -> None:
+        same = (kernel.fn.__name__, repr(grid), *map(_described, (*positional, *sorted(named.items()))))
+        if same not in remembered:
+            with kernels.as_they_were():
+                remembered[same] = _count(kernel, grid, positional, named)
+        launches.append(remembered[same])
 
-    counting = {name: _CountedKernel(kernel, launches, found, kernels, remembered) for name, kernel in kernels.items()}
-    vars(found).update(counting)
-    archs.device_facts = device_facts
-    try:
+    with kernels.launched_by(count), facts_of(archs.get(arch) if isinstance(arch, str) else arch):
         yield launches
-    finally:
-        archs.device_facts = original
-        vars(found).update(kernels)

@@ -12,8 +12,7 @@ hand out counts as unwritten until a kernel, or torch, writes it.
 from __future__ import annotations
 
 import ctypes
-import importlib
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -23,8 +22,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rocm_sd import arch as archs
-from rocm_sd.errors import MissingDependency, Unsupported
+from rocm_sd.errors import Unsupported, optional_module
 from rocm_sd.verify.compiler import KernelConfig, compile_for
+from rocm_sd.verify.stand_ins import ModuleKernels, facts_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from rocm_sd.verify.code_object import CodeObject
     from rocm_sd.verify.emulator import Buffer, Counters
 
-__all__ = ["Call", "EmulatedKernel", "Run", "emulated", "memory_of", "specialise", "total"]
+__all__ = ["Call", "Run", "emulated", "memory_of", "specialise", "total"]
 
 BUDGET = 50_000_000  # wave instructions a launch; 16 waves in an endless loop are given up after 20 s
 _ALLOCATES = ("aten::empty", "aten::new_empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty_strided")
@@ -187,12 +187,11 @@ class Run:
     budget: int = BUDGET
     calls: list[Call] = field(default_factory=list)
     _allocations: _Allocations = field(default_factory=_Allocations)
-    _module: ModuleType | None = None
-    _kernels: dict[str, Any] = field(default_factory=dict)
+    _kernels: ModuleKernels | None = None
 
     def launch(self, kernel: Any, grid: Any, positional: tuple[Any, ...], named: Mapping[str, Any]) -> None:
         config, arguments = specialise(kernel, positional, named)
-        with self._as_it_was():
+        with self._kernels.as_they_were() if self._kernels else nullcontext():
             code = compile_for(self.arch, kernel, config)
         code = self.edit(code) if self.edit else code
         size = _grid(grid, dict(config.constants) | {a.name: a.value for a in arguments})
@@ -233,23 +232,8 @@ class Run:
     @contextmanager
     def recorded(self) -> Iterator[None]:
         """Within, it is known which memory was written, and `arch.device_facts` tells of the architecture's product."""
-        with self.facts(), self._allocations:
+        with facts_of(self.arch), self._allocations:
             yield
-
-    @contextmanager
-    def facts(self) -> Iterator[None]:
-        """Within, `arch.device_facts` tells of the architecture's product."""
-        facts = archs.DeviceFacts(self.arch.product or self.arch.name, self.arch, self.arch.compute_units, None, None)
-        original = archs.device_facts
-
-        def device_facts(device: object = None) -> archs.DeviceFacts:  # noqa: ARG001 -- the signature it stands for
-            return facts
-
-        archs.device_facts = device_facts
-        try:
-            yield
-        finally:
-            archs.device_facts = original
 
     def require_written(self, *outputs: torch.Tensor) -> None:
         """Raise where a result has bytes that no kernel wrote."""
@@ -265,38 +249,11 @@ class Run:
                     hint="Look for a mask or a grid that leaves out the tail.",
                 )
 
-    @contextmanager
-    def _as_it_was(self) -> Iterator[None]:
-        """The module with its own kernels, since the compiler reads the functions that a kernel calls from there."""
-        if self._module is None:
-            yield
-            return
-        replaced = {name: getattr(self._module, name) for name in self._kernels}
-        vars(self._module).update(self._kernels)
-        try:
-            yield
-        finally:
-            vars(self._module).update(replaced)
-
 
 def _grid(grid: Any, constants: Mapping[str, Any]) -> tuple[int, int, int]:
     sizes = grid(constants) if callable(grid) else grid
     x, y, z = (*((sizes,) if isinstance(sizes, int) else sizes), 1, 1)[:3]
     return int(x), int(y), int(z)
-
-
-class EmulatedKernel:
-    """Stands where a triton.jit function stood: `kernel[grid](...)` compiles and executes instead of launching."""
-
-    def __init__(self, kernel: Any, run: Run) -> None:
-        self.kernel = kernel
-        self.run = run
-
-    def __getitem__(self, grid: Any) -> Any:
-        def launch(*positional: Any, **named: Any) -> None:
-            self.run.launch(self.kernel, grid, positional, named)
-
-        return launch
 
 
 def total(counters: Iterable[Counters]) -> Counters:
@@ -328,17 +285,7 @@ def emulated(
     With `execute=False` they are compiled and recorded only: outputs stay unwritten. `edit` changes the machine code
     after it is compiled, which is how it is shown that the emulator notices. `budget` is wave instructions a launch.
     """
-    try:
-        from triton.runtime.jit import KernelInterface  # noqa: PLC0415 -- optional
-    except ImportError:
-        raise MissingDependency("triton", "verify") from None
-    found = importlib.import_module(module) if isinstance(module, str) else module
-    known = archs.get(arch) if isinstance(arch, str) else arch
-    kernels = {name: value for name, value in vars(found).items() if isinstance(value, KernelInterface)}
-    run = Run(known, execute, edit, budget, _module=found, _kernels=kernels)
-    vars(found).update({name: EmulatedKernel(kernel, run) for name, kernel in kernels.items()})
-    try:
-        with run.recorded():
-            yield run
-    finally:
-        vars(found).update(kernels)
+    kernels = ModuleKernels(module, optional_module("triton.runtime.jit", "triton", "verify").KernelInterface)
+    run = Run(archs.get(arch) if isinstance(arch, str) else arch, execute, edit, budget, _kernels=kernels)
+    with kernels.launched_by(run.launch), run.recorded():
+        yield run

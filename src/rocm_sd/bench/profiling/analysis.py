@@ -19,7 +19,7 @@ from rocm_sd.bench.profiling.families import (
     kernel_family,
     op_family,
 )
-from rocm_sd.bench.profiling.trace import MODULE, Trace, union
+from rocm_sd.bench.profiling.trace import MODULE, Span, Trace, union
 from rocm_sd.bench.profiling.work import OpWork, floor_seconds
 
 if TYPE_CHECKING:
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
     from rocm_sd.arch import Arch
     from rocm_sd.bench.profiling.findings import Finding
-    from rocm_sd.bench.profiling.trace import Span
 
 __all__ = ["ARITHMETIC", "Analysis", "Part", "Piece", "analyse", "family_work", "module_name", "pieces"]
 

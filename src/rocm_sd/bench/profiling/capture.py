@@ -1,8 +1,11 @@
-"""Recording: torch.profiler around a region, with a range for every module of the models that are given."""
+"""Recording: torch.profiler around a region, with a range for every module of the models that are given.
+
+Of the device alone it tells how long the card itself is busy with a picture: what an optimisation saves it, whatever
+the host needs to launch.
+"""
 
 from __future__ import annotations
 
-import json
 import tempfile
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -13,14 +16,14 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from rocm_sd.bench.profiling.trace import MODULE, REGION, load
+from rocm_sd.bench.profiling.trace import MODULE, REGION, load, read, union
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
     from typing_extensions import Self
 
-__all__ = ["Recording", "module_ranges", "synchronize", "write_trace"]
+__all__ = ["Recording", "busy_ms", "card_ms", "module_ranges", "synchronize"]
 
 # Containers only hold others, and these do nothing at inference: a range around them would be noise.
 _SILENT = (nn.ModuleList, nn.ModuleDict, nn.Identity, nn.Dropout)
@@ -86,6 +89,25 @@ class Recording:
             self._drop()
 
 
+def card_ms(draw: Callable[[], object]) -> float | None:
+    """Milliseconds in which the device worked on one call of `draw`, recorded by torch.profiler; None without a device.
+
+    The call should be warm: what it compiles or captures counts too.
+    """
+    with Recording(host=False) as recording:
+        draw()
+    return None if recording.trace is None else busy_ms(recording.trace)
+
+
+def busy_ms(trace: Mapping[str, Any]) -> float | None:
+    """The time in which at least one kernel, copy or fill was under way; what runs beside another counts once.
+
+    None, and not 0, where the trace has nothing of a device: then it was not measured.
+    """
+    kernels = read(trace).kernels
+    return union((kernel.start, kernel.end) for kernel in kernels) / 1e3 if kernels else None
+
+
 def synchronize() -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
@@ -142,8 +164,3 @@ def _exported(recorded: profile) -> dict[str, Any]:
     for key in _PRIVATE:
         values.pop(key, None)
     return values
-
-
-def write_trace(values: dict[str, Any], path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(values), encoding="utf-8")

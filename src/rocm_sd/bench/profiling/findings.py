@@ -97,7 +97,7 @@ def _components(analysis: Analysis, *, ours: bool) -> Iterator[Finding]:
         ):
             share = part.families.get(family, 0.0) / part.ms if part.ms else 0.0
             if share >= least:
-                told = "See what was left alone, and why: print(rocm_sd.report(pipe))" if ours else advice
+                told = "See what was skipped, and why: print(rocm_sd.report(pipe))" if ours else advice
                 yield Finding(share * part.share, f"{_title(part)}: {share:.0%} of the time {words}", told)
 
 

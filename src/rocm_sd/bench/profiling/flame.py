@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rocm_sd.bench.profiling.analysis import module_name, pieces
+from rocm_sd.bench.profiling.analysis import Piece, module_name, pieces
 from rocm_sd.bench.profiling.families import FAMILIES, IDLE
+from rocm_sd.files import write_text
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    from rocm_sd.bench.profiling.analysis import Piece
     from rocm_sd.bench.profiling.trace import Trace
 
 __all__ = ["Node", "page", "tree", "write"]
@@ -94,8 +94,7 @@ def page(trace: Trace, *, title: str, idle_us: float = 0.0, notes: Sequence[str]
 
 
 def write(trace: Trace, path: Path, *, title: str, idle_us: float = 0.0, notes: Sequence[str] = ()) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(page(trace, title=title, idle_us=idle_us, notes=notes), encoding="utf-8")
+    write_text(path, page(trace, title=title, idle_us=idle_us, notes=notes))
 
 
 def _path(piece: Piece) -> Iterator[tuple[str, str]]:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rocm_sd import arch
 from rocm_sd.bench.profiling import flame, tables
 from rocm_sd.bench.profiling.analysis import Analysis, analyse
-from rocm_sd.bench.profiling.capture import Recording, write_trace
+from rocm_sd.bench.profiling.capture import Recording
 from rocm_sd.bench.profiling.findings import findings
 from rocm_sd.bench.profiling.trace import Trace, read
 from rocm_sd.errors import Unsupported
+from rocm_sd.files import write_text
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -66,7 +68,7 @@ class ROCmSDProfiler:
         if path.suffix == ".html":
             flame.write(trace, path, title="rocm-sd profile")
         elif path.suffix == ".json":
-            write_trace(values, path)
+            write_text(path, json.dumps(values))
         else:
             raise Unsupported("export", f"the ending {path.suffix!r}", hint="Use .html or .json.")
         return path

@@ -9,13 +9,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from rocm_sd.bench.profiling.analysis import ARITHMETIC
+from rocm_sd.bench.profiling.analysis import ARITHMETIC, Analysis, Part
 from rocm_sd.bench.profiling.families import IDLE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from rocm_sd.bench.profiling.analysis import Analysis, Part
     from rocm_sd.bench.profiling.findings import Finding
 
 __all__ = ["annotated", "show"]

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
+from rocm_sd.bench.records import OURS, Measurement, Record
 from rocm_sd.bench.report.charts import Bar, bars, lines
 from rocm_sd.bench.report.parts import Figure, Section, Table, shown
-from rocm_sd.bench.report.speed import OURS, commands_of
+from rocm_sd.bench.report.speed import commands_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from rocm_sd.bench.records import Measurement, Record
 
 __all__ = ["memory"]
 

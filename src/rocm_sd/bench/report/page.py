@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING
 
 from rocm_sd import __version__
 from rocm_sd.bench.report import ladders, memory, pictures, projections, rooflines, speed
-from rocm_sd.bench.report.parts import Page
+from rocm_sd.bench.report.parts import Page, Picture
 from rocm_sd.bench.report.svg import Svg
-from rocm_sd.errors import MissingDependency
+from rocm_sd.errors import optional_module
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from rocm_sd.bench.report.parts import Picture
     from rocm_sd.bench.report.reading import Inputs, Outcome
 
 __all__ = ["page", "render"]
@@ -67,10 +66,7 @@ def _subtitle(inputs: Inputs) -> str:
 
 def render(content: Page) -> str:
     """HTML, every value escaped. Its policy allows this one script and this one style, by their hashes."""
-    try:
-        import jinja2  # noqa: PLC0415 -- of the extra "report"
-    except ImportError:
-        raise MissingDependency("jinja2", "report") from None
+    jinja2 = optional_module("jinja2", "jinja2", "report")
     folder = files(__package__) / "templates"
     style, script, source = (
         (folder / name).read_text(encoding="utf-8") for name in ("page.css", "page.js", "page.html")
@@ -78,9 +74,10 @@ def render(content: Page) -> str:
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    return environment.from_string(source).render(
+    html: str = environment.from_string(source).render(
         page=content, style=Svg(style), script=Svg(script), style_hash=_hash(style), script_hash=_hash(script)
     )
+    return html
 
 
 def _hash(text: str) -> str:

@@ -5,13 +5,14 @@ Every value that is shown or drawn is checked here. A file that is broken is nam
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from rocm_sd.bench.records import FORMAT, Record, UnreadableRecord
-from rocm_sd.bench.report.checking import check, is_number
 from rocm_sd.errors import RocmSdError
+from rocm_sd.files import read_json
+from rocm_sd.typed_json import is_number
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -76,10 +77,10 @@ def read(paths: Iterable[Path]) -> Inputs:
         if file not in named
     }
     for path in [*named, *found]:
-        values = _json(path) if path in named else _json_or_none(path)
+        values = _json(path, named=path in named)
         if isinstance(values, dict) and values.get("format") == FORMAT:
             record = Record.load(path)
-            check(record, path)
+            _require_sense(record, path)
             if record.kind == "op":
                 op_runs.append(_op_run(record))
             else:
@@ -93,19 +94,31 @@ def read(paths: Iterable[Path]) -> Inputs:
     return Inputs(tuple(records), tuple(op_runs), tuple(skipped))
 
 
-def _json(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UnreadableRecord(path, "there is no such file") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise UnreadableRecord(path, str(error)) from error
+def _require_sense(record: Record, path: Path) -> None:
+    """Raises `UnreadableRecord` where values that are right one by one contradict each other."""
+
+    def require(met: bool, sentence: str) -> None:
+        if not met:
+            raise UnreadableRecord(path, sentence)
+
+    for m in record.measurements:
+        where = f"{m.engine!r} at batch {m.batch}"
+        told = bool(m.ms) or m.left_out is not None or not record.complete
+        require(told, f"{where} has neither timings nor a reason")
+        require(not (m.ms and m.left_out), f"{where} was left out and has timings")
+    for c in record.comparisons:
+        require(c.low <= c.high, f"the interval of {c.engine!r} against {c.against!r} is inside out")
+    if record.kind == "op":
+        described = all(m.batch <= len(record.op_cases) for m in record.measurements)
+        require(described, "a case of an op is not described")
 
 
-def _json_or_none(path: Path) -> Any:
+def _json(path: Path, *, named: bool) -> Any:
     try:
-        return _json(path)
+        return read_json(path, partial(UnreadableRecord, path))
     except UnreadableRecord:
+        if named:
+            raise
         return None
 
 
@@ -171,12 +184,7 @@ _STATES: tuple[Literal["passed", "failed", "skipped"], ...] = ("passed", "failed
 
 def read_ladder(path: Path) -> tuple[Outcome, ...]:
     """What `rocm-sd verify --json` prints: a list of outcomes."""
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UnreadableLadder(path, "there is no such file") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise UnreadableLadder(path, str(error)) from error
+    values = read_json(path, partial(UnreadableLadder, path))
     if not isinstance(values, list) or not values:
         raise UnreadableLadder(path, "it holds no list of outcomes")
     for value in values:

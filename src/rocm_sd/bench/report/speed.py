@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from rocm_sd.bench.records import BESIDE, INTERVALS
+from rocm_sd.bench.records import BESIDE, INTERVALS, OURS, STOCK
 from rocm_sd.bench.report.charts import Bar, Step, bars, waterfall
 from rocm_sd.bench.report.parts import Card, Figure, Headline, Section, Table, ratio_words, shown, times
 from rocm_sd.comparison import TURNS_FOR_95
@@ -15,13 +15,11 @@ if TYPE_CHECKING:
 
     from rocm_sd.bench.records import Comparison, Measurement, Record
 
-__all__ = ["OURS", "ablation", "cards", "commands_of", "headlines", "speed", "workload_words"]
-
-OURS, STOCK = "rocm-sd", "stock"
+__all__ = ["ablation", "cards", "commands_of", "headlines", "speed", "workload_words"]
 
 
 def workload_words(record: Record) -> str:
-    """The workload as a stranger would set it up."""
+    """The workload as anyone would set it up."""
     facts = record.workload
     return (
         f"{facts.name}: {facts.width}×{facts.height}, {facts.steps} steps {facts.scheduler}, "  # noqa: RUF001

@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from rocm_sd.doctor.check import Check, Finding, Fix, Status
-from rocm_sd.doctor.facts import numbers
-
-if TYPE_CHECKING:
-    from rocm_sd.doctor.check import Probes
-    from rocm_sd.doctor.facts import Facts
+from rocm_sd.doctor.check import Check, Finding, Fix, Probes, Status
+from rocm_sd.doctor.facts import Facts, numbers
 
 __all__ = ["CHECK"]
 
@@ -47,7 +41,7 @@ def run(facts: Facts, _probes: Probes) -> Finding:
 
 
 def _wrong(options: dict[str, str], facts: Facts) -> tuple[list[str], dict[str, str]]:
-    """What is wrong, and the options that are left when it is mended."""
+    """What is wrong, and the options that are left when it is fixed."""
     wrong, kept = [], dict(options)
     segments = options.get("expandable_segments", "").lower() == "true"
     if segments and "max_split_size_mb" in options:

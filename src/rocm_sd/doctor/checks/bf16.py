@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from rocm_sd import arch
-from rocm_sd.doctor.check import Check, Finding, Fix, Status
-
-if TYPE_CHECKING:
-    from rocm_sd.doctor.check import Probes
-    from rocm_sd.doctor.facts import Facts
+from rocm_sd.doctor.check import Check, Finding, Fix, Probes, Status
+from rocm_sd.doctor.facts import Facts, known_as
 
 __all__ = ["CHECK"]
-
-# The rest of RDNA2 has the instructions of gfx1030, and no entry of its own in the table.
-_AS_GFX1030 = "gfx103"
 
 
 def run(facts: Facts, _probes: Probes) -> Finding:
     meant = facts.meant
     if meant is None or meant.gfx is None:
         return Finding(Status.NOT_HERE, "There is no AMD GPU whose gfx is known.")
-    known = arch.get("gfx1030" if meant.gfx.startswith(_AS_GFX1030) else meant.gfx)
+    known = known_as(meant.gfx)
     if known.has_bf16 is None:
         return Finding(Status.UNKNOWN, f"{meant.gfx} is not in the table of architectures.")
     if not known.has_bf16:

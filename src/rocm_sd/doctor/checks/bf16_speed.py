@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from rocm_sd.doctor.answers import number, on_the_gpu, text
-from rocm_sd.doctor.check import CannotRun, Check, Finding, Fix, Status
+from rocm_sd.doctor.check import CannotRun, Check, Finding, Fix, Probe, Status, number, on_the_gpu, text
+from rocm_sd.doctor.probing.common import medians, place, random
+from rocm_sd.doctor.probing.isolated import one_by_one
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -14,12 +16,42 @@ if TYPE_CHECKING:
 
 __all__ = ["CHECK"]
 
+_DTYPES = ("float16", "bfloat16")
+_LIMIT_S = 9.0
 # Where the matrix unit has both, they run at one rate; where bfloat16 is emulated or at half rate it is twice or more.
 _HARM = 1.5
 _FIX = Fix(
     "Make pictures in float16. In ComfyUI start with --fp16-unet --fp16-vae. For SDXL take a VAE that is safe "
     "in float16 (madebyollin/sdxl-vae-fp16-fix)."
 )
+
+
+def measure(*, device: str | None = None, quick: bool = False) -> dict[str, Any]:
+    """{"float16": {"gemm_ms", "conv_ms", "error"}, "bfloat16": ...}; some compilers abort the process on bfloat16."""
+    calls = {dtype: (dtype, device, quick) for dtype in _DTYPES}
+    told = one_by_one(_times, calls, {"gemm_ms": None, "conv_ms": None}, _LIMIT_S)
+    if told["device"] is None:
+        raise CannotRun(f"neither dtype ran: {told['float16']['error']}")
+    return told
+
+
+def _times(name: str, device: str | None, quick: bool) -> dict[str, Any]:
+    import torch  # noqa: PLC0415 -- in the process that needs it
+
+    where = place(device)
+    dtype = getattr(torch, name)
+    small = quick or not where.is_gpu
+    rows, depth, channels, size = (128, 320, 32, 16) if small else (4096, 2560, 320, 64)
+    left, right = random(where, rows, depth, dtype=dtype), random(where, depth, depth, dtype=dtype, seed=1)
+    picture = random(where, 1, channels, size, size, dtype=dtype)
+    kernel = random(where, channels, channels, 3, 3, dtype=dtype, seed=1) * (channels * 9) ** -0.5
+    calls = {
+        "gemm": partial(torch.mm, left, right),
+        "conv": partial(torch.nn.functional.conv2d, picture, kernel, padding=1),
+    }
+    with torch.no_grad():
+        taken = medians(calls, where)
+    return {"device": where.told(), "result": {"gemm_ms": taken["gemm"], "conv_ms": taken["conv"], "error": ""}}
 
 
 def judge(_facts: Facts, answer: Mapping[str, Any]) -> Finding:
@@ -42,6 +74,7 @@ def judge(_facts: Facts, answer: Mapping[str, Any]) -> Finding:
     return Finding(Status.OK, says, measured=measured)
 
 
+PROBE = Probe("half_precision", measure)
 CHECK = Check(
     name="bf16_speed",
     question="Is bfloat16 as fast as float16?",
@@ -52,5 +85,6 @@ CHECK = Check(
         "https://github.com/ROCm/triton/issues/892",
         "https://github.com/ROCm/ROCm/issues/5191",
     ),
-    run=on_the_gpu("half_precision", judge),
+    run=on_the_gpu(PROBE, judge),
+    probe=PROBE,
 )

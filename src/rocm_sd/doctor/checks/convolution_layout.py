@@ -1,14 +1,19 @@
-"""Are convolutions with the channels last as fast as with the channels first?"""
+"""Are convolutions with the channels last (NHWC) as fast as with the channels first (NCHW)?"""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from rocm_sd.doctor.answers import number, on_the_gpu, rows, text
-from rocm_sd.doctor.check import Check, Finding, Fix, Status
+from rocm_sd.doctor.check import Check, Finding, Fix, Probe, Status, number, on_the_gpu, rows, text
+from rocm_sd.doctor.probing.common import Place, place
+from rocm_sd.doctor.probing.convolutions import LIMIT_S, timed
+from rocm_sd.doctor.probing.isolated import isolated
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
+
+    import torch
 
     from rocm_sd.doctor.facts import Facts
 
@@ -19,6 +24,23 @@ _HARM = 2.0
 # As long as a launch: less is no pain.
 _LEAST_MS = 0.05
 _SUGGEST = "PYTORCH_MIOPEN_SUGGEST_NHWC"
+
+
+def measure(*, device: str | None = None, quick: bool = False) -> dict[str, Any]:
+    return isolated(_measured, device, quick, limit_s=LIMIT_S).required("the convolutions could not be timed")
+
+
+def _measured(device: str | None, quick: bool) -> dict[str, Any]:
+    where = place(device)
+    return {"device": where.told(), "rows": timed(where, _both_layouts, quick=quick)}
+
+
+def _both_layouts(_where: Place, first: tuple[torch.Tensor, torch.Tensor]) -> dict[str, Callable[[], Any]]:
+    import torch  # noqa: PLC0415 -- in the process that needs it
+
+    last = tuple(tensor.contiguous(memory_format=torch.channels_last) for tensor in first)
+    convolve = torch.nn.functional.conv2d
+    return {"nchw": partial(convolve, *first, padding=1), "nhwc": partial(convolve, *last, padding=1)}
 
 
 def judge(facts: Facts, answer: Mapping[str, Any]) -> Finding:
@@ -49,6 +71,7 @@ def _fix(facts: Facts) -> Fix:
     )
 
 
+PROBE = Probe("convolution_layout", measure)
 CHECK = Check(
     name="convolution_layout",
     question="Are convolutions with the channels last as fast as with the channels first?",
@@ -59,5 +82,6 @@ CHECK = Check(
         "https://github.com/Comfy-Org/ComfyUI/issues/11381",
         "https://github.com/pytorch/pytorch/issues/187600",
     ),
-    run=on_the_gpu("convolution_layout", judge),
+    run=on_the_gpu(PROBE, judge),
+    probe=PROBE,
 )

@@ -1,14 +1,19 @@
-"""Is the vendor's convolution library faster than torch without it?"""
+"""Is the vendor's convolution library (MIOpen, cuDNN) faster than torch without it, which is torch's own GEMM?"""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from rocm_sd.doctor.answers import number, on_the_gpu, rows, text
-from rocm_sd.doctor.check import Check, Finding, Fix, Status
+from rocm_sd.doctor.check import Check, Finding, Fix, Probe, Status, number, on_the_gpu, rows, text
+from rocm_sd.doctor.probing.common import Place, place
+from rocm_sd.doctor.probing.convolutions import LIMIT_S, timed
+from rocm_sd.doctor.probing.isolated import isolated
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
+
+    import torch
 
     from rocm_sd.doctor.facts import Facts
 
@@ -18,6 +23,30 @@ __all__ = ["CHECK"]
 _HARM = 2.0
 # A launch alone takes about this long: what differs by less is no pain.
 _LEAST_MS = 0.05
+
+
+def measure(*, device: str | None = None, quick: bool = False) -> dict[str, Any]:
+    return isolated(_measured, device, quick, limit_s=LIMIT_S).required("the convolutions could not be timed")
+
+
+def _measured(device: str | None, quick: bool) -> dict[str, Any]:
+    where = place(device)
+    library = ("miopen" if where.on_rocm else "cudnn") if where.is_gpu else "onednn"
+    return {"device": where.told(), "library": library, "rows": timed(where, _on_and_off, quick=quick)}
+
+
+def _on_and_off(where: Place, tensors: tuple[torch.Tensor, torch.Tensor]) -> dict[str, Callable[[], Any]]:
+    return {name: partial(_convolve, where, tensors, on=name == "on") for name in ("on", "off")}
+
+
+def _convolve(where: Place, tensors: tuple[torch.Tensor, torch.Tensor], *, on: bool) -> torch.Tensor:
+    import torch  # noqa: PLC0415 -- in the process that needs it
+
+    # torch calls both vendors' library cudnn.
+    backend: Any = torch.backends.cudnn if where.is_gpu else torch.backends.mkldnn
+    # Not its flags(), which set all the others as well, and take as long as a small convolution. The process ends soon.
+    backend.enabled = on
+    return torch.nn.functional.conv2d(*tensors, padding=1)
 
 
 def judge(_facts: Facts, answer: Mapping[str, Any]) -> Finding:
@@ -45,6 +74,7 @@ def judge(_facts: Facts, answer: Mapping[str, Any]) -> Finding:
     )
 
 
+PROBE = Probe("convolution_library", measure)
 CHECK = Check(
     name="convolution_library",
     question="Is the vendor's convolution library faster than torch without it?",
@@ -56,5 +86,6 @@ CHECK = Check(
         "https://github.com/ROCm/ROCm/issues/4729",
         "https://github.com/ROCm/MIOpen/issues/1621",
     ),
-    run=on_the_gpu("convolution_library", judge),
+    run=on_the_gpu(PROBE, judge),
+    probe=PROBE,
 )

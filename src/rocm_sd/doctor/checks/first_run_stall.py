@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import random as chance
+import time
 from typing import TYPE_CHECKING, Any
 
-from rocm_sd.doctor.answers import number, on_the_gpu
-from rocm_sd.doctor.check import Check, Finding, Fix, Status
+from rocm_sd.doctor.check import CannotRun, Check, Finding, Fix, Probe, Status, number, on_the_gpu
+from rocm_sd.doctor.probing.common import Place, place, random
+from rocm_sd.doctor.probing.isolated import isolated
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -14,12 +17,60 @@ if TYPE_CHECKING:
 
 __all__ = ["CHECK"]
 
+# A search of minutes is known to be one after this long.
+_LIMIT_S = 15.0
 # A VAE has a dozen convolutions that differ: at a second each, the user waits for what should be a moment. Loading a
 # kernel takes tens of milliseconds and is no search.
 _STALL_MS = 1000.0
 _STALL_RATIO = 20.0
 _MEANS = "The first picture of every new size waits for a search, up to many minutes; later ones of that size do not."
 _MODE = "MIOPEN_FIND_MODE"
+
+
+def measure(*, device: str | None = None, quick: bool = False) -> dict[str, Any]:
+    """The library's search, for which users wait: `first_ms` is None where it had not ended after `exceeded_s` seconds.
+
+    MIOpen remembers on disk the sizes it has searched. So the size is drawn by chance, and a second run of this probe
+    meets a new one.
+    """
+    drawn = chance.SystemRandom()
+    height, width = (drawn.randrange(37, 63) for _ in range(2))
+    scale = 1 if quick else 5
+    outcome = isolated(_first_and_second, device, height * scale, width * scale, limit_s=_LIMIT_S)
+    size = {"height": height * scale, "width": width * scale, "channels": 128}
+    if outcome.answer is not None:
+        return {**outcome.answer, **size, "exceeded_s": None}
+    if outcome.exceeded:
+        # What the device is, its process could not tell any more; no other than a GPU's library searches.
+        return {"device": None, "first_ms": None, "second_ms": None, **size, "exceeded_s": _LIMIT_S}
+    raise CannotRun(f"the convolution failed: {outcome.failed}")
+
+
+def _first_and_second(device: str | None, height: int, width: int) -> dict[str, Any]:
+    import torch  # noqa: PLC0415 -- in the process that needs it
+
+    where = place(device)
+    if not where.is_gpu:
+        height, width = height // 4, width // 4
+    kernel = random(where, 128, 128, 3, 3)
+    with torch.no_grad():
+        # Loading the library takes a second on its own, and is no search: a 1 x 1 convolution does that beforehand.
+        _timed(where, random(where, 1, 16, 8, 8), random(where, 16, 16, 1, 1))
+        picture = random(where, 1, 128, height, width)
+        first, second = _timed(where, picture, kernel), _timed(where, picture, kernel)
+    return {"device": where.told(), "first_ms": first, "second_ms": second}
+
+
+def _timed(where: Place, picture: Any, kernel: Any) -> float:
+    import torch  # noqa: PLC0415 -- as above
+
+    if where.is_gpu:
+        torch.cuda.synchronize(where.device)
+    started = time.perf_counter()
+    torch.nn.functional.conv2d(picture, kernel, padding=kernel.shape[-1] // 2)
+    if where.is_gpu:
+        torch.cuda.synchronize(where.device)
+    return (time.perf_counter() - started) * 1e3
 
 
 def judge(facts: Facts, answer: Mapping[str, Any]) -> Finding:
@@ -46,11 +97,12 @@ def _fix(facts: Facts) -> Fix:
         )
     return Fix(
         f"{_MODE}={facts.environment[_MODE]} is set and does not help. Keep to few picture sizes, each of which waits "
-        "once; ROCm 7.14 and later leave out the slowest candidates. rocm-sd's own search nothing.",
+        "once; ROCm 7.14 and later leave out the slowest candidates. The kernels of rocm-sd need no search.",
         commands=("rocm-sd tune",),
     )
 
 
+PROBE = Probe("first_convolution", measure)
 CHECK = Check(
     name="first_run_stall",
     question="Does the first picture of a new size stall?",
@@ -62,5 +114,6 @@ CHECK = Check(
         "https://github.com/Comfy-Org/ComfyUI/issues/10460",
         "https://github.com/multimodal-art-projection/YuE/issues/169",
     ),
-    run=on_the_gpu("first_convolution", judge),
+    run=on_the_gpu(PROBE, judge),
+    probe=PROBE,
 )

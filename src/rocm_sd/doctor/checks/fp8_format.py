@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from rocm_sd import arch
-from rocm_sd.doctor.check import Check, Finding, Fix, Status
-
-if TYPE_CHECKING:
-    from rocm_sd.doctor.check import Probes
-    from rocm_sd.doctor.facts import Facts
+from rocm_sd.doctor.check import Check, Finding, Fix, Probes, Status
+from rocm_sd.doctor.facts import Facts, known_as
 
 __all__ = ["CHECK"]
 
@@ -21,7 +16,7 @@ def run(facts: Facts, _probes: Probes) -> Finding:
     meant = facts.meant
     if meant is None or meant.gfx is None:
         return Finding(Status.NOT_HERE, "There is no AMD GPU whose gfx is known.")
-    format_ = arch.get("gfx1030" if meant.gfx.startswith("gfx103") else meant.gfx).fp8
+    format_ = known_as(meant.gfx).fp8
     if format_ is None:
         return Finding(Status.UNKNOWN, f"{meant.gfx} is not in the table of architectures.")
     if format_ is arch.Fp8.NONE:

@@ -1,21 +1,76 @@
-"""Do FP8 products run, in the format of this GPU, and rightly?"""
+"""Do FP8 products run, in the format of this GPU, and rightly?
+
+240 is the largest number in the one format of e4m3 (FNUZ, gfx942), 448 in the other (OCP, gfx950, gfx12, NVIDIA), and
+code that takes the wrong one makes noise.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from rocm_sd.doctor.answers import flag, on_the_gpu, text
-from rocm_sd.doctor.check import CannotRun, Check, Finding, Fix, Status
+from rocm_sd import arch
+from rocm_sd.doctor.check import CannotRun, Check, Finding, Fix, Probe, Status, flag, on_the_gpu, text
+from rocm_sd.doctor.probing.common import Place, place
+from rocm_sd.doctor.probing.isolated import one_by_one
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    import torch
 
     from rocm_sd.doctor.facts import Facts
 
 __all__ = ["CHECK"]
 
+_FORMATS = {"ocp": "float8_e4m3fn", "fnuz": "float8_e4m3fnuz"}
+_LIMIT_S = 9.0
+# The sum is kept in float32 and rounded once to bfloat16: eight roundings of the largest value are room enough.
+_ROUNDINGS = 8
 _NAMES = {"ocp": "torch.float8_e4m3fn (OCP, up to 448)", "fnuz": "torch.float8_e4m3fnuz (FNUZ, up to 240)"}
 _STORE = "Keep FP8 for storage alone: weights in FP8, products in float16."
+
+
+def measure(*, device: str | None = None, quick: bool = False) -> dict[str, Any]:
+    """`expected`: the format of the architecture, "none" or None where nobody knows; then each format with
+    {"accepted", "ok", "error"}. `ok` is None where it was refused.
+    """
+    calls = {name: (dtype, device, 64 if quick else 512) for name, dtype in _FORMATS.items()}
+    told = one_by_one(_product, calls, {"accepted": False, "ok": None}, _LIMIT_S)
+    if told["device"] is None:
+        raise CannotRun(f"no product could be tried: {told['ocp']['error']}")
+    fp8 = arch.get(told["device"]["arch"]).fp8
+    return {**told, "expected": None if fp8 is None else fp8.value}
+
+
+def _product(dtype: str, device: str | None, size: int) -> dict[str, Any]:
+    import torch  # noqa: PLC0415 -- in the process that needs it
+
+    where = place(device)
+    return {"device": where.told(), "result": _tried(getattr(torch, dtype), where, size)}
+
+
+def _tried(dtype: torch.dtype, where: Place, size: int) -> dict[str, Any]:
+    import torch  # noqa: PLC0415 -- as above
+
+    # The spread of 60 puts values near 240, where the formats part.
+    drawn = (torch.randn(size, size, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
+    left, right = ((60 * values).clamp(-240, 240).to(dtype).to(where.device) for values in drawn)
+    one = torch.ones(()).to(where.device)
+    try:
+        product = torch._scaled_mm(left, right.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16)  # noqa: SLF001
+        result = product.cpu().double()
+    except (RuntimeError, ValueError, NotImplementedError) as refused:
+        return {"accepted": False, "ok": None, "error": str(refused).splitlines()[0][:200]}
+    exact = left.cpu().double() @ right.cpu().double().t()
+    return {"accepted": True, **_judged(result, exact)}
+
+
+def _judged(result: torch.Tensor, exact: torch.Tensor) -> dict[str, Any]:
+    import torch  # noqa: PLC0415 -- as above
+
+    error = float((result - exact).abs().max() / exact.abs().max())
+    ok = error <= _ROUNDINGS * torch.finfo(torch.bfloat16).eps
+    return {"ok": ok, "error": "" if ok else f"largest error {error:.3g} of the largest value"}
 
 
 def judge(_facts: Facts, answer: Mapping[str, Any]) -> Finding:
@@ -39,6 +94,7 @@ def judge(_facts: Facts, answer: Mapping[str, Any]) -> Finding:
     return Finding(Status.OK, f"Products of {_NAMES[expected]} are right.", measured=measured)
 
 
+PROBE = Probe("scaled_product", measure)
 CHECK = Check(
     name="fp8_product",
     question="Do FP8 products run, in the format of this GPU, and rightly?",
@@ -49,5 +105,6 @@ CHECK = Check(
         "https://github.com/vllm-project/vllm/issues/51021",
         "https://github.com/pytorch/pytorch/issues/198194",
     ),
-    run=on_the_gpu("scaled_product", judge),
+    run=on_the_gpu(PROBE, judge),
+    probe=PROBE,
 )

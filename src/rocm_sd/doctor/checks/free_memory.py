@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rocm_sd.doctor.check import CannotRun, Check, Finding, Fix, Status
+from rocm_sd.doctor.check import CannotRun, Check, Finding, Fix, Probes, Status
 
 if TYPE_CHECKING:
-    from rocm_sd.doctor.check import Probes
     from rocm_sd.doctor.facts import Facts
 
 __all__ = ["CHECK"]

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from rocm_sd.doctor.answers import number, on_the_gpu, text
-from rocm_sd.doctor.check import CannotRun, Check, Finding, Fix, Status
+from rocm_sd.arch.gemm_libraries import LIBRARIES, build_of_torch
+from rocm_sd.doctor.check import CannotRun, Check, Finding, Fix, Probe, Status, number, on_the_gpu, text
+from rocm_sd.doctor.probing.common import medians, place, random
+from rocm_sd.doctor.probing.isolated import isolated
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -14,10 +17,58 @@ if TYPE_CHECKING:
 
 __all__ = ["CHECK"]
 
+# Rows, columns and depth: projections and feed-forward layers of SD 1.5 at 512 x 512, of SDXL, and a large square.
+_SHAPES = ((4096, 320, 320), (8192, 320, 2560), (2048, 1280, 10240), (4096, 4096, 4096))
+_SHAPES_SMALL = ((256, 320, 320), (128, 640, 640))
+# Which of the two factors is stored transposed. NT is how a linear layer stores its weight.
+_LAYOUTS = ("NN", "NT", "TN")
+_DEFAULT = "default"
+_LIMIT_S = 10.0
 # The libraries differ by up to a fifth in either direction from shape to shape, the reported pain is 2.3 times.
 _HARM = 1.3
 _PREFER = "TORCH_BLAS_PREFER_HIPBLASLT"
 _NAMES = {"rocblas": "rocBLAS", "hipblaslt": "hipBLASLt", "cublas": "cuBLAS", "cublaslt": "cuBLASLt"}
+
+
+def measure(*, device: str | None = None, quick: bool = False) -> dict[str, Any]:
+    """`libraries`: by name {"tflops": float | None, "rows": [...], "error"}; `default` is what torch does unasked.
+
+    Each library has a process of its own: one of them crashes on some cards.
+    """
+    build = build_of_torch()
+    switches = {
+        library.name: library.switch for library in LIBRARIES if library.build == build and library.name != "ck"
+    }
+    libraries: dict[str, dict[str, Any]] = {}
+    told: dict[str, str] | None = None
+    for name, switch in ({_DEFAULT: None} | switches).items():
+        outcome = isolated(_rows, switch, device, quick, limit_s=_LIMIT_S)
+        if outcome.answer is None:
+            libraries[name] = {"tflops": None, "rows": [], "error": outcome.failed}
+        else:
+            told = outcome.answer["device"]
+            libraries[name] = {"tflops": outcome.answer["tflops"], "rows": outcome.answer["rows"], "error": ""}
+    if told is None:
+        raise CannotRun(f"no GEMM ran at all: {libraries[_DEFAULT]['error']}")
+    return {"device": told, "libraries": libraries}
+
+
+def _rows(switch: str | None, device: str | None, quick: bool) -> dict[str, Any]:
+    import torch  # noqa: PLC0415 -- in the process that needs it
+
+    where = place(device)
+    if switch is not None:
+        torch.backends.cuda.preferred_blas_library(switch)
+    rows: list[dict[str, Any]] = []
+    for m, n, k in _SHAPES_SMALL if quick or not where.is_gpu else _SHAPES:
+        for layout in _LAYOUTS:
+            left = random(where, m, k) if layout[0] == "N" else random(where, k, m).t()
+            right = random(where, k, n, seed=1) if layout[1] == "N" else random(where, n, k, seed=1).t()
+            taken = medians({"mm": partial(torch.mm, left, right)}, where)["mm"]
+            rows.append({"m": m, "n": n, "k": k, "layout": layout, "ms": taken, "tflops": 2e-9 * m * n * k / taken})
+    # Rate over all of them, as a picture spends its time, and not a mean of rates.
+    work = sum(2e-9 * row["m"] * row["n"] * row["k"] for row in rows)
+    return {"device": where.told(), "rows": rows, "tflops": work / sum(row["ms"] for row in rows)}
 
 
 def judge(facts: Facts, answer: Mapping[str, Any]) -> Finding:
@@ -64,6 +115,7 @@ def _fix(best: str, facts: Facts) -> Fix:
     )
 
 
+PROBE = Probe("gemm_library", measure)
 CHECK = Check(
     name="gemm_library",
     question="Does torch take the faster GEMM library?",
@@ -74,5 +126,6 @@ CHECK = Check(
         "https://github.com/ROCm/ROCm/issues/6271",
         "https://github.com/pytorch/pytorch/issues/138067",
     ),
-    run=on_the_gpu("gemm_library", judge),
+    run=on_the_gpu(PROBE, judge),
+    probe=PROBE,
 )

@@ -6,10 +6,9 @@ import re
 from typing import TYPE_CHECKING
 
 from rocm_sd.arch.kfd import gfx_name
-from rocm_sd.doctor.check import Check, Finding, Fix, Status
+from rocm_sd.doctor.check import Check, Finding, Fix, Probes, Status
 
 if TYPE_CHECKING:
-    from rocm_sd.doctor.check import Probes
     from rocm_sd.doctor.facts import Facts
 
 __all__ = ["CHECK"]

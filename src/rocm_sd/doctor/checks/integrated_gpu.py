@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from rocm_sd.doctor.check import Check, Finding, Fix, Status
-from rocm_sd.doctor.facts import visible_to_torch
-
-if TYPE_CHECKING:
-    from rocm_sd.doctor.check import Probes
-    from rocm_sd.doctor.facts import Facts, Gpu
+from rocm_sd.doctor.check import Check, Finding, Fix, Probes, Status
+from rocm_sd.doctor.facts import Facts, Gpu, visible_to_torch
 
 __all__ = ["CHECK"]
 

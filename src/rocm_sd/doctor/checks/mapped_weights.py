@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from rocm_sd.doctor.answers import number, on_the_gpu
-from rocm_sd.doctor.check import Check, Finding, Fix, Status
+from rocm_sd.doctor.check import CannotRun, Check, Finding, Fix, Probe, Status, number, on_the_gpu
+from rocm_sd.doctor.probing.common import Place, place
+from rocm_sd.doctor.probing.isolated import isolated
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    import torch
 
     from rocm_sd.doctor.facts import Facts
 
 __all__ = ["CHECK"]
 
+_MIB = 2**20
+_REPEATS = 3
+# Where one copy takes 5 s, the first one says it all.
+_BUDGET_S = 4.0
+_LIMIT_S = 18.0
 # A map is read through the page table, which may well triple the time of a copy at 10 GB/s. At five times and below 320
 # MB/s, SDXL's 7 GB take longer than 20 s: that is the pain.
 _HARM = 5.0
@@ -22,6 +34,56 @@ _MEANS = "Loading a model takes minutes, while neither the disk nor the processo
 _SIZE = "GPU_PINNED_MIN_XFER_SIZE"
 # Some versions of the runtime read it in KiB (1 GiB), others in MiB (1 TiB): above any tensor in both.
 _NEVER = "1048576"
+
+
+def measure(*, device: str | None = None, quick: bool = False) -> dict[str, Any]:
+    """{"mapped_s", "heap_s", "bytes"}; `exceeded_s` where the copy from the file had not ended by then."""
+    size = (8 if quick else 32) * _MIB
+    with tempfile.TemporaryDirectory(prefix="rocm-sd-probe-", ignore_cleanup_errors=True) as folder:
+        outcome = isolated(_times, device, size, folder, limit_s=_LIMIT_S)
+    if outcome.answer is not None:
+        return {**outcome.answer, "bytes": size, "exceeded_s": None}
+    if outcome.exceeded:
+        return {"device": None, "mapped_s": None, "heap_s": None, "bytes": size, "exceeded_s": _LIMIT_S}
+    raise CannotRun(f"the copies failed: {outcome.failed}")
+
+
+def _times(device: str | None, size: int, folder: str) -> dict[str, Any]:
+    import torch  # noqa: PLC0415 -- in the process that needs it
+    from safetensors.torch import save_file  # noqa: PLC0415 -- as above
+
+    where = place(device)
+    weights = torch.randint(0, 255, (size,), dtype=torch.uint8)
+    files = [Path(folder) / f"{number}.safetensors" for number in range(_REPEATS)]
+    # The driver's first copy of all sets up its buffers.
+    _copy(weights[:_MIB].clone(), where)
+    heap = [_copy(weights.clone(), where) for _ in range(_REPEATS)]
+    mapped: list[float] = []
+    for path in files:
+        # A file for each: pages that the driver has pinned once are quick the second time.
+        save_file({"weights": weights}, path)
+        mapped.append(_copy(_mapped(path), where))
+        if sum(mapped) > _BUDGET_S:
+            break
+    return {"device": where.told(), "mapped_s": median(mapped), "heap_s": median(heap)}
+
+
+def _mapped(path: Path) -> torch.Tensor:
+    from safetensors import safe_open  # noqa: PLC0415 -- as above
+
+    with safe_open(path, framework="pt", device="cpu") as opened:
+        tensor: torch.Tensor = opened.get_tensor("weights")
+    return tensor
+
+
+def _copy(tensor: torch.Tensor, where: Place) -> float:
+    import torch  # noqa: PLC0415 -- as above
+
+    started = time.perf_counter()
+    tensor.to(where.device, copy=True)
+    if where.is_gpu:
+        torch.cuda.synchronize(where.device)
+    return time.perf_counter() - started
 
 
 def judge(facts: Facts, answer: Mapping[str, Any]) -> Finding:
@@ -49,6 +111,7 @@ def _fix(facts: Facts) -> Fix:
     return Fix(f"Read the weights into memory before they go to the GPU. {elsewhere}")
 
 
+PROBE = Probe("mapped_weights", measure)
 CHECK = Check(
     name="mapped_weights",
     question="Do weights reach the GPU quickly from a memory-mapped file?",
@@ -60,5 +123,6 @@ CHECK = Check(
         "https://github.com/vladmandic/sdnext/issues/5028",
         "https://github.com/vllm-project/vllm/pull/56343",
     ),
-    run=on_the_gpu("mapped_weights", judge),
+    run=on_the_gpu(PROBE, judge),
+    probe=PROBE,
 )

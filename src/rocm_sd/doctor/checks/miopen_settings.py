@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from rocm_sd import arch
-from rocm_sd.doctor.check import Check, Finding, Fix, Status
-from rocm_sd.doctor.facts import numbers
-
-if TYPE_CHECKING:
-    from rocm_sd.doctor.check import Probes
-    from rocm_sd.doctor.facts import Facts
+from rocm_sd.doctor.check import Check, Finding, Fix, Probes, Status
+from rocm_sd.doctor.facts import Facts, numbers
 
 __all__ = ["CHECK"]
 

@@ -2,24 +2,63 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rocm_sd import arch
-from rocm_sd.doctor.answers import number, on_the_gpu, rows, text
-from rocm_sd.doctor.check import Check, Finding, Fix, Status
+from rocm_sd.doctor.check import Check, Finding, Fix, Probe, Status, number, on_the_gpu, rows, text
+from rocm_sd.doctor.facts import Facts, known_as
+from rocm_sd.doctor.probing.attention import attention, chosen_backend, why_not
+from rocm_sd.doctor.probing.common import Place, medians, place, random
+from rocm_sd.doctor.probing.isolated import isolated
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from rocm_sd.doctor.facts import Facts
 
 __all__ = ["CHECK"]
 
+# Name, heads, columns of a head, keys (None: as many as queries).
+_SHAPES = (
+    ("SD 1.5 self-attention", 8, 40, None),
+    ("SDXL self-attention", 10, 64, None),
+    ("SDXL cross-attention", 10, 64, 77),
+    ("VAE middle block", 1, 512, None),
+)
+_LIMIT_S = 18.0
 # Above it plain math is the right choice on gfx11, where the fused kernels are wrong; and no UNet has such heads.
 _LARGEST_FUSED_HEAD = 256
 _BACKENDS = ("math", "flash", "efficient", "cudnn", "overrideable")
 _EXPERIMENTAL = "TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL"
 _OWN_KERNEL = "rocm-sd has an attention kernel of its own for this; type: rocm-sd tune"
+
+
+def measure(*, device: str | None = None, quick: bool = False) -> dict[str, Any]:
+    return isolated(_rows, device, quick, limit_s=_LIMIT_S).required("attention could not be timed")
+
+
+def _rows(device: str | None, quick: bool) -> dict[str, Any]:
+    where = place(device)
+    # 4096 queries are 512 x 512 pixels in SD 1.5 and a level of 1024 x 1024 in SDXL.
+    queries = (1024 if quick else 4096) if where.is_gpu else 256
+    return {"device": where.told(), "rows": [_row(where, queries, *shape) for shape in _SHAPES]}
+
+
+def _row(where: Place, queries: int, name: str, heads: int, head: int, keys: int | None) -> dict[str, Any]:
+    inputs = [random(where, 1, heads, queries if n == 0 else keys or queries, head, seed=n) for n in (0, 1, 2)]
+    chosen = chosen_backend(inputs)
+    taken = medians({"default": partial(attention, inputs), "math": partial(attention, inputs, "math")}, where)
+    return {
+        "name": name,
+        "queries": queries,
+        "keys": keys or queries,
+        "heads": heads,
+        "head": head,
+        "chosen": chosen,
+        "why_not_fused": why_not(where, inputs) if chosen == "math" else [],
+        "default_ms": taken["default"],
+        "math_ms": taken["math"],
+    }
 
 
 def judge(facts: Facts, answer: Mapping[str, Any]) -> Finding:
@@ -56,8 +95,7 @@ def _chosen(row: Mapping[str, Any]) -> str:
 
 def _fix(facts: Facts) -> Fix:
     gfx = facts.meant.gfx if facts.meant else None
-    # The rest of RDNA2 has the instructions of gfx1030, and no entry of its own in the table.
-    known = arch.get("gfx1030" if gfx.startswith("gfx103") else gfx) if gfx else None
+    known = known_as(gfx) if gfx else None
     wmma = known is not None and known.matrix_unit is not None and known.matrix_unit.is_wmma
     if wmma and facts.environment.get(_EXPERIMENTAL) != "1":
         # Not safe: it turns on heads above 256 as well, which are wrong on gfx11.
@@ -73,6 +111,7 @@ def _fix(facts: Facts) -> Fix:
     return Fix(_OWN_KERNEL, commands=("rocm-sd tune",))
 
 
+PROBE = Probe("sdpa_backend", measure)
 CHECK = Check(
     name="sdpa_math_fallback",
     question="Does torch really use fused attention?",
@@ -85,5 +124,6 @@ CHECK = Check(
         "https://github.com/ROCm/ROCm/issues/5834",
         "https://github.com/AUTOMATIC1111/stable-diffusion-webui/issues/9073",
     ),
-    run=on_the_gpu("sdpa_backend", judge),
+    run=on_the_gpu(PROBE, judge),
+    probe=PROBE,
 )

@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from rocm_sd.doctor.check import CannotRun, Check, Finding, Fix, Status
-from rocm_sd.doctor.facts import numbers
+from rocm_sd.doctor.check import CannotRun, Check, Finding, Fix, Probes, Status
+from rocm_sd.doctor.facts import Facts, numbers
 from rocm_sd.doctor.wheels import REFUSED, pip_line
-
-if TYPE_CHECKING:
-    from rocm_sd.doctor.check import Probes
-    from rocm_sd.doctor.facts import Facts
 
 __all__ = ["CHECK"]
 

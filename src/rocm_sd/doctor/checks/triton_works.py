@@ -2,26 +2,95 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from rocm_sd import arch
-from rocm_sd.doctor.answers import flag, on_the_gpu, text
-from rocm_sd.doctor.check import CannotRun, Check, Finding, Fix, Status
+from rocm_sd.arch import host
+from rocm_sd.doctor.check import CannotRun, Check, Finding, Fix, Probe, Probes, Status, flag, on_the_gpu, text
+from rocm_sd.doctor.facts import Facts, known_as
+from rocm_sd.doctor.probing.common import Place, place, random
+from rocm_sd.doctor.probing.isolated import isolated
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from rocm_sd.doctor.check import Probes
-    from rocm_sd.doctor.facts import Facts
-
 __all__ = ["CHECK"]
 
+_LIMIT_S = 15.0
 # `--quick` leaves out the last.
 _KERNELS = {
     "add_float32": "a sum in float32",
     "multiply_float16": "a product in float16",
     "multiply_bfloat16": "a product in bfloat16",
 }
+
+
+def measure(*, device: str | None = None, quick: bool = False) -> dict[str, Any]:
+    """{"version", "add_float32": {"ok", "error"}, ...}; `quick` leaves out bfloat16.
+
+    Each has a process of its own: on cards without bfloat16 the compiler does not refuse, it aborts the process.
+    `device` is None where no process lived to tell it.
+    """
+    if find_spec("triton") is None:
+        raise CannotRun("Triton is not installed")
+    told: dict[str, Any] = {"version": _version(), "device": None}
+    for name in list(_KERNELS)[: 2 if quick else None]:
+        outcome = isolated(_compiled, name, device, limit_s=_LIMIT_S)
+        if outcome.answer is None:
+            told[name] = {"ok": False, "error": outcome.failed}
+            continue
+        told["device"] = outcome.answer["device"]
+        if told["device"]["kind"] == "cpu":
+            raise CannotRun("there is no GPU, and Triton compiles for nothing else")
+        told[name] = outcome.answer["result"]
+    return told
+
+
+def _version() -> str | None:
+    found = ((package, host.installed(package)) for package in host.TRITON_PACKAGES)
+    return next((f"{package} {version}" for package, version in found if version), None)
+
+
+def _compiled(name: str, device: str | None) -> dict[str, Any]:
+    where = place(device)
+    if not where.is_gpu:
+        return {"device": where.told()}
+    # In a new folder nothing was compiled before: what is found there would prove nothing. Triton reads it at import.
+    with tempfile.TemporaryDirectory(prefix="rocm-sd-probe-", ignore_cleanup_errors=True) as folder:
+        os.environ["TRITON_CACHE_DIR"] = folder
+        return {"device": where.told(), "result": _add(where) if name.startswith("add") else _multiply(name, where)}
+
+
+def _add(where: Place) -> dict[str, Any]:
+    import torch  # noqa: PLC0415 -- in the process that needs it
+
+    from rocm_sd.doctor.probing.tiny_kernel import add  # noqa: PLC0415 -- importing it needs Triton
+
+    x, y = (random(where, 1000, dtype=torch.float32, seed=seed) for seed in (0, 1))
+    result = torch.empty_like(x)
+    with torch.cuda.device(where.device):
+        add[(4,)](x, y, result, 1000, BLOCK=256)
+    ok = torch.equal(result.cpu(), x.cpu() + y.cpu())
+    return {"ok": ok, "error": "" if ok else "the sum is wrong"}
+
+
+def _multiply(name: str, where: Place) -> dict[str, Any]:
+    import torch  # noqa: PLC0415 -- as above
+
+    from rocm_sd.doctor.probing.tiny_kernel import multiply  # noqa: PLC0415 -- importing it needs Triton
+
+    dtype = getattr(torch, name.removeprefix("multiply_"))
+    x, y = (random(where, 32, 32, dtype=dtype, seed=seed) for seed in (0, 1))
+    result = torch.empty(32, 32, device=where.device)
+    with torch.cuda.device(where.device):
+        multiply[(1,)](x, y, result, SIZE=32)
+    exact = x.cpu().double() @ y.cpu().double()
+    # Products of two such numbers are exact in float32, and so but for a few roundings are their sums.
+    error = float((result.cpu().double() - exact).abs().max())
+    ok = error <= 1e-4
+    return {"ok": ok, "error": "" if ok else f"the product is wrong by {error:.3g}"}
 
 
 def judge(facts: Facts, answer: Mapping[str, Any]) -> Finding:
@@ -47,8 +116,7 @@ def judge(facts: Facts, answer: Mapping[str, Any]) -> Finding:
 def _is_unsupported(facts: Facts) -> bool:
     """By the table of architectures: no other Triton would help."""
     gfx = facts.meant.gfx if facts.meant else None
-    # The rest of RDNA2 has the instructions of gfx1030, and no entry of its own in the table.
-    return gfx is not None and arch.get("gfx1030" if gfx.startswith("gfx103") else gfx).triton_supported is False
+    return gfx is not None and known_as(gfx).triton_supported is False
 
 
 def _reinstall(facts: Facts) -> Fix:
@@ -64,7 +132,7 @@ def _reinstall(facts: Facts) -> Fix:
 def run(facts: Facts, probes: Probes) -> Finding:
     if not any("triton" in name for name in facts.packages):
         return Finding(Status.NOT_HERE, "Triton is not installed; rocm-sd does without it.")
-    found = on_the_gpu("triton_compile", judge)(facts, probes)
+    found = on_the_gpu(PROBE, judge)(facts, probes)
     if found.status is Status.PROBLEM and not _torch_runs(probes):
         raise CannotRun(f"torch's own kernels fail on this GPU as well, see kernels_present. {found.says}")
     return found
@@ -79,6 +147,7 @@ def _torch_runs(probes: Probes) -> bool:
     return not isinstance(told, dict) or told.get("ok") is not False
 
 
+PROBE = Probe("triton_compile", measure)
 CHECK = Check(
     name="triton_works",
     question="Does Triton compile and run on this GPU?",
@@ -91,4 +160,5 @@ CHECK = Check(
         "https://github.com/ROCm/TheRock/issues/6467",
     ),
     run=run,
+    probe=PROBE,
 )

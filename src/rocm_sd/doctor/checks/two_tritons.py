@@ -4,21 +4,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rocm_sd.doctor.check import Check, Finding, Fix, Status
+from rocm_sd.arch.host import TRITON_PACKAGES
+from rocm_sd.doctor.check import Check, Finding, Fix, Probes, Status
 
 if TYPE_CHECKING:
-    from rocm_sd.doctor.check import Probes
     from rocm_sd.doctor.facts import Facts
 
 __all__ = ["CHECK"]
 
-# All of them install a folder named triton: the last one wins, file by file.
-_NAMES = ("triton", "pytorch-triton-rocm", "triton-rocm", "pytorch-triton", "triton-windows")
 _PYTORCH_INDEX = "https://download.pytorch.org/whl"
 
 
 def run(facts: Facts, _probes: Probes) -> Finding:
-    found = {name: facts.packages[name] for name in _NAMES if name in facts.packages}
+    # All of them install one folder: the last one wins, file by file.
+    found = {name: facts.packages[name] for name in TRITON_PACKAGES if name in facts.packages}
     told = ", ".join(f"{name} {version}" for name, version in found.items())
     wanted = facts.torch.wants_triton
     if len(found) > 1:

@@ -7,11 +7,10 @@ import math
 import os
 import sys
 import traceback
-from importlib import import_module
 from typing import Any
 
-from rocm_sd.doctor.probing import NAMES
-from rocm_sd.doctor.probing.common import Cannot
+from rocm_sd.doctor.check import CannotRun
+from rocm_sd.doctor.examination import all_probes
 
 __all__ = ["ask", "main"]
 
@@ -20,7 +19,7 @@ def ask(name: str, text: str) -> dict[str, Any]:
     """The answer of the probe to arguments given as JSON, or {"cannot": reason}."""
     try:
         return _answer(name, text)
-    except Cannot as reason:
+    except CannotRun as reason:
         return {"cannot": str(reason)}
     except Exception as error:  # noqa: BLE001 -- whatever went wrong is what the user must be told
         traceback.print_exc()
@@ -28,17 +27,16 @@ def ask(name: str, text: str) -> dict[str, Any]:
 
 
 def _answer(name: str, text: str) -> dict[str, Any]:
-    if name not in NAMES:
-        raise Cannot(f"there is no probe {name!r}; there are {', '.join(NAMES)}")
+    probes = all_probes()
+    if name not in probes:
+        raise CannotRun(f"there is no probe {name!r}; there are {', '.join(probes)}")
     try:
         arguments = json.loads(text)
     except ValueError as error:
-        raise Cannot(f"its arguments are no JSON: {error}") from None
+        raise CannotRun(f"its arguments are no JSON: {error}") from None
     if not isinstance(arguments, dict) or not arguments.keys() <= {"device", "quick"}:
-        raise Cannot(f'a probe takes {{"device": "cuda:0", "quick": true}} and no more, not {text}')
-    module = import_module(f"rocm_sd.doctor.probing.{name}")
-    told: dict[str, Any] = module.answer(**arguments)
-    return told
+        raise CannotRun(f'a probe takes {{"device": "cuda:0", "quick": true}} and no more, not {text}')
+    return probes[name].answer(**arguments)
 
 
 def _plain(value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What the probes share: the place they run on, a reason why they cannot, and times."""
+"""What the probes share: the place they run on, random numbers, and times."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from rocm_sd import arch
+from rocm_sd.doctor.check import CannotRun
 from rocm_sd.errors import DeviceUnavailable
 
 if TYPE_CHECKING:
@@ -15,16 +16,12 @@ if TYPE_CHECKING:
 
     import torch
 
-__all__ = ["Cannot", "Place", "medians", "place", "random"]
+__all__ = ["Place", "medians", "place", "random"]
 
 # Drawing the numbers must not take longer than what they are for: these take 10 ms.
 _DRAWN = 2**20
 # Nine timings give a median; of a call that takes longer than this, three must do.
 _REPEATS, _FEW_REPEATS, _LONG_MS = 9, 3, 100.0
-
-
-class Cannot(Exception):
-    """The probe has nothing to run on; the text is the reason."""
 
 
 @dataclass(frozen=True)
@@ -59,11 +56,11 @@ def place(device: str | None) -> Place:
     try:
         import torch  # noqa: PLC0415 -- as above
     except ModuleNotFoundError as error:
-        raise Cannot(f"{error.name} is not installed") from None
+        raise CannotRun(f"{error.name} is not installed") from None
     try:
         found = arch.detect(device)
     except DeviceUnavailable as error:
-        raise Cannot(str(error)) from None
+        raise CannotRun(str(error)) from None
     kind = device or ("cuda" if found.vendor is not arch.Vendor.NONE else "cpu")
     return Place(torch.device(kind), found)
 

@@ -1,18 +1,23 @@
-"""The convolutions that a picture is made of, as the probes of them time them."""
+"""The convolutions that a picture is made of, timed in two ways."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from rocm_sd.doctor.probing.common import random
+from rocm_sd.doctor.probing.common import Place, medians, random
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
     import torch
 
-    from rocm_sd.doctor.probing.common import Place
+    Tensors = tuple[torch.Tensor, torch.Tensor]
 
-__all__ = ["SHAPES", "Convolution", "inputs"]
+__all__ = ["LIMIT_S", "timed"]
+
+# Seconds for all of them.
+LIMIT_S = 18.0
 
 
 @dataclass(frozen=True)
@@ -32,7 +37,16 @@ SHAPES = (
 )
 
 
-def inputs(shape: Convolution, where: Place, *, quick: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def timed(where: Place, ways: Callable[[Place, Tensors], Mapping[str, Callable[[], Any]]], *, quick: bool) -> list[Any]:
+    """A row for each convolution: its name, and the milliseconds of each way."""
+    import torch  # noqa: PLC0415 -- in the process that needs it
+
+    with torch.no_grad():
+        taken = [(shape.name, medians(ways(where, _inputs(shape, where, quick=quick)), where)) for shape in SHAPES]
+    return [{"name": name, **{f"{way}_ms": ms for way, ms in each.items()}} for name, each in taken]
+
+
+def _inputs(shape: Convolution, where: Place, *, quick: bool) -> Tensors:
     """`quick` takes a quarter of the side and at most 320 channels; a CPU, at most 64."""
     small = quick or not where.is_gpu
     most = (320 if where.is_gpu else 64) if small else shape.channels

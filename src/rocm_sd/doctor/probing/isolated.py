@@ -10,13 +10,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rocm_sd.doctor.probing.common import Cannot
+from rocm_sd.doctor.check import CannotRun
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
     from multiprocessing.connection import Connection
 
-__all__ = ["Outcome", "isolated"]
+__all__ = ["Outcome", "isolated", "one_by_one"]
 
 # A fork saves the seconds that importing torch takes. It is sound as long as the parent has neither opened the GPU nor
 # computed anything, and the parent only waits. Windows and macOS start afresh.
@@ -31,6 +31,12 @@ class Outcome:
     answer: dict[str, Any] | None
     failed: str = ""
     exceeded: bool = False
+
+    def required(self, otherwise: str) -> dict[str, Any]:
+        """The answer; where there is none, the probe cannot run, and says so in these words with the reason."""
+        if self.answer is None:
+            raise CannotRun(f"{otherwise}: {self.failed}")
+        return self.answer
 
 
 def isolated(work: Callable[..., dict[str, Any]], *arguments: Any, limit_s: float) -> Outcome:
@@ -58,8 +64,25 @@ def isolated(work: Callable[..., dict[str, Any]], *arguments: Any, limit_s: floa
         process.kill()
         process.join(1)
     if kind == "cannot":
-        raise Cannot(value)
+        raise CannotRun(value)
     return Outcome(value) if kind == "answer" else Outcome(None, str(value))
+
+
+def one_by_one(
+    work: Callable[..., dict[str, Any]], calls: Mapping[str, tuple[Any, ...]], failed: Mapping[str, Any], limit_s: float
+) -> dict[str, Any]:
+    """work(*arguments) of each name in a process of its own: its "result", or `failed` with the reason as "error".
+
+    "device" is where the last one ran that lived to tell it, or None.
+    """
+    told: dict[str, Any] = {"device": None}
+    for name, arguments in calls.items():
+        outcome = isolated(work, *arguments, limit_s=limit_s)
+        if outcome.answer is None:
+            told[name] = {**failed, "error": outcome.failed}
+        else:
+            told |= {"device": outcome.answer["device"], name: outcome.answer["result"]}
+    return told
 
 
 def _import_beforehand() -> None:
@@ -71,7 +94,7 @@ def _import_beforehand() -> None:
 def _send(connection: Connection, work: Callable[..., dict[str, Any]], arguments: tuple[Any, ...]) -> None:
     try:
         answer = work(*arguments)
-    except Cannot as reason:
+    except CannotRun as reason:
         connection.send(("cannot", str(reason)))
     except Exception as error:  # noqa: BLE001 -- the reason is the answer
         traceback.print_exc()

@@ -13,13 +13,12 @@ from weakref import ref
 import torch
 from torch import nn
 
-from rocm_sd.engine import LEVELS, QUALITIES, optimize, report, restore
-from rocm_sd.errors import InvalidOption, Unsupported
+from rocm_sd.engine import LEVELS, QUALITIES, Report, optimize, report, restore
+from rocm_sd.errors import Unsupported, require_one_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from rocm_sd.engine import Report
 
 __all__ = ["Keeper", "in_force"]
 
@@ -43,10 +42,8 @@ class Keeper:
 
     def __init__(self, level: str = "auto", quality: str = "exact") -> None:
         # Said before a model is loaded.
-        if level not in LEVELS:
-            raise InvalidOption("level", level, list(LEVELS))
-        if quality not in QUALITIES:
-            raise InvalidOption("quality", quality, list(QUALITIES))
+        require_one_of("level", level, LEVELS)
+        require_one_of("quality", quality, QUALITIES)
         self._wish: Options | None = (level, quality)
         self._done_at: Any = None
         self._busy = False

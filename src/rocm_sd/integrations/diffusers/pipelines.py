@@ -29,7 +29,7 @@ from diffusers import (
 )
 from torch import nn
 
-from rocm_sd.engine import restore
+from rocm_sd.engine import Report, restore
 from rocm_sd.errors import Unsupported
 from rocm_sd.integrations.diffusers.keeping import Keeper
 from rocm_sd.integrations.diffusers.loading import is_no_address, missing_model, single_file_class
@@ -40,7 +40,6 @@ from rocm_sd.models.emoji import MODEL_FOLDER
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from rocm_sd.engine import Report
 
 __all__ = [
     "ROCmFluxImg2ImgPipeline",
@@ -157,7 +156,7 @@ class _Optimized:
             stock.enable_sequential_cpu_offload(*arguments, **named)
 
     def report(self) -> Report:
-        """What was replaced, what was left alone, and why; the same as `rocm_sd.report(pipe)`."""
+        """What was replaced, what was skipped, and why; the same as `rocm_sd.report(pipe)`."""
         return self._keeper.report(self)
 
     def restore(self) -> Any:

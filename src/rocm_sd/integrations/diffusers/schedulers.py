@@ -6,7 +6,7 @@ from typing import Any
 
 import diffusers
 
-from rocm_sd.errors import InvalidOption
+from rocm_sd.errors import require_one_of
 
 __all__ = ["SCHEDULERS", "set_scheduler"]
 
@@ -25,7 +25,6 @@ SCHEDULERS: dict[str, tuple[str, dict[str, Any]]] = {
 
 def set_scheduler(pipe: Any, name: str) -> None:
     """Give the pipeline another scheduler with the noise schedule of its own."""
-    if name not in SCHEDULERS:
-        raise InvalidOption("scheduler", name, list(SCHEDULERS))
+    require_one_of("scheduler", name, SCHEDULERS)
     class_name, options = SCHEDULERS[name]
     pipe.scheduler = getattr(diffusers, class_name).from_config(pipe.scheduler.config, **options)

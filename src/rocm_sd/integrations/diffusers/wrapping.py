@@ -78,7 +78,7 @@ class ROCmOptimizedPipeline:
         return self
 
     def report(self) -> Report:
-        """What was replaced, what was left alone, and why; the same as `rocm_sd.report(pipe)`."""
+        """What was replaced, what was skipped, and why; the same as `rocm_sd.report(pipe)`."""
         return self._keeper.report(self._pipeline)
 
     def restore(self) -> Any:

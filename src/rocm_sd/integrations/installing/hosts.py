@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from rocm_sd.errors import InvalidOption, RocmSdError, Unsupported
+from rocm_sd.errors import RocmSdError, Unsupported, require_one_of
 
 __all__ = ["HOSTS", "Host", "NotAHost", "recognise"]
 
@@ -44,8 +44,7 @@ class Host:
 
 def recognise(kind: str, path: Path) -> Host:
     """The host at `path`, symlinks resolved; an error says what was looked for, or which other program this is."""
-    if kind not in HOSTS:
-        raise InvalidOption("host", kind, list(HOSTS))
+    require_one_of("host", kind, HOSTS)
     given = path.expanduser()
     if not given.is_dir():
         raise NotAHost(f"There is no folder {given}.", hint=f"Give the folder that {_title(kind)} was unpacked to.")

@@ -99,7 +99,7 @@ def examine(python: Path, root: Path) -> PythonFacts:
 
 
 def what_to_type(facts: PythonFacts) -> list[str]:
-    """What this Python lacks, each with the command that mends it; empty when all is there."""
+    """What this Python lacks, each with the command that fixes it; empty when all is there."""
     pip = f'"{facts.executable}" -m pip install'
     if facts.python[:2] < _OLDEST_PYTHON:
         return [f"Its Python {'.'.join(map(str, facts.python))} is too old: rocm-sd needs 3.10 or newer."]

@@ -14,14 +14,12 @@ import tempfile
 from dataclasses import dataclass, field
 from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import rocm_sd
 from rocm_sd.errors import NoDiskSpace, RocmSdError
-from rocm_sd.integrations.installing.hosts import NotAHost
-
-if TYPE_CHECKING:
-    from rocm_sd.integrations.installing.hosts import Host
+from rocm_sd.files import whole, write_text
+from rocm_sd.integrations.installing.hosts import Host, NotAHost
 
 __all__ = ["LIST_NAME", "Placed", "Removed", "place", "remove"]
 
@@ -141,7 +139,8 @@ def _copied(host: Host, before: _Record | None) -> Placed:
     _write_record(host, record)
     if host.destination.exists():
         for name in hashes:
-            _replace_file(sources[name], host.destination / name)
+            with whole(host.destination / name) as unfinished:
+                shutil.copyfile(sources[name], unfinished)
         for name in stale:
             (host.destination / name).unlink()
         _write_record(host, _Record(record.folder, "copy", record.version, None, hashes))
@@ -160,16 +159,6 @@ def _copy_whole(host: Host) -> None:
     finally:
         if beside.exists():
             shutil.rmtree(beside)
-
-
-def _replace_file(source: Path, file: Path) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = file.with_name(f".{file.name}.{os.getpid()}")
-    try:
-        shutil.copyfile(source, unfinished)
-        unfinished.replace(file)
-    finally:
-        unfinished.unlink(missing_ok=True)
 
 
 def _changed(file: Path, written: str | None, source: Path) -> bool:
@@ -239,13 +228,7 @@ def _read_record(host: Host) -> _Record | None:
 
 
 def _write_record(host: Host, record: _Record) -> None:
-    file = host.destination.parent / LIST_NAME
-    unfinished = file.with_name(f"{file.name}.{os.getpid()}")
-    try:
-        unfinished.write_text(json.dumps(vars(record), indent=1) + "\n", encoding="utf-8")
-        unfinished.replace(file)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    write_text(host.destination.parent / LIST_NAME, json.dumps(vars(record), indent=1) + "\n")
 
 
 def _restore_record(host: Host, before: _Record | None) -> None:

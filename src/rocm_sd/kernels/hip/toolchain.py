@@ -40,7 +40,6 @@ __all__ = [
     "Compiler",
     "HipCompilationFailed",
     "NoHipCompiler",
-    "Resources",
     "compile_source",
     "find_compiler",
     "source_names",
@@ -70,7 +69,6 @@ TIMEOUT_S = 180.0
 _PARAMETER = re.compile(r"[a-z][a-z0-9_]*")
 _VALUE = re.compile(r"-?[0-9]+|[a-z][a-z0-9_]*")
 _VERSION = re.compile(r"clang version (?P<major>\d+)")
-_METADATA = re.compile(r"^(?:  - |    )\.(?P<key>\w+):\s*(?P<value>\S*)$")
 
 
 class NoHipCompiler(HipUnavailable):
@@ -90,32 +88,12 @@ class Compiler:
 
 
 @dataclass(frozen=True)
-class Resources:
-    """What one kernel takes of the machine, by the compiler's own metadata; `threads` make a workgroup."""
-
-    name: str
-    vgprs: int
-    agprs: int
-    sgprs: int
-    vgpr_spills: int
-    sgpr_spills: int
-    scratch: int
-    lds: int
-    wave_size: int
-    threads: int
-
-
-@dataclass(frozen=True)
 class Compiled:
-    """One source for one architecture: the code object (an ELF file), its text, and the kernels in it by name.
-
-    For NVIDIA `elf` is PTX, the same as `assembly`, and `kernels` is empty: registers are shared out by the driver.
-    """
+    """One source for one architecture: the code object (an ELF file) and its text; for NVIDIA both are PTX."""
 
     arch: str
     elf: bytes = field(repr=False)
     assembly: str = field(repr=False)
-    kernels: Mapping[str, Resources]
 
 
 def source_names() -> tuple[str, ...]:
@@ -163,8 +141,7 @@ def compile_source(source: str | Path, arch: Arch | str, parameters: Mapping[str
     if body is None:
         body = _compile(compiler, file, name, options)
         code_cache.store(entry, body)
-    kernels = {found.name: found for found in _resources(body["assembly"])}
-    return Compiled(name, base64.b64decode(body["elf"]), body["assembly"], kernels)
+    return Compiled(name, base64.b64decode(body["elf"]), body["assembly"])
 
 
 def _definitions(parameters: Mapping[str, int | str]) -> list[str]:
@@ -202,36 +179,6 @@ def _run(command: list[str], source: str, arch: str) -> None:
         first = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip())
         hint = "Type: apt-get install lld-19" if "lld" in first else None
         raise HipCompilationFailed(f"{program} refused {source} for {arch}: {first}.", hint=hint)
-
-
-def _resources(assembly: str) -> list[Resources]:
-    """The metadata at the end of the text is YAML of one fixed shape: a kernel's own keys stand four columns in."""
-    found: list[dict[str, str]] = []
-    inside = False
-    for line in assembly.splitlines():
-        if "amdgpu_metadata" in line:
-            inside = not inside
-        elif inside and (match := _METADATA.match(line)):
-            if line.startswith("  - "):
-                found.append({})
-            if found:
-                found[-1][match["key"]] = match["value"]
-    return [_of_one(entry) for entry in found if "vgpr_count" in entry]
-
-
-def _of_one(entry: Mapping[str, str]) -> Resources:
-    return Resources(
-        name=entry["name"],
-        vgprs=int(entry["vgpr_count"]),
-        agprs=int(entry.get("agpr_count", "0")),
-        sgprs=int(entry["sgpr_count"]),
-        vgpr_spills=int(entry["vgpr_spill_count"]),
-        sgpr_spills=int(entry["sgpr_spill_count"]),
-        scratch=int(entry["private_segment_fixed_size"]),
-        lds=int(entry["group_segment_fixed_size"]),
-        wave_size=int(entry["wavefront_size"]),
-        threads=int(entry["max_flat_workgroup_size"]),
-    )
 
 
 def _entry(compiler: Compiler, file: Path, options: tuple[str, ...]) -> Path:

@@ -31,11 +31,10 @@ class Prompt:
     text: str
     emoji: tuple[int, ...]
     colour: str
-    held_out: bool
 
 
-def _prompt(scene: Scene, *, held_out: bool) -> Prompt:
-    return Prompt(plain_caption(scene), scene.objects, scene.colour or DEFAULT_COLOUR, held_out)
+def _prompt(scene: Scene) -> Prompt:
+    return Prompt(plain_caption(scene), scene.objects, scene.colour or DEFAULT_COLOUR)
 
 
 def _in_order(seed: int, purpose: str) -> list[int]:
@@ -54,7 +53,7 @@ def trained_prompts(n: int, seed: int = 0) -> list[Prompt]:
         colours = [colour for colour in COLOURS if not is_held_out(emoji, colour)]
         choice = stable_rank("trained-colour", seed, number, EMOJI[emoji].text)
         colour = None if number % 3 == 0 else colours[choice % len(colours)]
-        prompts.append(_prompt(Scene((emoji,), colour), held_out=False))
+        prompts.append(_prompt(Scene((emoji,), colour)))
     return prompts
 
 
@@ -62,7 +61,7 @@ def held_out_prompts(n: int, seed: int = 0) -> list[Prompt]:
     """n prompts with an (emoji, colour) combination that training never showed; fewer where there are fewer."""
     pairs = [(index, colour) for index in range(len(EMOJI)) for colour in COLOURS if is_held_out(index, colour)]
     pairs.sort(key=lambda pair: stable_rank("held-out", seed, EMOJI[pair[0]].text, pair[1]))
-    return [_prompt(Scene((index,), colour), held_out=True) for index, colour in pairs[:n]]
+    return [_prompt(Scene((index,), colour)) for index, colour in pairs[:n]]
 
 
 def held_out_pair_prompts(n: int, seed: int = 0) -> list[Prompt]:
@@ -75,5 +74,5 @@ def held_out_pair_prompts(n: int, seed: int = 0) -> list[Prompt]:
                 return prompts
             second = order[(place + step) % len(order)]
             if first != second and is_held_out_pair(first, second):
-                prompts.append(_prompt(Scene((first, second), relation="next to"), held_out=True))
+                prompts.append(_prompt(Scene((first, second), relation="next to")))
     raise AssertionError("count() never ends")

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import rocm_sd.tuning
 from rocm_sd import arch as archs
-from rocm_sd.errors import MissingDependency, RocmSdError, Unsupported
+from rocm_sd.errors import MissingDependency, RocmSdError, Unsupported, require_known
 from rocm_sd.kernels.hip import toolchain
 from rocm_sd.ops import OPS
 from rocm_sd.tuning.choice import within
@@ -30,7 +30,6 @@ from rocm_sd.tuning.static.data_files import BucketResult, require_writable, wri
 from rocm_sd.tuning.static.modelled import modelled_config
 from rocm_sd.tuning.static.tasks import build, count
 from rocm_sd.verify.compiler import targets
-from rocm_sd.verify.ladder import require_known
 from rocm_sd.verify.pools import pool
 from rocm_sd.verify.programs import CountedLaunch
 from rocm_sd.workers import cancelling

@@ -1,0 +1,55 @@
+"""Files on a user's disk: what may not be there is read, and what is written is there whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+__all__ = ["read_json", "read_text", "whole", "write_text"]
+
+
+def read_text(path: Path) -> str:
+    """Its text without the white space around it; "" where it cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def read_json(path: Path, unreadable: Callable[[str], Exception]) -> Any:
+    """What a file holds that a user named; where it cannot be read, `unreadable` makes the error of the reason."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise unreadable("there is no such file") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise unreadable(str(error)) from error
+
+
+@contextmanager
+def whole(path: Path) -> Iterator[Path]:
+    """A path to write to, which becomes `path` when all went well, and is gone otherwise; its folder is made."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    os.close(handle)
+    unfinished = Path(name)
+    try:
+        yield unfinished
+        # Temporary files are their owner's alone; what is written here is for everyone.
+        unfinished.chmod(0o644)
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def write_text(path: Path, text: str) -> None:
+    """A reader, or a program that is killed, never sees half of it."""
+    with whole(path) as unfinished:
+        unfinished.write_text(text, encoding="utf-8")
