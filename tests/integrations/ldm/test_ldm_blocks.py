@@ -144,10 +144,29 @@ def test_a_spatial_transformer_with_a_text_for_each_block(fake, depth):
 
 
 def test_fewer_texts_than_blocks_are_the_hosts_affair(fake):
-    module, x = fake.spatial(depth=2), picture(2, 32, 4, 5)
+    module, x, text = fake.spatial(depth=2), picture(2, 32, 4, 5), picture(2, 7, 24)
+    # The original takes one text for one block; in ComfyUI one text is for all blocks.
+    original = type(module).__module__.startswith("ldm.")
+    stock = None if original else run(fake, module, x, text)
     fake.replace(module)
-    with pytest.raises(IndexError):
-        run(fake, module, x, [picture(2, 7, 24)], **fake.options)
+    for given in ([text], text) if original else ([text],):
+        with pytest.raises(IndexError):
+            run(fake, module, x, given, **fake.options)
+    if not original:
+        assert error(run(fake, module, x, text, **fake.options), stock) < 2e-6
+    assert fake.failure() is None
+
+
+def test_text_of_another_dtype_is_brought_to_the_blocks(fake):
+    (block,) = fake.spatial().transformer_blocks
+    x, text = picture(2, 20, 32), picture(2, 7, 24)
+    exact = run(fake, block, x, text)
+    half = block.to(torch.bfloat16)
+    fake.replace(half)
+    ours = run(fake, half, x.to(torch.bfloat16), text, **fake.options)
+    assert fake.failure() is None
+    assert ours.dtype == torch.bfloat16
+    assert error(ours, exact) < 2e-2
 
 
 def test_text_that_is_no_tensor_of_the_device_is_the_hosts_affair(fake, monkeypatch):

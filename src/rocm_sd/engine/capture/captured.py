@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from rocm_sd.engine.capture.policy import HostCall, Policy, Preparation
+    from rocm_sd.engine.capture.policy import HostCall, Policy
+    from rocm_sd.engine.capture.prepared import Prepared
 
 __all__ = ["CapturedCalls", "graphs_wanted"]
 
@@ -59,7 +60,7 @@ class _Entry:
     form: FlatCall
     inputs: list[torch.Tensor]
     body: Callable[..., Any]
-    prepared: Preparation | None
+    prepared: Prepared | None
     output_tree: pytree.TreeSpec | None = None
     snapshot: Snapshot | None = None
     dormant: DormantSnapshot | None = None

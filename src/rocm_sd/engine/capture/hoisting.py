@@ -18,14 +18,14 @@ from torch import nn
 
 from rocm_sd.engine.denoisers import denoiser
 from rocm_sd.ops.upsample_conv2d import parity_weights
-from rocm_sd.rewrite import resblock, transformer
+from rocm_sd.rewrite import forwards, resblock, transformer
 from rocm_sd.rewrite.conditioning import Conditioning, TimeAdd
 from rocm_sd.rewrite.convolutions import of_kind, unusual
 from rocm_sd.rewrite.layers import is_plain, untouched
 from rocm_sd.rewrite.packing import packed_linear, unpack
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
 __all__ = ["Hoist", "time_tensors"]
 
@@ -138,29 +138,24 @@ class Hoist:
     @contextmanager
     def substituted(self, embedding: torch.Tensor) -> Iterator[None]:
         """Within, and on this thread, the UNet takes this time embedding in place of computing one."""
-        unet, owner = self.unet, threading.get_ident()
-        kind, embedder = type(unet), type(unet.time_embedding)
+        unet, thread = self.unet, threading.get_ident()
 
-        def get_time_embed(*args: Any, **named: Any) -> Any:
-            return embedding if threading.get_ident() == owner else kind.get_time_embed(unet, *args, **named)
+        def giving(value: torch.Tensor | None) -> Callable[..., Any]:
+            def answer(_owner: Any, inner: Callable[..., Any], args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+                return value if threading.get_ident() == thread else inner(*args, **named)
 
-        def get_aug_embed(*args: Any, **named: Any) -> Any:
-            return None if threading.get_ident() == owner else kind.get_aug_embed(unet, *args, **named)
+            return answer
 
-        def forward(*args: Any, **named: Any) -> Any:
-            ours = threading.get_ident() == owner
-            return embedding if ours else embedder.forward(unet.time_embedding, *args, **named)
-
-        unet.get_time_embed, unet.get_aug_embed = get_time_embed, get_aug_embed
-        # A hook that accelerate took off again leaves the class's own forward on the instance.
-        before = unet.time_embedding.__dict__.get("forward")
-        unet.time_embedding.forward = forward
+        restores = [
+            forwards.surround(unet, giving(embedding), "get_time_embed"),
+            forwards.surround(unet, giving(None), "get_aug_embed"),
+            forwards.surround(unet.time_embedding, giving(embedding)),
+        ]
         try:
             yield
         finally:
-            del unet.get_time_embed, unet.get_aug_embed, unet.time_embedding.forward
-            if before is not None:
-                unet.time_embedding.forward = before
+            for restore in restores:
+                restore()
 
     def unpack(self) -> None:
         unpack(nn.ModuleList([block.time_emb_proj for block in self.blocks]))

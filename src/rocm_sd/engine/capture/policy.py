@@ -5,16 +5,17 @@ from __future__ import annotations
 import logging
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable
-    from contextlib import AbstractContextManager
 
     import torch
     from torch import nn
 
-__all__ = ["HostCall", "Policy", "Preparation"]
+    from rocm_sd.engine.capture.prepared import Prepared
+
+__all__ = ["HostCall", "Policy"]
 
 log = logging.getLogger(__name__)
 
@@ -33,22 +34,6 @@ class HostCall:
     eager: Callable[[], Any]
     body: Callable[..., Any]
     also: Hashable = None
-
-
-class Preparation(Protocol):
-    """What the body takes in place of some arguments: computed outside of the graph, and not in every call."""
-
-    @property
-    def memory(self) -> int: ...
-
-    def in_use(self) -> AbstractContextManager[None]:
-        """Around the body."""
-
-    def fill(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Before the body, for a call with these arguments."""
-
-    def capture(self, device: torch.device) -> None:
-        """Before the body is captured."""
 
 
 class Policy(ABC):
@@ -75,7 +60,8 @@ class Policy(ABC):
         """That the model computes in."""
         return next(model.parameters()).dtype
 
-    def prepare(self, model: nn.Module, call: HostCall) -> Preparation | None:  # noqa: ARG002 -- of those who prepare
+    def prepare(self, model: nn.Module, call: HostCall) -> Prepared | None:  # noqa: ARG002 -- of those who prepare
+        """What the body takes in place of some arguments, which is computed outside of the graph."""
         return None
 
     def propagates(self, error: Exception) -> bool:  # noqa: ARG002 -- of those who have such errors
