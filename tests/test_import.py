@@ -94,6 +94,11 @@ def lint_of_the_planted(tmp_path_factory):
     return places, dict(zip(said[::2], said[1::2], strict=True))
 
 
+def test_each_contract_has_a_line_that_breaks_it():
+    named = re.findall(r'contracts\]\]\nname = "(.+)"', (ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    assert {broken for _, _, broken in PLANTED} == set(named)
+
+
 @pytest.mark.parametrize("case", PLANTED, ids=lambda case: f"{case[0]}: {case[1].splitlines()[-1].strip()}")
 def test_an_import_that_is_not_allowed_breaks_the_contract(lint_of_the_planted, case):
     places, said = lint_of_the_planted

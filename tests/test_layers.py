@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -23,27 +20,10 @@ import import_graph
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "rocm_sd"
 CONTRACTS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"]["contracts"]
-(LAYERS,) = [contract["layers"] for contract in CONTRACTS if contract["type"] == "layers"]
+(LAYERS,) = [contract["layers"] for contract in CONTRACTS if contract["name"] == "Imports go downwards only"]
 
-# Known exceptions. Nothing may be added; what is gone must be taken out.
-UPWARD = {("rocm_sd.rewrite.transformer", "rocm_sd.integrations.diffusers.processors")}
-CYCLES = {
-    frozenset({"rocm_sd.ops.plugins", "rocm_sd.ops.registry"}),
-    # convolution_library knows forwards of its own package by the name of their module.
-    frozenset(
-        {
-            "rocm_sd.engine", "rocm_sd.engine.calls", "rocm_sd.engine.captured", "rocm_sd.engine.convolution_library",
-            "rocm_sd.engine.denoising", "rocm_sd.engine.optimization",
-        }
-    ),
-}  # fmt: skip
-
-# A line for each contract that breaks it: (file below src, line).
-PLANTED = {
-    "Imports go downwards only": ("rocm_sd/tuning/choice.py", "import rocm_sd.tuning.search.tuner"),
-    "Host programs are imported by their integration only": ("rocm_sd/engine/layout.py", "import diffusers"),
-    "Only kernels know Triton": ("rocm_sd/rewrite/apply.py", "import triton"),
-}
+# Until the ops are merged.
+CYCLES = {frozenset({"rocm_sd.ops.plugins", "rocm_sd.ops.registry"})}
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +32,7 @@ def graph():
 
 
 def test_imports_and_names_in_strings_go_downwards(graph):
-    assert import_graph.upward(graph, LAYERS) == UPWARD
+    assert import_graph.upward(graph, LAYERS) == set()
 
 
 def test_no_module_imports_itself_by_way_of_others():
@@ -144,21 +124,3 @@ def test_a_module_without_a_layer_is_seen(toy, tmp_path):
     toy()
     graph = import_graph.build(tmp_path / "toy")
     assert import_graph.without_layer(graph, ["toy.middle.a", "toy.bottom"]) == {"toy.top", "toy.middle.b"}
-
-
-def test_import_linter_catches_a_line_that_breaks_each_of_its_contracts(tmp_path):
-    assert set(PLANTED) == {contract["name"] for contract in CONTRACTS}, "each contract has its line"
-    shutil.copytree(SOURCE, tmp_path / "rocm_sd", ignore=shutil.ignore_patterns("*.json", "*.pyc", "__pycache__"))
-    shutil.copy(ROOT / "pyproject.toml", tmp_path)
-    for file, line in PLANTED.values():
-        path = tmp_path / file
-        path.write_text(f"{path.read_text(encoding='utf-8')}\n{line}\n", encoding="utf-8")
-    command = "import sys; from importlinter.cli import lint_imports; sys.exit(lint_imports(no_cache=True))"
-    places = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
-    done = subprocess.run(
-        [sys.executable, "-c", command], cwd=tmp_path, env={**os.environ, "PYTHONPATH": places},
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    for name in PLANTED:
-        assert f"{name} BROKEN" in done.stdout, done.stdout + done.stderr
-    assert done.returncode == 1
