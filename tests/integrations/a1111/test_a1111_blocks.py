@@ -146,6 +146,22 @@ def test_blocks_are_the_hosts_where_ours_may_not(fake, monkeypatch, what):
         assert torch.equal(ours, stock)
 
 
+def test_attention_that_is_more_than_its_weights_is_the_hosts(fake, monkeypatch):
+    """Hypernetworks, and the setting for scores in float32."""
+    monkeypatch.setenv("ROCM_SD_IMPLEMENTATION", "attention=torch,layer_norm_residual=torch,linear_residual=torch")
+    block = laid(randomise(fake.attention.BasicTransformerBlock(32, 2, 16, context_dim=24)).eval())
+    attn = laid(randomise(fake.vae.AttnBlock(32)).eval())
+    apply(block)
+    apply(attn)
+    calls = [counting(monkeypatch, type(module)) for module in (block, attn)]
+    for expected in ([0, 0], [1, 1]):
+        run(block, torch.randn(2, 20, 32), torch.randn(2, 7, 24))
+        run(attn, torch.randn(1, 32, 4, 4))
+        assert [len(found) for found in calls] == expected
+        monkeypatch.setattr(PERMISSION, "attention", False)
+    assert PERMISSION.broken is None
+
+
 def a_resblock(package, **more):
     block = laid(randomise(package.unet.ResBlock(64, 16, 0, **more)).eval())
     return block, torch.randn(2, 64, 6, 4), torch.randn(2, 16)

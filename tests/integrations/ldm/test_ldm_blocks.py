@@ -216,7 +216,10 @@ def _hook_of(name):
     return hook
 
 
-HOOKED = ("in_layers", "in_layers.1", "out_layers", "out_layers.1", "out_layers.2", "emb_layers", "emb_layers.0")
+HOOKED = (
+    "in_layers", "in_layers.0", "in_layers.1", "in_layers.2", "out_layers", "out_layers.0", "out_layers.1",
+    "out_layers.2", "out_layers.3", "emb_layers", "emb_layers.0", "emb_layers.1",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -292,6 +295,15 @@ def test_large_batches_and_pictures_are_enlarged_by_the_host(fake, monkeypatch):
         meta = torch.empty(8, 32, 2048, 2048, device="meta")
         assert sampling.doubles(layer, meta)
         assert not sampling.doubles(layer, torch.empty(8, 32, 2048, 2049, device="meta"))
+
+
+def test_with_ops_that_are_stock_torch_a_cpu_is_worth_it_where_the_policy_says_so(fake, monkeypatch):
+    monkeypatch.delenv("ROCM_SD_IMPLEMENTATION")
+    block, emb = fake.resblock(), picture(1, 16)
+    fake.replace(block)
+    with monkeypatch.context() as patch:
+        assert is_left(fake, block, patch, picture(1, 64, 63, 64), emb)
+    assert is_left(fake, block, monkeypatch, picture(1, 64, 64, 64), emb) is not fake.policy.works_on_cpu
 
 
 def test_an_empty_batch_is_the_hosts(fake, monkeypatch):
@@ -406,7 +418,13 @@ def test_a_layer_that_is_no_plain_layer_is_called(fake):
         assert error(run(fake, module, x, text, **fake.options), stock) < 1e-5
 
 
-@pytest.mark.parametrize("place", ["attn1.to_out", "attn2.to_out.1", "ff", "ff.net", "ff.net.0", "ff.net.1"])
+INSIDE = (
+    "norm1", "attn1", "attn1.to_q", "attn1.to_out", "norm2", "attn2.to_v", "attn2.to_out.0", "attn2.to_out.1", "norm3",
+    "ff", "ff.net", "ff.net.0", "ff.net.0.proj", "ff.net.1", "ff.net.2",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("place", INSIDE)
 def test_hooks_inside_a_transformer_block_run(fake, place):
     (block,) = fake.spatial().transformer_blocks
     x, text = picture(2, 20, 32), picture(2, 7, 24)
