@@ -14,15 +14,35 @@ from rocm_sd import settings
 from rocm_sd.files import whole
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
-__all__ = ["folder", "read", "store"]
+__all__ = ["entry", "folder", "kept", "read", "store"]
 
 
 def folder() -> Path:
     """In the folder of ROCM_SD_CACHE, else of the system's caches."""
     chosen = settings.current().cache_dir or Path(platformdirs.user_cache_dir("rocm-sd", appauthor=False))
     return chosen / "code"
+
+
+def entry(parts: Iterable[bytes | str], *, inside: str = "", of: Path | None = None) -> Path:
+    """The file of what these parts decide, `inside` a folder of the cache, or of another cache."""
+    digest = hashlib.sha256()
+    for part in parts:
+        raw = part.encode() if isinstance(part, str) else part
+        # The length in front: without it a boundary could move, and two calls share one key.
+        digest.update(len(raw).to_bytes(8, "little") + raw)
+    key = digest.hexdigest()
+    return (of or folder()) / inside / key[:2] / f"{key}.json.z"
+
+
+def kept(entry: Path, make: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
+    """The entry's content, which is made where there is none."""
+    body = read(entry)
+    if body is None:
+        body = dict(make())
+        store(entry, body)
+    return body
 
 
 def store(entry: Path, body: Mapping[str, Any]) -> None:

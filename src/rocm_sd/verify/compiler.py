@@ -178,11 +178,9 @@ def compile_request(request: _Request) -> str:
 
     # Triton's own switches, e.g. AMDGCN_USE_BUFFER_OPS, change the code too.
     switches = repr(sorted(get_cache_invalidating_env_vars().items()))
-    key = _key(triton.__version__, switches, kernel.cache_key, request.arch, repr(request.config))
-    entry = Path(request.cache) / key[:2] / f"{key}.json.z"
-    if not _whole(entry):
-        compiled = _triton(request, kernel)
-        _store(entry, compiled.asm["hsaco"], compiled.asm["amdgcn"], compiled.metadata.shared)
+    parts = (triton.__version__, switches, kernel.cache_key, request.arch, repr(request.config))
+    entry = code_cache.entry(parts, of=Path(request.cache))
+    code_cache.kept(entry, lambda: _triton(request, kernel))
     return str(entry)
 
 
@@ -204,7 +202,7 @@ def _module(request: _Request) -> ModuleType:
     return sys.modules[name]
 
 
-def _triton(request: _Request, kernel: Any) -> Any:
+def _triton(request: _Request, kernel: Any) -> dict[str, Any]:
     import triton  # noqa: PLC0415 -- optional, and slow to import
     from triton.backends.amd.compiler import HIPBackend  # noqa: PLC0415
     from triton.backends.compiler import GPUTarget  # noqa: PLC0415
@@ -223,20 +221,9 @@ def _triton(request: _Request, kernel: Any) -> Any:
     )
     target = GPUTarget("hip", request.arch, archs.get(request.arch).wave_size)
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages, **dict(config.options)}
-    return triton.compile(source, target=target, options=options)
-
-
-def _key(*parts: str) -> str:
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
-
-
-def _store(entry: Path, elf: bytes, assembly: str, shared: int) -> None:
-    body = {"elf": base64.b64encode(elf).decode(), "assembly": assembly, "shared": shared}
-    code_cache.store(entry, body)
-
-
-def _whole(entry: Path) -> bool:
-    return code_cache.read(entry) is not None
+    compiled = triton.compile(source, target=target, options=options)
+    elf = base64.b64encode(compiled.asm["hsaco"]).decode()
+    return {"elf": elf, "assembly": compiled.asm["amdgcn"], "shared": compiled.metadata.shared}
 
 
 def _loaded(entry: Path) -> CodeObject:

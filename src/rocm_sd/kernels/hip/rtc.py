@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import ctypes
-import hashlib
 import re
 from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_void_p
 from dataclasses import dataclass
@@ -123,18 +122,13 @@ def compile_source(rtc: Rtc, source: str | Path, arch: Arch, parameters: Mapping
     options = [rtc.api.arch_option.format(arch=arch.name, number=number), *rtc.api.options]
     options += toolchain._definitions(parameters)  # noqa: SLF001 -- of this package
     text = flattened(file)
-    digest = hashlib.sha256()
-    for part in (rtc.version, *options, text):
-        # The length in front, as in the toolchain's keys.
-        digest.update(len(part).to_bytes(8, "little") + part.encode())
-    key = digest.hexdigest()
-    entry = code_cache.folder() / "hip" / key[:2] / f"{key}.json.z"
-    body = code_cache.read(entry)
-    if body is None:
+
+    def compiled() -> dict[str, str]:
         image = rtc.compile(text, file.name, arch.name, options)
-        body = {"elf": base64.b64encode(image).decode(), "assembly": ""}
-        code_cache.store(entry, body)
-    return base64.b64decode(body["elf"])
+        return {"elf": base64.b64encode(image).decode(), "assembly": ""}
+
+    entry = code_cache.entry((rtc.version, *options, text), inside="hip")
+    return base64.b64decode(code_cache.kept(entry, compiled)["elf"])
 
 
 def flattened(file: Path) -> str:

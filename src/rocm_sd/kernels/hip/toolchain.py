@@ -10,7 +10,6 @@ The same sources, but those on a matrix unit, compile for NVIDIA as well (nvidia
 from __future__ import annotations
 
 import base64
-import hashlib
 import re
 import shutil
 import subprocess
@@ -136,11 +135,9 @@ def compile_source(source: str | Path, arch: Arch | str, parameters: Mapping[str
         raise Unsupported("HIP", f"the architecture {name}", hint=f"Proven: {proven}.")
     options = (*(OPTIONS if amd else NVIDIA_OPTIONS), f"--offload-arch={name}", *_definitions(parameters))
     compiler = find_compiler()
-    entry = _entry(compiler, file, options)
-    body = code_cache.read(entry)
-    if body is None:
-        body = _compile(compiler, file, name, options)
-        code_cache.store(entry, body)
+    sources = (part for path in (file, *sorted(INCLUDE.rglob("*.hpp"))) for part in (path.name, path.read_bytes()))
+    entry = code_cache.entry((compiler.version, *options, *sources), inside="hip")
+    body = code_cache.kept(entry, lambda: _compile(compiler, file, name, options))
     return Compiled(name, base64.b64decode(body["elf"]), body["assembly"])
 
 
@@ -179,15 +176,3 @@ def _run(command: list[str], source: str, arch: str) -> None:
         first = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip())
         hint = "Type: apt-get install lld-19" if "lld" in first else None
         raise HipCompilationFailed(f"{program} refused {source} for {arch}: {first}.", hint=hint)
-
-
-def _entry(compiler: Compiler, file: Path, options: tuple[str, ...]) -> Path:
-    digest = hashlib.sha256()
-    headers = sorted(INCLUDE.rglob("*.hpp"))
-    parts = [compiler.version.encode(), *(option.encode() for option in options)]
-    parts += [part for path in (file, *headers) for part in (path.name.encode(), path.read_bytes())]
-    for part in parts:
-        # The length in front: without it a boundary could move, and two calls share one key.
-        digest.update(len(part).to_bytes(8, "little") + part)
-    key = digest.hexdigest()
-    return code_cache.folder() / "hip" / key[:2] / f"{key}.json.z"
