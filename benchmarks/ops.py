@@ -173,7 +173,7 @@ def row_of(clock, op, sample, choice, options):
     arguments = sample.make(DEVICE)
     problem = op.verification.problem(*arguments)
     exact = outputs(op.verification.reference(*in_float64(arguments)))
-    stock = outputs(op.implementations[0].run(*arguments, config={}))
+    stock = outputs(op.implementations[0](*arguments))
     variants = {"stock": lambda: STOCK.get(op.name, op.implementations[0].run)(*arguments, config={})}
     for implementation in op.implementations[1:]:
         config = choice.config if implementation.name == op.verification.implementation else {}

@@ -395,7 +395,7 @@ def test_the_op_keeps_such_heads_from_every_fused_backend(monkeypatch):
         assert "heads of 512 on gfx1151" in op.OP.implementation(name).why_not(problem, device)
     q, k, v = torch.randn(3, 2, 40, 3, 512, generator=torch.Generator().manual_seed(0)).unbind(0)
     monkeypatch.setattr(op, "_SCORES", 2 * 3 * 40 * 7)
-    ours = op._stock(q, k, v, None, config={})
+    ours = op._stock(q, k, v, None)
     torch.testing.assert_close(ours, reference.attention(q, k, v))
     op._kept_from_fused.cache_clear()
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -65,7 +67,9 @@ def check(arguments, implementation, config=None):
     if config is None:
         y = conv2d(*arguments, implementation=implementation)
     else:
-        y = OP.implementation(implementation).run(*arguments, config={**OP.default_config, **config})
+        y = OP.implementation(implementation).run(
+            *arguments, config=replace(OP.implementation("triton").default, **config)
+        )
     exact = reference.conv2d(*in_float64(arguments))
     stock = conv2d(*arguments, implementation="torch")
     assert y.dtype == arguments[0].dtype
@@ -183,7 +187,7 @@ def test_infinite_pixels_stay_where_the_filter_reaches(device):
 def test_the_same_input_gives_the_same_bits(config, device):
     arguments = inputs((2, 48, 7, 6, 40, 3, 1, 1), torch.float16, device)
     run = OP.implementation("triton").run
-    first, second = (run(*arguments, config={**OP.default_config, **config}) for _ in range(2))
+    first, second = (run(*arguments, config=replace(OP.implementation("triton").default, **config)) for _ in range(2))
     assert torch.equal(first, second)
 
 

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from rocm_sd.errors import InvalidOption, Unsupported
+from rocm_sd.kernels.configs.layer_norm_residual import LayerNormResidualConfig
 from rocm_sd.ops import layer_norm_residual
 from rocm_sd.ops.layer_norm_residual import reference
 from rocm_sd.ops.layer_norm_residual.op import OP
@@ -96,7 +97,7 @@ def test_the_norm_alone_has_gradients(device):
 @pytest.mark.usefixtures("poison_memory")
 def test_every_way_to_split_a_row(config, C, device):
     arguments = inputs((9, C), torch.float16, device)
-    results = OP.implementation("triton").run(*arguments, 1e-5, config=config)
+    results = OP.implementation("triton").run(*arguments, 1e-5, config=LayerNormResidualConfig(**config))
     exact = reference.layer_norm_residual(*in_float64(arguments))
     stock = layer_norm_residual(*arguments, implementation="torch")
     for a, e, s in zip(results, exact, stock, strict=True):

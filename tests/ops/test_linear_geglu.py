@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
 from diffusers.models.activations import GEGLU
 
 from rocm_sd.errors import InvalidOption, Unsupported
+from rocm_sd.kernels.configs.linear_geglu import LinearGegluConfig
 from rocm_sd.ops import linear_geglu
 from rocm_sd.ops.linear_geglu import reference
 from rocm_sd.ops.linear_geglu.op import OP
@@ -16,7 +19,7 @@ from rocm_sd.verify import numerics
 SHAPES = [((1, 1), 1), ((3, 45), 77), ((2, 13, 96), 48), ((2, 77, 64), 80), ((20, 320), 160), ((9, 1280), 64)]
 DTYPES = [torch.float16, torch.bfloat16]
 IMPLEMENTATIONS = ["torch", "library_geglu", "triton"]
-SMALL = {"block_m": 16, "block_n": 32, "block_k": 32, "group_m": 2, "warps": 4, "stages": 2}
+SMALL = LinearGegluConfig(block_m=16, block_n=32, block_k=32, group_m=2, warps=4, stages=2)
 
 
 def shape_id(shape: tuple[tuple[int, ...], int]) -> str:
@@ -97,7 +100,7 @@ def test_stock_is_what_diffusers_computes_to_the_bit(bias, dtype):
 @pytest.mark.usefixtures("poison_memory")
 def test_every_way_to_share_out_the_work(change, K, device):
     arguments = inputs(((37, K), 72), torch.float16, device)
-    first, second = (OP.implementation("triton").run(*arguments, config=SMALL | change) for _ in range(2))
+    first, second = (OP.implementation("triton").run(*arguments, config=replace(SMALL, **change)) for _ in range(2))
     close(arguments, first, "triton")
     assert torch.equal(first, second)
 
@@ -276,4 +279,4 @@ def test_where_no_card_was_timed_the_library_multiplies(arch):
     for bucket in OP.tuning.buckets:
         choice = lookup(OP.name, arch, OP.verification.problem(*bucket.sample.make(filled=False)))
         assert (choice.implementation, choice.source) == ("library_geglu", "bucket")
-        assert choice.config
+        assert choice.config_for("triton")

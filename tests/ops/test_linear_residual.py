@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 from rocm_sd.errors import InvalidOption, Unsupported
+from rocm_sd.kernels.configs.linear_residual import LinearResidualConfig
 from rocm_sd.ops import linear_residual
 from rocm_sd.ops.linear_residual import libraries, pack_linears, reference, split_columns, split_heads
 from rocm_sd.ops.linear_residual.op import OP
@@ -16,7 +19,7 @@ SHAPES = [((1, 1), 1), ((3, 45), 77), ((2, 13, 96), 48), ((2, 77, 64), 80), ((20
 DTYPES = [torch.float16, torch.bfloat16]
 IMPLEMENTATIONS = ["torch", "addmm", "triton"]
 LIBRARY_NAMES = [library.name for library in libraries.LIBRARIES]
-SMALL = {"block_m": 16, "block_n": 32, "block_k": 32, "group_m": 2, "split_k": 1, "warps": 4, "stages": 2}
+SMALL = LinearResidualConfig(block_m=16, block_n=32, block_k=32, group_m=2, split_k=1, warps=4, stages=2)
 
 
 def shape_id(shape: tuple[tuple[int, ...], int]) -> str:
@@ -92,7 +95,7 @@ def test_float32_is_for_stock_torch_and_addmm(implementation, device):
 @pytest.mark.usefixtures("poison_memory")
 def test_every_way_to_share_out_the_work(change, K, parts, device):
     arguments = inputs(((37, K), 72), torch.float16, device, bias=parts, residual=parts)
-    first, second = (OP.implementation("triton").run(*arguments, config=SMALL | change) for _ in range(2))
+    first, second = (OP.implementation("triton").run(*arguments, config=replace(SMALL, **change)) for _ in range(2))
     close(arguments, first, "triton")
     assert torch.equal(first, second)
 
@@ -282,7 +285,7 @@ def test_a_librarys_way_to_add_is_right(name, bias, residual):
     except RuntimeError as error:
         pytest.skip(f"torch refuses the switch: {str(error).splitlines()[0]}")
     arguments = inputs(((2, 7, 64), 40), torch.float16, torch.device("cpu"), bias=bias, residual=residual)
-    close(arguments, OP.implementation(name).run(*arguments, config={}), name)
+    close(arguments, OP.implementation(name)(*arguments), name)
 
 
 @pytest.mark.gpu

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -54,7 +56,9 @@ def check(arguments, implementation, config=None):
     if config is None:
         y = upsample_conv2d(*arguments, implementation=implementation)
     else:
-        y = OP.implementation(implementation).run(*arguments, config={**OP.default_config, **config})
+        y = OP.implementation(implementation).run(
+            *arguments, config=replace(OP.implementation("triton").default, **config)
+        )
     exact = reference.upsample_conv2d(*in_float64(arguments))
     stock = upsample_conv2d(*arguments, implementation="torch")
     assert y.dtype == arguments[0].dtype

@@ -10,7 +10,7 @@ import torch
 
 from rocm_sd.ops import OPS, plugins
 from rocm_sd.search.calls import argument_names, record
-from rocm_sd.search.candidates import extras
+from rocm_sd.search.candidates import plug_ins
 from rocm_sd.search.shapes import Traced
 
 
@@ -45,7 +45,7 @@ def installed(tmp_path, monkeypatch):
 
     def forget() -> None:
         plugins.installed.cache_clear()
-        extras.cache_clear()
+        plug_ins.cache_clear()
         sys.modules.pop("tuner_plugin", None)
 
     yield install

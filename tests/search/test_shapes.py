@@ -45,7 +45,7 @@ def test_a_call_rebuilt_is_the_same_problem_and_runs(traced):
         arguments = make(each.call, CPU)
         assert tuple(op.verification.problem(*arguments).items()) == each.call.problem
         with torch.no_grad():
-            for y in outputs(op.implementations[0].run(*arguments, config={})):
+            for y in outputs(op.implementations[0](*arguments)):
                 assert torch.isfinite(y).all()
 
 
@@ -79,7 +79,7 @@ def test_while_watched_everything_is_stock_and_answers_are_fixed(monkeypatch):
         y = op.run(problem, CPU, "triton", x, None)
     with shapes.watched(seen, answer_stock=True):
         assert op.choose(problem, CPU).implementation == "torch"
-    assert torch.equal(y, op.implementations[0].run(x, None, config={}))
+    assert torch.equal(y, op.implementations[0](x, None))
     assert [each.call.op for each in seen.traced()] == ["geglu"]
 
 

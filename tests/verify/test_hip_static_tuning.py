@@ -12,6 +12,7 @@ pytest.importorskip("triton", reason="the search is over Triton's kernels too")
 
 from rocm_sd import arch as archs
 from rocm_sd.errors import InvalidOption
+from rocm_sd.kernels.config import NO_CONFIG
 from rocm_sd.kernels.hip import toolchain
 from rocm_sd.ops import OPS
 from rocm_sd.tuning import choice
@@ -49,10 +50,10 @@ def test_the_first_workgroup_of_a_product_is_counted_to_the_byte(gfx):
     """Each row of both factors and the residual once. The bias is read for each row, or kept, as the compiler likes."""
     M, N, K = 128, 1280, 1280
     arguments = LINEAR.tuning.buckets[0].sample.make(filled=False)
-    config = dict(LINEAR.implementation("hip").kernels.default_config)
+    config = LINEAR.implementation("hip").default.to_dict()
     m, n = config["block_m"], config["block_n"]
     with counted_hip(gfx) as launches:
-        LINEAR.implementation("hip").run(*arguments, config=config)
+        LINEAR.implementation("hip")(*arguments)
     (launch,) = launches
     assert launch.grid == (M // m * (N // n), 1, 1)
     bias = launch.program.loaded - 2 * ((m + n) * K + m * n)
@@ -68,12 +69,12 @@ def test_kernels_that_follow_one_another_are_counted_on_memory_that_nothing_wrot
     arguments = op.tuning.buckets[2].sample.make(filled=False)
     known = {}
     with counted_hip("gfx1100", known) as launches:
-        op.implementation("hip").run(*arguments, config=op.implementation("hip").kernels.default_config)
+        op.implementation("hip")(*arguments)
     assert [launch.kernel.rpartition("_")[2] for launch in launches] == ["moments", "fold", "apply"]
     x, _, y, z = arguments[0].numel() * 2, *launches[-1].grid[:2], launches[-1].grid[2]
     assert launches[-1].program.stored * launches[-1].grid[0] * y * z >= x
     with counted_hip("gfx1100", known) as again:
-        op.implementation("hip").run(*arguments, config=op.implementation("hip").kernels.default_config)
+        op.implementation("hip")(*arguments)
     assert again == launches
     assert len(known) == 3
 
@@ -126,7 +127,7 @@ def test_a_search_writes_beside_what_is_chosen_and_alone_where_there_is_nothing_
 
 
 def test_a_config_that_does_not_compile_costs_itself_alone(monkeypatch, tmp_path):
-    good = dict(LINEAR.implementation("hip").kernels.default_config)
+    good = LINEAR.implementation("hip").default.to_dict()
     # Fragments of 16 do not make 24 rows.
     one_bucket(monkeypatch, LINEAR, {**good, "block_m": 24}, good)
     (found,) = tune(plan([f"{LINEAR.name}:hip"], ["gfx1030"]), tmp_path)
@@ -194,12 +195,12 @@ def test_shipped_configs_are_of_todays_space(name, gfx):
     assert "left_out" not in part["searched"]
     for bucket in op.tuning.buckets:
         problem = op.verification.problem(*bucket.sample.make(filled=False))
-        space = list(kernels.space(problem, arch)) if kernels.space else [kernels.default_config]
+        space = list(kernels.space(problem, arch)) if kernels.space else [NO_CONFIG]
         _, entry = choice.entry_for(part, problem)
         if "config" not in entry:
             assert "configs were dropped" in entry["why"] or not space
             continue
-        config = op.config_of("hip", choice.lookup(name, gfx, problem))
+        config = op.config_of("hip", op.lookup(gfx, problem))
         assert config in space
         assert entry["config"] == config
         assert entry["figures"]["spills"] == 0

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rocm_sd.ops import OPS
 from rocm_sd.ops.samples import dtype_name
-from rocm_sd.ops.upsample_conv2d.op import parity_weights
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -135,9 +135,11 @@ def make(call: Call, device: torch.device, seed: int = 0) -> tuple[Any, ...]:
         filled[a.storage].as_strided(a.shape, a.strides, a.offset) if isinstance(a, TensorSpec) else a
         for a in call.arguments
     ]
-    for place, derive in _DERIVED.get(call.op, {}).items():
-        if len(arguments) > place and arguments[place] is not None:
-            arguments[place] = derive(arguments)
+    if call.op in OPS and OPS[call.op].derived:
+        # At random they would be wrong.
+        for place, name in enumerate(argument_names(OPS[call.op].implementations[0].run)):
+            if name in OPS[call.op].derived and len(arguments) > place and arguments[place] is not None:
+                arguments[place] = OPS[call.op].derived[name](*arguments).to(arguments[place].dtype)
     return tuple(arguments)
 
 
@@ -148,12 +150,3 @@ def _filled(size: int, spec: TensorSpec, device: torch.device, random: torch.Gen
     if not dtype.is_floating_point:
         return torch.zeros(size, dtype=dtype, device=device)
     return (torch.randn(size, generator=random, device=device) * spec.std).to(dtype)
-
-
-def _parity_weight(arguments: list[Any]) -> torch.Tensor:
-    sums: torch.Tensor = parity_weights(arguments[1]).to(arguments[3].dtype)
-    return sums
-
-
-# Arguments that follow from others: at random they would be wrong.
-_DERIVED: dict[str, dict[int, Callable[[list[Any]], torch.Tensor]]] = {"upsample_conv2d": {3: _parity_weight}}

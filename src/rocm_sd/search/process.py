@@ -68,7 +68,7 @@ class Worker:
         assert process is not None
         assert process.stdin is not None
         request |= {
-            "call": call.to_dict(), "implementation": candidate.implementation, "config": dict(candidate.config),
+            "call": call.to_dict(), "implementation": candidate.implementation, "config": candidate.config.to_dict(),
             "device": self.device, "path": sys.path,
         }  # fmt: skip
         try:

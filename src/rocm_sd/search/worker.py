@@ -55,10 +55,11 @@ class Bench:
         self._yardstick: tuple[torch.Tensor, ...] = ()
         self._timed_stock: _Timed | None = None
 
-    def call(self, implementation: str, config: Mapping[str, int]) -> Callable[[], Any]:
+    def call(self, implementation: str, values: Mapping[str, int]) -> Callable[[], Any]:
         found = self.op.implementation(implementation)
+        config = found.config_from(values)
         arguments = found.prepare(self.arguments) if isinstance(found, Prepared) else self.arguments
-        return lambda: found.run(*arguments, config=config)
+        return lambda: found(*arguments, config=config)
 
     def prepare_check(self) -> None:
         """The exact result, and one in the call's dtype whose error is the yardstick: stock's, unless it is wrong."""

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from rocm_sd.arch import Arch
+    from rocm_sd.kernels.config import Config
 
 __all__ = ["modelled_candidate"]
 
@@ -20,7 +21,7 @@ _COUNTED = ("coalescing", "conflicts")
 
 def modelled_candidate(
     arch: Arch,
-    config: Mapping[str, int],
+    config: Config,
     calls: Sequence[Mapping[str, Any]],
     programs: Sequence[Mapping[str, Any]],
     blemishes: tuple[str, ...],
@@ -55,7 +56,7 @@ def modelled_candidate(
         "kernels": kernels,
         "left_out": list(left_out),
     }
-    return Candidate(dict(config), round(total * 1e6, 3), None, blemishes, figures)
+    return Candidate(config, round(total * 1e6, 3), None, blemishes, figures)
 
 
 def _as_part(values: Mapping[str, Any]) -> Part:

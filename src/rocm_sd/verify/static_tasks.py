@@ -18,7 +18,8 @@ from rocm_sd.verify.programs import counted
 from rocm_sd.verify.runner import emulated
 
 if TYPE_CHECKING:
-    from rocm_sd.ops.registry import KernelPromise, Op
+    from rocm_sd.ops.definition import KernelPromise
+    from rocm_sd.ops.registry import Op
     from rocm_sd.ops.samples import Sample
     from rocm_sd.verify.isa import Report
     from rocm_sd.verify.programs import Known
@@ -41,7 +42,8 @@ def count(
     """What a counting worker runs: for each architecture, its launches and what a workgroup of each does."""
     subject = OPS[op]
     assert subject.verification is not None
-    run = subject.implementation(implementation or subject.verification.implementation).run
+    run = subject.implementation(implementation or subject.verification.implementation)
+    chosen = run.config_from(config)
     known: Known = {}
     known_hip: KnownHip = {}
     found = {}
@@ -49,11 +51,11 @@ def count(
         arguments = _sample(subject, sample).make(filled=False)
         if implementation is None:
             with counted(subject.verification.kernels, arch, known) as launches:
-                run(*arguments, config=config)
+                run(*arguments, config=chosen)
             found[arch] = [asdict(launch) for launch in launches]
         else:
             with counted_hip(arch, known_hip) as executed:
-                run(*arguments, config=config)
+                run(*arguments, config=chosen)
             found[arch] = [asdict(launch) for launch in executed]
     return found
 
@@ -65,7 +67,8 @@ def build(
     subject = OPS[op]
     assert subject.verification is not None
     kernels = None if implementation is None else subject.implementation(implementation).kernels
-    run = subject.implementation(implementation or subject.verification.implementation).run
+    run = subject.implementation(implementation or subject.verification.implementation)
+    chosen = run.config_from(config)
     promises = subject.verification.promises if kernels is None else kernels.promises
     launches = []
     for name in samples:
@@ -76,7 +79,7 @@ def build(
         )
         arguments = _sample(subject, name).make(filled=False)
         with recording as recorded:
-            run(*arguments, config=config)
+            run(*arguments, config=chosen)
         problem = subject.verification.problem(*arguments)
         launches.append(
             [

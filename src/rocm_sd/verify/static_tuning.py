@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import rocm_sd.tuning
 from rocm_sd import arch as archs
 from rocm_sd.errors import InvalidOption, MissingDependency, RocmSdError, Unsupported
+from rocm_sd.kernels.config import NO_CONFIG
 from rocm_sd.kernels.hip import toolchain
 from rocm_sd.ops import OPS
 from rocm_sd.tuning.choice import within
@@ -34,7 +35,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
     from rocm_sd.arch import Arch
-    from rocm_sd.ops.registry import Kernels, Op
+    from rocm_sd.kernels.config import Config
+    from rocm_sd.ops.definition import Kernels
+    from rocm_sd.ops.registry import Op
     from rocm_sd.tuning import Problem
 
 __all__ = ["DATA", "Plan", "plan", "tune"]
@@ -42,8 +45,6 @@ __all__ = ["DATA", "Plan", "plan", "tune"]
 DATA = Path(rocm_sd.tuning.__file__).parent / "data"
 TIMEOUT_S = 600.0  # one config: several kernels at several sizes, each allowed 180 s by the compiler
 UNUSABLE = ("spills", "scratch", "lds", "matrix")  # gates that no config may fail; the others come before the time
-
-Config = tuple[tuple[str, int], ...]
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ class _Search:
         return self.op, self.implementation, self.arch
 
 
-Counted = tuple[str, "str | None", str, Config]
+Counted = tuple[str, "str | None", str, "Config"]
 
 
 @dataclass(frozen=True)
@@ -155,17 +156,17 @@ def _searches(op: Op, implementation: str | None, architectures: Iterable[Arch])
         for index, (when, bucket) in enumerate(zip(limits, op.tuning.buckets, strict=True)):
             samples = dict.fromkeys((bucket.sample.name, *calls.get(index, ())))
             # A space may come upon the same config twice.
-            configs = dict.fromkeys(tuple(config.items()) for config in _space(op, kernels, problems[index], arch))
+            configs = dict.fromkeys(_space(op, kernels, problems[index], arch))
             found.append(_Search(op.name, arch.name, when, tuple(samples), tuple(configs), implementation))
     return found
 
 
-def _space(op: Op, kernels: Kernels | None, problem: Problem, arch: Arch) -> Iterable[Mapping[str, int]]:
+def _space(op: Op, kernels: Kernels | None, problem: Problem, arch: Arch) -> Iterable[Config]:
     assert op.tuning is not None
     if kernels is None:
         return op.tuning.space(problem, arch)
     # Where there is nothing to configure there is one config, whose figures are worth as much.
-    return kernels.space(problem, arch) if kernels.space is not None else (kernels.default_config,)
+    return kernels.space(problem, arch) if kernels.space is not None else (NO_CONFIG,)
 
 
 def _first(limits: Iterable[Mapping[str, Any]], problem: Problem) -> int | None:
@@ -195,7 +196,7 @@ def tune(
                 task = {
                     "op": search.op,
                     "arch": search.arch,
-                    "config": dict(config),
+                    "config": config.to_dict(),
                     "samples": list(search.samples),
                     "implementation": search.implementation,
                 }
@@ -243,7 +244,7 @@ def _finished(
     for index, each in enumerate(planned.searches):
         if each.file == search.file:
             order = {config: place for place, config in enumerate(each.configs)}
-            tried = sorted(candidates[index], key=lambda c, o=order: o[tuple(c.config.items())])  # type: ignore[misc]
+            tried = sorted(candidates[index], key=lambda c, o=order: o[c.config])  # type: ignore[misc]
             found.append(Found(each.op, each.arch, each.when, each.samples[0], tuple(tried), each.implementation))
     _write(OPS[search.op], found, out, ", ".join(sorted(versions[search.implementation])))
     return found
@@ -278,7 +279,7 @@ def _counted(planned: Plan, jobs: int | None, progress: Callable[[str], object])
             task = {
                 "op": op,
                 "sample": sample,
-                "config": dict(config),
+                "config": config.to_dict(),
                 "architectures": architectures,
                 "implementation": implementation,
             }
@@ -316,7 +317,7 @@ def _candidate(
     except MissingDependency:
         raise
     except RocmSdError as error:
-        return Candidate(dict(config), dropped=f"compiler: {error.message}")
+        return Candidate(config, dropped=f"compiler: {error.message}")
     versions.add(built["version"])
     failed: dict[str, str] = {}
     for name, launches in built["calls"].items():
@@ -325,11 +326,11 @@ def _candidate(
                 failed.setdefault(gate, f"{gate}: {launch['kernel']} ({name}): {sentence}")
     for gate in UNUSABLE:
         if gate in failed:
-            return Candidate(dict(config), dropped=failed[gate])
+            return Candidate(config, dropped=failed[gate])
     counter = "interpreter" if search.implementation is None else "emulator"
     if "error" in counts:
-        return Candidate(dict(config), dropped=f"{counter}: {counts['error']}")
+        return Candidate(config, dropped=f"{counter}: {counts['error']}")
     calls, programs = built["calls"][search.samples[0]], counts[search.arch]
     if [(c["kernel"], c["grid"]) for c in calls] != [(p["kernel"], p["grid"]) for p in programs]:
-        return Candidate(dict(config), dropped=f"{counter}: it launched other kernels or grids than were compiled")
-    return modelled_candidate(archs.get(search.arch), dict(config), calls, programs, tuple(failed.values()))
+        return Candidate(config, dropped=f"{counter}: it launched other kernels or grids than were compiled")
+    return modelled_candidate(archs.get(search.arch), config, calls, programs, tuple(failed.values()))

@@ -9,8 +9,6 @@ import torch
 from rocm_sd.integrations.comfyui.host import belongs_to_the_host
 from rocm_sd.integrations.comfyui.layers import ours
 from rocm_sd.ops import OPS, attention
-from rocm_sd.ops.attention.op import scratch_bytes
-from rocm_sd.ops.attention.workload import problem
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -83,9 +81,6 @@ def _attend(
     # Fewer key heads than query heads, or values of another width.
     if k.shape != v.shape or (k.shape[0], *k.shape[2:]) != (q.shape[0], *q.shape[2:]) or not k.shape[1]:
         return None
-    if spare_memory:
-        asked = problem(q, k)
-        chosen = OPS[_NAME].choose(asked, q.device).implementation
-        if scratch_bytes(asked, q.device, chosen):
-            return None
+    if spare_memory and OPS[_NAME].scratch_bytes((q, k, v, None), q.device):
+        return None
     return attention(q, k, v)

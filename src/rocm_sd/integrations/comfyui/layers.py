@@ -14,9 +14,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from rocm_sd.ops import OPS, conv2d, group_norm_silu, layer_norm_residual, linear_residual, upsample, upsample_conv2d
-from rocm_sd.ops.conv2d.workload import problem as convolution_problem
 from rocm_sd.ops.upsample_conv2d.workload import problem as upsampling_problem
-from rocm_sd.rewrite.convolutions import of_kind, through_op, unusual
+from rocm_sd.rewrite.convolutions import fuses_adds, of_kind, through_op, unusual
 from rocm_sd.rewrite.layers import untouched
 from rocm_sd.tuning.choice import STOCK
 
@@ -106,8 +105,7 @@ def convolution_and_add(layer: Any, x: torch.Tensor, add: torch.Tensor) -> tuple
     if not takes(layer, x) or add.dtype != x.dtype or add.shape != (x.shape[0], layer.weight.shape[0]):
         return layer(x), add
     stride, padding = layer.stride[0], int(layer.padding[0])
-    asked = convolution_problem(x, layer.weight, stride=stride, padding=padding)
-    if OPS["conv2d"].choose(asked, x.device).implementation == "triton":
+    if fuses_adds(layer, x):
         return conv2d(x, layer.weight, layer.bias, add, None, stride, padding), None
     later = add if layer.bias is None else add + layer.bias
     return conv2d(x, layer.weight, None, None, None, stride, padding), later

@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rocm_sd.kernels.configs.guided_step import GuidedStepConfig
+from rocm_sd.ops.definition import Bucket, KernelPromise, Tuning, Verification, Work
 from rocm_sd.ops.guided_step import reference
-from rocm_sd.ops.registry import Bucket, KernelPromise, Tuning, Verification, Work
 from rocm_sd.ops.samples import Draw, Sample, dtype_name
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator
 
     from rocm_sd.arch import Arch
     from rocm_sd.tuning import Problem
@@ -71,13 +72,13 @@ def _sample(
     return Sample(f"{size}, {parts}, {dtype_name(dtype)}", dtype, build)
 
 
-def _space(problem: Problem, arch: Arch) -> Iterator[Mapping[str, int]]:  # noqa: ARG001 -- latents are small everywhere
+def _space(_problem: Problem, arch: Arch) -> Iterator[GuidedStepConfig]:
     wave = arch.wave_size or 32
     # 8 values a thread are one 16-byte load of a prediction in half precision; 4 spread a small batch wider.
     for block in (256, 512, 1024, 2048):
         for warps in (1, 2, 4, 8):
             if block // (warps * wave) in (4, 8):
-                yield {"block": block, "warps": warps}
+                yield GuidedStepConfig(block, warps)
 
 
 def _work(
