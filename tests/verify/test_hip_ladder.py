@@ -22,7 +22,7 @@ from rocm_sd.verify import ladder
 from rocm_sd.verify.gates import check
 from rocm_sd.verify.hip_runner import emulated_hip
 from rocm_sd.verify.isa import report
-from rocm_sd.verify.proofs import proofs
+from rocm_sd.verify.proofs import proofs, recorded
 
 try:
     toolchain.find_compiler()
@@ -103,10 +103,8 @@ def test_a_worker_climbs_it_and_what_cannot_be_climbed_is_told(monkeypatch):
 
 
 def test_a_recorded_run_counts_for_its_own_kernels_alone(monkeypatch):
-    recorded = replace(
-        proofs()[0], op="upsample", implementation="hip", arch="gfx1100", rung="tested", evidence="x.json"
-    )
-    monkeypatch.setattr(ladder, "proofs", lambda: (recorded,))
+    ran = replace(recorded()[0], op="upsample", implementation="hip", arch="gfx1100", evidence="x.json")
+    monkeypatch.setattr(ladder, "recorded", lambda: (ran,))
     for name, state in (("upsample:hip", "passed"), ("upsample", "skipped")):
         (outcome,) = ladder.verify(ladder.plan([name], ["gfx1100"], [5]))
         assert outcome.state == state

@@ -1,7 +1,8 @@
 """Classifier-free guidance, a scheduler's update and the scale of the next model input, in one pass.
 
-It is one linear map whose coefficients are read on the device: `ops/guided_step/tables.py` writes DDIM, Euler, Euler
-ancestral, DPM++ 2M, PNDM, UniPC and LCM as such tables.
+It is guidance, a scheduler's update and the scale of the next model input as one linear map whose coefficients are read
+on the device: `ops/guided_step/tables.py` writes DDIM, Euler, Euler ancestral, DPM++ 2M, PNDM, UniPC and LCM as such
+tables.
 """
 
 from __future__ import annotations
