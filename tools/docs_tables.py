@@ -40,7 +40,8 @@ ROOT = Path(__file__).resolve().parents[1]
 OURS = "rocm-sd"
 DOCUMENTS = (
     "README.md", "docs/index.md", "docs/api.md", "docs/settings.md", "docs/cli.md", "docs/architectures.md",
-    "docs/operators.md", "docs/engine.md", "docs/level-2-templates.md", "docs/transformer-block.md", "docs/benchmarking.md",
+    "docs/operators.md", "docs/engine.md", "docs/level-2-templates.md", "docs/transformer-block.md",
+    "docs/benchmarking.md",
 )  # fmt: skip
 _BLOCK = re.compile(r"(<!-- table: (?P<name>[\w-]+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from rocm_sd.ops.definition import Family, Implementation, Tuning, Verification
 
-__all__ = ["FLOATS", "DefinedOp", "Saved", "define"]
+__all__ = ["FLOATS", "Argument", "DefinedOp", "Saved", "Signature", "define"]
 
 R = TypeVar("R")
 FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
@@ -37,41 +37,7 @@ _OF_TENSOR = "_tensor"  # after the name of what is a number or a tensor: torch'
 
 
 @dataclass(frozen=True)
-class DefinedOp(Op, Generic[R]):
-    """An op that has a public function and is one of torch's. `call` is the function's body, after its own refusals.
-
-    `at_once` refuses what no op takes, and says whether torch's dispatcher would have nothing to add: plain tensors, no
-    gradient wanted, nothing traced. Through it a call costs about 0.2 ms of Python, which a small model on a CPU feels.
-    """
-
-    call: Callable[..., R] = field(kw_only=True)
-    at_once: Callable[..., bool] = field(kw_only=True)
-
-    def require_shape(self, name: str, tensor: torch.Tensor | None, shape: tuple[int, ...]) -> None:
-        """Refuse a part of another shape than this."""
-        if tensor is not None and tensor.shape != shape:
-            raise Unsupported(self.name, f"{name} of shape {tuple(tensor.shape)}: it takes {shape}")
-
-
-class Saved:
-    """What a backward pass is given: arguments and results by name, and in `wanted` whose gradients are asked for.
-
-    Of a tensor that was not saved only its dtype is known: `dtypes`.
-    """
-
-    def __init__(self, values: Mapping[str, Any], dtypes: Mapping[str, torch.dtype | None], wanted: set[str]) -> None:
-        self.dtypes, self.wanted = dtypes, wanted
-        self._values = values
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return self._values[name]
-        except KeyError:
-            raise AttributeError(f"{name} was not saved") from None
-
-
-@dataclass(frozen=True)
-class _Argument:
+class Argument:
     name: str
     schema: str
     is_tensor: bool
@@ -80,15 +46,15 @@ class _Argument:
 
 
 @dataclass(frozen=True)
-class _Signature:
+class Signature:
     """`arguments` are those of the op; `dispatched` those of them that torch's dispatcher is given."""
 
-    arguments: tuple[_Argument, ...]
-    dispatched: tuple[_Argument, ...]
+    arguments: tuple[Argument, ...]
+    dispatched: tuple[Argument, ...]
     schema: str
 
     @classmethod
-    def of(cls, function: Callable[..., Any], eager_only: tuple[str, ...]) -> _Signature:
+    def of(cls, function: Callable[..., Any], eager_only: tuple[str, ...]) -> Signature:
         hints = get_type_hints(function)
         arguments = tuple(
             _argument(name, hints[name], given.default)
@@ -101,7 +67,7 @@ class _Signature:
         inside = ", ".join((*(each.schema for each in dispatched), "str? implementation=None"))
         return cls(arguments, dispatched, f"({inside}) -> {results}")
 
-    def names(self) -> list[str]:
+    def schema_names(self) -> list[str]:
         """Of what torch's op is given, in the order of the schema."""
         return [name for each in self.dispatched for name in (each.name, each.name + _OF_TENSOR)[: 1 + each.is_either]]
 
@@ -120,7 +86,7 @@ class _Signature:
 
     def gathered(self, given: tuple[Any, ...], named: Mapping[str, Any]) -> tuple[list[Any], str | None]:
         """The op's arguments and the implementation, of what torch's op was given; torch may leave defaults out."""
-        found = {**dict(zip((*self.names(), "implementation"), given, strict=False)), **named}
+        found = {**dict(zip((*self.schema_names(), "implementation"), given, strict=False)), **named}
         arguments = []
         for each in self.dispatched:
             value = found.get(each.name, None if each.default is inspect.Parameter.empty else each.default)
@@ -129,18 +95,49 @@ class _Signature:
         return arguments, found.get("implementation")
 
 
-def _argument(name: str, hint: Any, default: Any) -> _Argument:
+@dataclass(frozen=True)
+class DefinedOp(Op, Generic[R]):
+    """An op that has a public function and is one of torch's. `call` is the function's body, after its own refusals.
+
+    `at_once` refuses what no op takes, and says whether torch's dispatcher would have nothing to add: plain tensors, no
+    gradient wanted, nothing traced. Through it a call costs about 0.2 ms of Python, which a small model on a CPU feels.
+    """
+
+    signature: Signature = field(kw_only=True)
+    call: Callable[..., R] = field(kw_only=True)
+    at_once: Callable[..., bool] = field(kw_only=True)
+
+    def require_shape(self, name: str, tensor: torch.Tensor | None, shape: tuple[int, ...]) -> None:
+        """Refuse a part of another shape than this."""
+        if tensor is not None and tensor.shape != shape:
+            raise Unsupported(self.name, f"{name} of shape {tuple(tensor.shape)}: it takes {tuple(shape)}")
+
+
+class Saved:
+    """What a backward pass is given: arguments and results by name, and in `wanted` whose gradients are asked for."""
+
+    def __init__(self, values: Mapping[str, Any], wanted: set[str]) -> None:
+        self._values, self.wanted = values, wanted
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self._values[name]
+        except KeyError:
+            raise AttributeError(f"{name} was not saved") from None
+
+
+def _argument(name: str, hint: Any, default: Any) -> Argument:
     options = [each for each in get_args(hint) or (hint,) if each is not type(None)]
     optional = "?" if type(None) in get_args(hint) else ""
     if torch.Tensor in options and len(options) > 1:
         (number,) = (each for each in options if each is not torch.Tensor)
         schema = f"{_TYPES[number]}? {name}=None, Tensor? {name}{_OF_TENSOR}=None"
-        return _Argument(name, schema, is_tensor=True, is_either=True, default=default)
+        return Argument(name, schema, is_tensor=True, is_either=True, default=default)
     (kind,) = options
     schema = f"{_TYPES[kind]}{optional} {name}"
     if default is not inspect.Parameter.empty:
         schema += f'="{default}"' if isinstance(default, str) else f"={default}"
-    return _Argument(name, schema, is_tensor=kind is torch.Tensor, is_either=False, default=default)
+    return Argument(name, schema, is_tensor=kind is torch.Tensor, is_either=False, default=default)
 
 
 def define(
@@ -168,7 +165,7 @@ def define(
     `same_dtype` are the tensors that must be of the first one's dtype. `eager_only` are arguments that never reach
     torch's dispatcher: the function has to do without them there. `derived`: as of `OpCandidates`.
     """
-    name, signature = function.__name__, _Signature.of(function, eager_only)
+    name, signature = function.__name__, Signature.of(function, eager_only)
     at_once, problem_of = _refusals(name, signature, same_dtype), verification.problem
 
     def call(*arguments: Any, implementation: str | None = None) -> R:
@@ -180,7 +177,16 @@ def define(
 
     op: DefinedOp[R] = register(
         DefinedOp(
-            name, summary, implementations, verification, tuning, family, derived or {}, call=call, at_once=at_once
+            name,
+            summary,
+            implementations,
+            verification,
+            tuning,
+            family,
+            derived or {},
+            signature=signature,
+            call=call,
+            at_once=at_once,
         )
     )
 
@@ -201,7 +207,7 @@ def define(
     return op
 
 
-def _refusals(op: str, signature: _Signature, same_dtype: tuple[str, ...]) -> Callable[..., bool]:
+def _refusals(op: str, signature: Signature, same_dtype: tuple[str, ...]) -> Callable[..., bool]:
     """`DefinedOp.at_once`: one pass over the tensors, made a thousand times a step where nothing is replayed."""
     first = signature.arguments[0].name
     tensors = tuple(
@@ -234,11 +240,11 @@ def _refusals(op: str, signature: _Signature, same_dtype: tuple[str, ...]) -> Ca
 def _register_backward(
     body: Any,
     backward: Callable[..., Mapping[str, torch.Tensor | None]],
-    signature: _Signature,
+    signature: Signature,
     saves: tuple[str, ...] | None,
     results: tuple[str, ...],
 ) -> None:
-    names = signature.names()
+    names = signature.schema_names()
     kept = tuple(each.name for each in signature.dispatched if each.is_tensor) if saves is None else saves
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
@@ -257,7 +263,7 @@ def _register_backward(
             for name, is_wanted in zip(names, ctx.needs_input_grad, strict=False)
             if is_wanted
         }
-        found = backward(Saved({**ctx.plain, **saved}, ctx.dtypes, wanted), *gradients)
+        found = backward(Saved({**ctx.plain, **saved}, wanted), *gradients)
         by_place: list[torch.Tensor | None] = []
         for each in signature.dispatched:
             gradient = found.get(each.name) if each.name in ctx.dtypes else None

@@ -149,9 +149,10 @@ class Also:
 class Verification:
     """What the proof ladder needs of an op: its kernels' module, its definition, and calls to try.
 
-    `small` samples are computed on every rung, odd sizes among them; `real` ones are compiled only. The reference
-    returns a tensor or a tuple of them. `problem(*arguments)` is what tuning data is keyed by; it has a `dtype`.
-    `promises` has an entry for every kernel.
+    `small` samples are computed on every rung, odd sizes among them; `real` ones are compiled only. `tiny` ones are
+    so small that each derivative can be checked: with every optional part, and without. `empty` ones have nothing to
+    compute. The reference returns a tensor or a tuple of them. `problem(*arguments)` is what tuning data is keyed by;
+    it has a `dtype`. `promises` has an entry for every kernel.
     """
 
     implementation: str
@@ -162,6 +163,8 @@ class Verification:
     real: tuple[Sample, ...]
     promises: Mapping[str, KernelPromise]
     also: tuple[Also, ...] = ()
+    tiny: tuple[Sample, ...] = ()
+    empty: tuple[Sample, ...] = ()
 
     @property
     def proven(self) -> tuple[str, ...]:

@@ -35,7 +35,6 @@ __all__ = [
     "Observer",
     "Op",
     "forget_choices",
-    "needs_no_dispatcher",
     "note_self_tests",
     "observed",
     "register",
@@ -218,19 +217,6 @@ class Op(OpCandidates):
     def _settle_on_stock(self, problem: Problem, device: torch.device, why: str) -> None:
         key = (*problem.values(), device, None)
         self._chosen[key] = Choice(STOCK, why=why)
-
-
-def needs_no_dispatcher(*tensors: torch.Tensor | None) -> bool:
-    """Plain tensors, no gradient wanted, nothing traced: the op's body can be called as it is.
-
-    Through torch's dispatcher a call of a custom op costs about 0.2 ms of Python, which a small model on a CPU feels.
-    """
-    if torch.compiler.is_compiling():
-        return False
-    given = [tensor for tensor in tensors if tensor is not None]
-    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given):
-        return False
-    return all(type(tensor) in (torch.Tensor, torch.nn.Parameter) for tensor in given)
 
 
 def _out_of_memory(error: Exception) -> bool:

@@ -34,7 +34,9 @@ def problem(q: torch.Tensor, k: torch.Tensor, *_rest: Any) -> Problem:
     return {"b": B, "s": S, "t": k.shape[1], "h": H, "d": D, "dtype": dtype_name(q.dtype)}
 
 
-def _sample(B: int, S: int, T: int, H: int, D: int, dtype: torch.dtype = torch.float16) -> Sample:
+def _sample(
+    B: int, S: int, T: int, H: int, D: int, dtype: torch.dtype = torch.float16, scale: float | None = None
+) -> Sample:
     """Where S is T, q, k and v are views of one packed projection; otherwise k and v are, as for a text."""
 
     def build(draw: Draw) -> tuple[Any, ...]:
@@ -43,9 +45,10 @@ def _sample(B: int, S: int, T: int, H: int, D: int, dtype: torch.dtype = torch.f
         else:
             q = draw(B, S, H, D)
             k, v = draw(B, T, 2, H, D).unbind(2)
-        return q, k, v, None
+        return q, k, v, scale
 
-    return Sample(f"{B}x{S}x{H}x{D} to {T} keys, {dtype_name(dtype)}", dtype, build)
+    scaled = "" if scale is None else f", scale {scale}"
+    return Sample(f"{B}x{S}x{H}x{D} to {T} keys, {dtype_name(dtype)}{scaled}", dtype, build)
 
 
 @dataclass(frozen=True)
@@ -196,6 +199,8 @@ VERIFICATION = Verification(
         _sample(1, 4096, 4096, 24, 128, torch.bfloat16),
         _sample(1, 4096, 4096, 1, 512),
     ),
+    tiny=(_sample(2, 3, 4, 2, 5, torch.float64), _sample(2, 3, 3, 2, 5, torch.float64, scale=0.7)),
+    empty=(_sample(0, 4, 5, 2, 16), _sample(2, 0, 5, 2, 16)),
     promises={
         "_attend": KernelPromise(uses_dot=True),
         "_attend_wide": KernelPromise(uses_dot=True),

@@ -215,6 +215,13 @@ VERIFICATION = Verification(
     ),
     # Of Stable Diffusion 1.5: a block of the highest and of the lowest resolution, a shortcut; and one of the VAE.
     real=(_unet(320, 320, 64), _unet(2560, 1280, 8), _unet(960, 320, 64, 1), _vae(256, 256, 512), _JOINED),
+    tiny=(
+        _sample((2, 3, 4, 3), 2, dtype=torch.float64),
+        _sample((1, 2, 5, 4), 3, stride=2, parts="", dtype=torch.float64),
+        _sample((2, 3, 2, 2), 2, 1, dtype=torch.float64),
+        _sample((2, 5, 2, 2), 2, 1, dtype=torch.float64, concat=2),
+    ),
+    empty=(_sample((0, 32, 4, 4), 8), _sample((0, 32, 4, 4), 8, 1)),
     promises={
         "_conv2d": KernelPromise(uses_dot=True),
         "_finish": KernelPromise(bound_by_memory=True),

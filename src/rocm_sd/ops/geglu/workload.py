@@ -64,6 +64,8 @@ VERIFICATION = Verification(
     ),
     # The feed-forwards of Stable Diffusion 1.5 and SDXL.
     real=(_real(8192, 1280), _real(2048, 2560), _real(512, 5120), _real(2048, 5120)),
+    tiny=(_sample(6, 4, torch.float64), _sample(6, 4, torch.float64, bias=False)),
+    empty=(_sample(0, 16, torch.float16),),
     promises={"_geglu": KernelPromise(bound_by_memory=True)},
 )
 

@@ -115,6 +115,12 @@ VERIFICATION = Verification(
     ),
     # The widest and the narrowest norm of Stable Diffusion 1.5, and the largest of its VAE at 512x512.
     real=(_real(2, 320, 64, 64), _real(2, 2560, 8, 8), _real(1, 256, 512, 512), _JOINED),
+    tiny=(
+        _sample((2, 6, 3, 4), 3, torch.float64),
+        _sample((2, 6, 3, 4), 3, torch.float64, affine=False, add=False),
+        _sample((2, 6, 3, 4), 3, torch.float64, concat=2),
+    ),
+    empty=(_sample((0, 32, 4, 4), 8, torch.float16),),
     promises={
         "_whole": KernelPromise(narrow_loads_because="a group of 10 channels starts at any multiple of 4 bytes"),
         "_moments": KernelPromise(bound_by_memory=True),

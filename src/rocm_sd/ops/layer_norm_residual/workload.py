@@ -86,6 +86,12 @@ VERIFICATION = Verification(
         _real(154, 2048),
         _real(8192, 320, residual=False),
     ),
+    tiny=(
+        _sample(6, 6, torch.float64),
+        _sample(6, 6, torch.float64, affine=False),
+        _sample(3, 8, torch.float64, residual=False),
+    ),
+    empty=(_sample(0, 32, torch.float16), _sample(0, 32, torch.float16, residual=False)),
     promises={"_layer_norm_residual": KernelPromise(bound_by_memory=True)},
 )
 

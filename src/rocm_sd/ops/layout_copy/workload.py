@@ -78,6 +78,8 @@ VERIFICATION = Verification(
         _sample((1, 40, 6, 6), False, torch.float32),
     ),
     real=(*_both(2, 320, 64, 64), *_both(2, 1280, 16, 16), *_both(1, 128, 512, 512)),
+    tiny=(_sample((2, 3, 2, 4), True, torch.float64), _sample((2, 3, 2, 4), False, torch.float64)),
+    empty=(_sample((0, 32, 4, 4), True), _sample((0, 32, 4, 4), False)),
     promises={"_transpose": KernelPromise(bound_by_memory=True)},
 )
 

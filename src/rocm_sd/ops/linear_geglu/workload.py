@@ -117,6 +117,8 @@ VERIFICATION = Verification(
     ),
     # The feed-forwards of Stable Diffusion 1.5 and SDXL.
     real=(_feed_in(8192, 320), _feed_in(2048, 640), _feed_in(512, 1280), _feed_in(128, 1280), _feed_in(2048, 1280)),
+    tiny=(_sample(6, 4, 5, torch.float64), _sample(6, 4, 5, torch.float64, bias=False)),
+    empty=(_sample(0, 16, 32),),
     promises={"_linear_geglu": KernelPromise(uses_dot=True)},
 )
 

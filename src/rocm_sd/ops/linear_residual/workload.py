@@ -156,6 +156,8 @@ VERIFICATION = Verification(
     ),
     # Each linear of a transformer block of Stable Diffusion 1.5, and the narrowest maps, whose tiles are few.
     real=(_out(8192, 320), _qkv(2048, 640), _feed_in(512, 1280), _feed_out(128, 1280), _text(320, 768)),
+    tiny=(_sample(6, 4, 5, torch.float64), _sample(6, 4, 5, torch.float64, bias=False, residual=False)),
+    empty=(_sample(0, 16, 32),),
     promises={
         "_product": KernelPromise(uses_dot=True),
         "_fold": KernelPromise(bound_by_memory=True),

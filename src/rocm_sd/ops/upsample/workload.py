@@ -63,6 +63,10 @@ VERIFICATION = Verification(
         _sample((1, 16, 1, 1), "bilinear", 2, torch.bfloat16),
     ),
     real=tuple(_sample(shape, mode) for shape in _SHAPES for mode in ("nearest", "bilinear")),
+    tiny=tuple(
+        _sample((2, 3, 2, 4), mode, scale, torch.float64) for mode in ("nearest", "bilinear") for scale in (1, 2, 3)
+    ),
+    empty=(_sample((0, 8, 4, 4), "nearest"), _sample((0, 8, 4, 4), "bilinear")),
     promises={"_nearest": KernelPromise(bound_by_memory=True), "_bilinear": KernelPromise(bound_by_memory=True)},
 )
 

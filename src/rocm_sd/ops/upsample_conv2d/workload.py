@@ -79,6 +79,11 @@ VERIFICATION = Verification(
     ),
     # The smallest and the largest of the UNet of Stable Diffusion 1.5, and the largest of its VAE.
     real=(_real(2, 1280, 8), _real(2, 640, 32), _real(1, 256, 256)),
+    tiny=(
+        _sample((2, 3, 2, 3), 2, dtype=torch.float64),
+        _sample((2, 3, 2, 3), 2, bias=False, dtype=torch.float64),
+    ),
+    empty=(_sample((0, 32, 4, 4), 8),),
     promises={
         "_upsample_conv2d": KernelPromise(uses_dot=True),
         "_interleave": KernelPromise(bound_by_memory=True),
