@@ -3,9 +3,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rocm_sd.errors import InvalidOption, ModelNotFound
-from rocm_sd.ops import OPS
-from rocm_sd.ops.registry import Op
+from rocm_sd.errors import InvalidOption, ModelNotFound, Unsupported
+from rocm_sd.ops import OPS, geglu
+from rocm_sd.ops.group_norm_silu.op import group_norm_silu_
 from rocm_sd.search import shapes
 from rocm_sd.search.calls import make
 from rocm_sd.search.candidates import operation
@@ -31,7 +31,8 @@ def by_op(traced):
 def test_every_op_of_a_picture_is_seen(traced):
     found = by_op(traced)
     settings = {"memory_format", "convolution_library"}
-    assert set(found) == settings | (set(OPS) - {"guided_step", "geglu", "layout_copy", "upsample_conv2d"})
+    blocks = {"attention", "conv2d", "group_norm_silu", "layer_norm_residual", "linear_geglu", "linear_residual"}
+    assert set(found) == settings | blocks | {"upsample"}
     assert len({(each.call.op, each.call.problem) for each in traced}) == len(traced)
     # Guidance doubles the batch of the UNet, at every step; the VAE draws one picture, once.
     norms = {dict(each.call.problem)["n"]: each.count for each in found["group_norm_silu"]}
@@ -58,12 +59,25 @@ def test_sizes_batches_and_ops_are_those_asked_for(tiny):
 
 
 def test_ops_are_as_they_were_afterwards(tiny):
-    before = Op.run, Op.choose
+    seen, x = shapes.Watched(), torch.randn(4, 64)
     with pytest.raises(InvalidOption, match="multiples of 8"):
         shapes.trace(tiny, [(63, 64)])
-    with pytest.raises(RuntimeError, match="stop"), shapes.watched(shapes.Watched(), answer_stock=True):
-        raise RuntimeError("stop")
-    assert (Op.run, Op.choose) == before
+    with pytest.raises(Unsupported), shapes.watched(seen, answer_stock=True):
+        geglu(geglu(x)[:, :1])
+    geglu(x)
+    assert [each.count for each in seen.traced()] == [1]
+
+
+def test_a_norm_that_may_overwrite_its_input_is_seen_too(monkeypatch):
+    """Told that its kernel would be chosen, it would write into x: but stock torch computes what is watched."""
+    pytest.importorskip("triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    seen = shapes.Watched()
+    x = torch.randn(1, 8, 4, 4).contiguous(memory_format=torch.channels_last)
+    with shapes.watched(seen, answer_stock=False):
+        y = group_norm_silu_(x, 4)
+    assert torch.equal(y, OPS["group_norm_silu"].own["torch"](x, 4, None, None, None, 1e-5, True))
+    assert [each.call.op for each in seen.traced()] == ["group_norm_silu"]
 
 
 def test_while_watched_everything_is_stock_and_answers_are_fixed(monkeypatch):
