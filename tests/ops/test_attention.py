@@ -26,7 +26,7 @@ SHAPES = [
     (1, 17, 70, 1, 160),
     (1, 10, 37, 1, 512),
 ]
-# What the GPU is given beside: the real lengths.
+# What the GPU is given, too: the real lengths.
 REAL = [(2, 4096, 4096, 8, 40), (2, 1024, 77, 8, 80), (2, 256, 256, 8, 160), (1, 4096, 4096, 1, 512)]
 HALVES = [torch.float16, torch.bfloat16]
 IMPLEMENTATIONS = ["torch", "triton", "sdpa_math"]

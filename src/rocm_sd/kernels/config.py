@@ -1,4 +1,4 @@
-"""What a kernel is launched with beside its arguments: frozen dataclasses of whole numbers, such as a tile's sizes.
+"""What a kernel is launched with besides its arguments: frozen dataclasses of whole numbers, such as a tile's sizes.
 
 A module of Triton kernels imports Triton, which is not everywhere: its config stands in `kernels/configs`, a file for
 each op. A launcher of HIP kernels imports nothing of that kind and keeps its own.

@@ -161,7 +161,7 @@ def define(
     `allocate` makes the results, unfilled; its parameters are some of the op's arguments, by name. It is what torch
     traces with, and implementations allocate by it, too: so layouts cannot differ.
     `backward(saved, *gradients)` gives the gradients of arguments by name, in any dtype; those that it does not name
-    have none. `saves` are the tensors, arguments or `results`, that it reads: all arguments unless told.
+    have none. `saves` are the tensors, arguments or `results`, that it reads: all arguments where nothing is said.
     `same_dtype` are the tensors that must be of the first one's dtype. `eager_only` are arguments that never reach
     torch's dispatcher: the function has to do without them there. `derived`: as of `OpCandidates`.
     """

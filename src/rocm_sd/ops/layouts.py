@@ -6,17 +6,19 @@ import torch
 
 from rocm_sd.errors import Unsupported
 
-__all__ = ["as_dtype", "as_rows", "channels_last", "dense", "joined", "require_alike"]
+__all__ = ["Part", "as_dtype", "as_rows", "channels_last", "dense", "joined", "require_alike"]
+
+Part = torch.Tensor | None  # of a call that may do without it: a bias, a residual
 
 
-def dense(tensor: torch.Tensor | None, dtype: torch.dtype | None = None) -> torch.Tensor | None:
+def dense(tensor: Part, dtype: torch.dtype | None = None) -> Part:
     """An optional part without gaps, in its own dtype or in another."""
     if tensor is None:
         return None
     return tensor.contiguous() if dtype is None else tensor.to(dtype).contiguous()
 
 
-def as_dtype(tensor: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor | None:
+def as_dtype(tensor: Part, dtype: torch.dtype) -> Part:
     return None if tensor is None else tensor.to(dtype)
 
 
@@ -30,7 +32,7 @@ def channels_last(x: torch.Tensor) -> torch.Tensor:
     return x.contiguous(memory_format=torch.channels_last)
 
 
-def joined(x: torch.Tensor, concat: torch.Tensor | None) -> torch.Tensor:
+def joined(x: torch.Tensor, concat: Part) -> torch.Tensor:
     """For an implementation that reads one tensor: x, and the channels that follow it."""
     return x if concat is None else torch.cat((x, concat), 1)
 

@@ -79,7 +79,7 @@ def lookup(op: str, arch: str, problem: Problem, defaults: Mapping[str, Config] 
     source, entry = entry_for(table, problem)
     chosen = entry["implementation"]
     found = {name: entry_for(part, problem)[1].get("config") for name, part in table.get("beside", {}).items()}
-    # Where stock torch or a library is chosen, the config beside it is that of the kernel that was searched.
+    # Where stock torch or a library is chosen, the entry has the config of the kernel that was searched.
     owner = chosen if defaults and defaults.get(chosen) else searched_kernel(table)
     found[owner] = entry.get("config")
     classes = dict.fromkeys(found, OpenConfig()) if defaults is None else defaults
@@ -122,6 +122,6 @@ def _parts(op: str, arch: str) -> dict[str, Mapping[str, Any]]:
 
 
 def searched_kernel(table: Mapping[str, Any]) -> str:
-    """Whose configs stand beside the choices of a table."""
+    """Whose configs the entries of a table have."""
     name: str = table.get("searched", {}).get("implementation", "triton")
     return name

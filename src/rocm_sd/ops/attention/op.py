@@ -31,8 +31,11 @@ from rocm_sd.tuning.choice import STOCK
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from torch import Tensor
+
     from rocm_sd.kernels.config import Config
     from rocm_sd.kernels.hip.attention import AttentionConfig as HipConfig
+    from rocm_sd.ops.layouts import Part
     from rocm_sd.tuning import Problem
 
 __all__ = ["OP", "attention", "stock_module_bytes"]
@@ -63,16 +66,16 @@ def attention(
     return OP.call(q, k, v, scale, implementation=implementation)
 
 
-def _allocate(q: torch.Tensor) -> torch.Tensor:
+def _allocate(q: Tensor) -> Tensor:
     return torch.empty(q.shape, dtype=q.dtype, device=q.device)
 
 
-def _dense(out: torch.Tensor) -> torch.Tensor:
+def _dense(out: Tensor) -> Tensor:
     """[B, H, S, D] of stock torch as dense [B, S, H, D]: flash kernels already lay it out so, and cost no copy."""
     return out.transpose(1, 2).contiguous()
 
 
-def _positive(q: torch.Tensor, scale: float | None) -> tuple[torch.Tensor, float]:
+def _positive(q: Tensor, scale: float | None) -> tuple[Tensor, float]:
     """The same product with a scale above zero: kernels mask with -inf and take the largest score for the largest
     product, and stock's flash kernels give NaN where the scale is 0 or less (torch 2.11 on an H200).
     """
@@ -82,14 +85,7 @@ def _positive(q: torch.Tensor, scale: float | None) -> tuple[torch.Tensor, float
     return (-q, -scale) if scale else (torch.zeros_like(q), 1.0)
 
 
-def _stock(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    scale: float | None,
-    *,
-    backend: SDPBackend | None = None,
-) -> torch.Tensor:
+def _stock(q: Tensor, k: Tensor, v: Tensor, scale: float | None, *, backend: SDPBackend | None = None) -> Tensor:
     if not q.numel():
         return _allocate(q)
     q, scale = _positive(q, scale)
@@ -107,7 +103,7 @@ def _kept_from_fused(head: int, device: torch.device) -> str | None:
     return why_not_fused(arch.detect(device), head)
 
 
-def _in_slices(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+def _in_slices(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     """Torch's unfused attention, so many queries at a time that their scores are bounded."""
     out = _allocate(q)
     B, S, H = q.shape[:3]
@@ -160,14 +156,7 @@ def _backend(name: str, backend: SDPBackend) -> Implementation:
     return Implementation(name, partial(_stock, backend=backend), partial(_stock_why_not, backend=backend))
 
 
-def _library(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    scale: float | None,
-    *,
-    library: libraries.Library,
-) -> torch.Tensor:
+def _library(q: Tensor, k: Tensor, v: Tensor, scale: float | None, *, library: libraries.Library) -> Tensor:
     """Torch's flash attention by one named library."""
     with libraries.preferred(library):
         return _stock(q, k, v, scale, backend=SDPBackend.FLASH_ATTENTION)
@@ -193,9 +182,7 @@ def _library_why_not(problem: Problem, device: torch.device, *, library: librari
     return None
 
 
-def _triton(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None, *, config: AttentionConfig
-) -> torch.Tensor:
+def _triton(q: Tensor, k: Tensor, v: Tensor, scale: float | None, *, config: AttentionConfig) -> Tensor:
     from rocm_sd.kernels.triton.attention import launch  # noqa: PLC0415 -- needs Triton
 
     out = _allocate(q)
@@ -211,7 +198,7 @@ def _triton(
 _SCORES = 2**24
 
 
-def _gemm_softmax(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None) -> torch.Tensor:
+def _gemm_softmax(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
     """Two products of the library with a softmax between them, so many queries at a time; scores stay in float32."""
     from rocm_sd.kernels.triton.attention import softmax_rows  # noqa: PLC0415 -- needs Triton
 
@@ -229,7 +216,7 @@ def _gemm_softmax(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: floa
     return out
 
 
-def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+def _product(a: Tensor, b: Tensor) -> Tensor:
     """a @ b in float32, from half precision as it is where the device can."""
     if a.device.type == "cpu":
         return a.float() @ b.float()
@@ -308,7 +295,7 @@ def _triton_bytes(arguments: tuple[Any, ...], config: AttentionConfig, device: t
 _half_by_triton = where(triton, HALVES)
 
 
-def _hip(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None, *, config: HipConfig) -> torch.Tensor:
+def _hip(q: Tensor, k: Tensor, v: Tensor, scale: float | None, *, config: HipConfig) -> Tensor:
     from rocm_sd.kernels.hip.attention import launch  # noqa: PLC0415 -- only where used
 
     out = _allocate(q)
@@ -319,7 +306,7 @@ def _hip(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None,
     return out
 
 
-def _in_whole_vectors(t: torch.Tensor) -> bool:
+def _in_whole_vectors(t: Tensor) -> bool:
     """Columns side by side, and every row at a multiple of 16 bytes, as the kernel reads them."""
     return (
         t.stride(-1) == 1
@@ -334,7 +321,7 @@ def _no_such_head(problem: Problem) -> str | None:
     return None
 
 
-def _backward(saved: Saved, grad: torch.Tensor) -> Mapping[str, torch.Tensor | None]:
+def _backward(saved: Saved, grad: Tensor) -> Mapping[str, Part]:
     """Recompute through stock torch, whose own backward then needs no more memory than it must."""
     q, k, v = (t.detach().transpose(1, 2).requires_grad_() for t in (saved.q, saved.k, saved.v))
     with torch.enable_grad():

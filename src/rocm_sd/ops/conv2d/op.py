@@ -23,7 +23,10 @@ from rocm_sd.tuning.choice import STOCK
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from torch import Tensor
+
     from rocm_sd.kernels.hip.conv2d import Conv2dConfig as HipConfig
+    from rocm_sd.ops.layouts import Part
     from rocm_sd.tuning import Problem
 
 __all__ = ["OP", "conv2d"]
@@ -59,14 +62,7 @@ def conv2d(
 
 
 def _validate(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    add: torch.Tensor | None,
-    residual: torch.Tensor | None,
-    stride: int,
-    padding: int,
-    concat: torch.Tensor | None,
+    x: Tensor, weight: Tensor, bias: Part, add: Part, residual: Part, stride: int, padding: int, concat: Part
 ) -> None:
     if x.dim() != 4:
         raise Unsupported(OP.name, f"x of {x.dim()} dimensions: it takes [N, Cin, H, W]")
@@ -89,16 +85,14 @@ def _validate(
     OP.require_shape("residual", residual, (N, Cout, Ho, Wo))
 
 
-def _allocate(x: torch.Tensor, weight: torch.Tensor, stride: int, padding: int) -> torch.Tensor:
+def _allocate(x: Tensor, weight: Tensor, stride: int, padding: int) -> Tensor:
     N, _, H, W = x.shape
     Cout, _, kernel, _ = weight.shape
     size = (output_size(extent, kernel, stride, padding) for extent in (H, W))
     return torch.empty((N, Cout, *size), dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
 
 
-def _library(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, stride: int, padding: int
-) -> torch.Tensor:
+def _library(x: Tensor, weight: Tensor, bias: Part, stride: int, padding: int) -> Tensor:
     """torch's own convolution, in the layout that the op returns: some of its backends answer in another."""
     y = F.conv2d(channels_last(x), channels_last(weight.to(x.dtype)), as_dtype(bias, x.dtype), stride, padding)
     _, Cout, Ho, Wo = y.shape
@@ -107,15 +101,8 @@ def _library(
 
 
 def _stock(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    add: torch.Tensor | None,
-    residual: torch.Tensor | None,
-    stride: int,
-    padding: int,
-    concat: torch.Tensor | None = None,
-) -> torch.Tensor:
+    x: Tensor, weight: Tensor, bias: Part, add: Part, residual: Part, stride: int, padding: int, concat: Part = None
+) -> Tensor:
     y = _library(joined(x, concat), weight, bias, stride, padding)
     if add is not None:
         y += add[:, :, None, None].to(x.dtype)
@@ -125,30 +112,16 @@ def _stock(
 
 
 def _library_epilogue(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    add: torch.Tensor | None,
-    residual: torch.Tensor | None,
-    stride: int,
-    padding: int,
-    concat: torch.Tensor | None = None,
-) -> torch.Tensor:
+    x: Tensor, weight: Tensor, bias: Part, add: Part, residual: Part, stride: int, padding: int, concat: Part = None
+) -> Tensor:
     y = _library(joined(x, concat), weight, None, stride, padding)
     _finish(y, bias, add, residual)
     return y
 
 
 def _library_gemm(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    add: torch.Tensor | None,
-    residual: torch.Tensor | None,
-    stride: int,
-    padding: int,
-    concat: torch.Tensor | None = None,
-) -> torch.Tensor:
+    x: Tensor, weight: Tensor, bias: Part, add: Part, residual: Part, stride: int, padding: int, concat: Part = None
+) -> Tensor:
     x = joined(x, concat)
     out = _allocate(x, weight, stride, padding)
     N, Cin, H, W = x.shape
@@ -164,9 +137,7 @@ def _library_gemm(
     return out
 
 
-def _finish(
-    y: torch.Tensor, bias: torch.Tensor | None, add: torch.Tensor | None, residual: torch.Tensor | None
-) -> None:
+def _finish(y: Tensor, bias: Part, add: Part, residual: Part) -> None:
     from rocm_sd.kernels.triton.conv2d import finish  # noqa: PLC0415 -- needs Triton
 
     if y.numel() and not (bias is None and add is None and residual is None):
@@ -241,7 +212,7 @@ def _parts_bytes(arguments: tuple[Any, ...], config: Conv2dConfig | HipConfig, _
     return 4 * config.split_k * int(asked["pixels"]) * int(asked["cout"]) if config.split_k > 1 else 0
 
 
-def _backward(saved: Saved, grad: torch.Tensor) -> Mapping[str, torch.Tensor | None]:
+def _backward(saved: Saved, grad: Tensor) -> Mapping[str, Part]:
     """The library's own gradients; those of the adds are sums of the one that came in."""
     x, weight, wanted = saved.x, saved.weight, saved.wanted
     pair = [saved.stride] * 2, [saved.padding] * 2

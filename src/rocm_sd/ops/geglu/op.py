@@ -23,6 +23,10 @@ from rocm_sd.tuning.choice import STOCK
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from torch import Tensor
+
+    from rocm_sd.ops.layouts import Part
+
 __all__ = ["OP", "geglu"]
 
 
@@ -38,17 +42,17 @@ def geglu(x: torch.Tensor, bias: torch.Tensor | None = None, implementation: str
     return OP.call(x, bias, implementation=implementation)
 
 
-def _allocate(x: torch.Tensor) -> torch.Tensor:
+def _allocate(x: Tensor) -> Tensor:
     return x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
 
 
-def _stock(x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def _stock(x: Tensor, bias: Part) -> Tensor:
     h = x if bias is None else x + bias.to(x.dtype)
     value, gate = h.chunk(2, dim=-1)
     return (value * F.gelu(gate)).contiguous()
 
 
-def _triton(x: torch.Tensor, bias: torch.Tensor | None, *, config: GegluConfig) -> torch.Tensor:
+def _triton(x: Tensor, bias: Part, *, config: GegluConfig) -> Tensor:
     from rocm_sd.kernels.triton.geglu import launch  # noqa: PLC0415 -- needs Triton
 
     y = _allocate(x)
@@ -57,7 +61,7 @@ def _triton(x: torch.Tensor, bias: torch.Tensor | None, *, config: GegluConfig) 
     return y
 
 
-def _backward(saved: Saved, grad: torch.Tensor) -> Mapping[str, torch.Tensor | None]:
+def _backward(saved: Saved, grad: Tensor) -> Mapping[str, Part]:
     """h anew, then the closed form, gelu'(g) = Phi(g) + g * phi(g), in float32 or wider."""
     x, bias = saved.x, saved.bias
     wide = torch.promote_types(x.dtype, torch.float32)

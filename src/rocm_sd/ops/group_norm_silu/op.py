@@ -27,6 +27,9 @@ from rocm_sd.tuning.choice import STOCK
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from torch import Tensor
+
+    from rocm_sd.ops.layouts import Part
     from rocm_sd.tuning import Problem
 
 __all__ = ["OP", "group_norm_silu", "group_norm_silu_"]
@@ -76,14 +79,7 @@ def group_norm_silu_(
     return group_norm_silu(*given)
 
 
-def _validate(
-    x: torch.Tensor,
-    groups: int,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    add: torch.Tensor | None,
-    concat: torch.Tensor | None = None,
-) -> None:
+def _validate(x: Tensor, groups: int, weight: Part, bias: Part, add: Part, concat: Part = None) -> None:
     if x.dim() != 4:
         raise Unsupported(OP.name, f"x of {x.dim()} dimensions: it takes [N, C, H, W]")
     C = x.shape[1] + (0 if concat is None else concat.shape[1])
@@ -94,20 +90,13 @@ def _validate(
     OP.require_shape("add", add, (x.shape[0], C))
 
 
-def _allocate(x: torch.Tensor) -> torch.Tensor:
+def _allocate(x: Tensor) -> Tensor:
     return torch.empty_like(x, memory_format=torch.channels_last)
 
 
 def _stock(
-    x: torch.Tensor,
-    groups: int,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    add: torch.Tensor | None,
-    eps: float,
-    silu: bool,
-    concat: torch.Tensor | None = None,
-) -> torch.Tensor:
+    x: Tensor, groups: int, weight: Part, bias: Part, add: Part, eps: float, silu: bool, concat: Part = None
+) -> Tensor:
     x = joined(x, concat)
     h = x if add is None else x + add[:, :, None, None].to(x.dtype)
     # Not F.group_norm, which refuses groups of one value; the definition has a value for them: the bias.
@@ -184,7 +173,7 @@ def _reads_two(problem: Problem, config: GroupNormSiluConfig) -> bool:
     return not config.one_pass(int(problem["hw"]), int(problem["c"]) // int(problem["groups"]))
 
 
-def _backward(saved: Saved, grad: torch.Tensor) -> Mapping[str, torch.Tensor | None]:
+def _backward(saved: Saved, grad: Tensor) -> Mapping[str, Part]:
     """Recompute through stock ops what inference never stores, then the closed form, in float32 or wider."""
     x, groups, weight, bias, add = saved.x, saved.groups, saved.weight, saved.bias, saved.add
     N, C, H, W = x.shape

@@ -22,6 +22,9 @@ from rocm_sd.tuning.choice import STOCK
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from torch import Tensor
+
+    from rocm_sd.ops.layouts import Part
     from rocm_sd.tuning import Problem
 
 __all__ = ["OP", "guided_step"]
@@ -58,12 +61,7 @@ def guided_step(
 
 
 def _validate(
-    prediction: torch.Tensor,
-    states: torch.Tensor,
-    table: torch.Tensor,
-    step: torch.Tensor,
-    guidance: torch.Tensor | float | None,
-    noise: torch.Tensor | None,
+    prediction: Tensor, states: Tensor, table: Tensor, step: Tensor, guidance: Tensor | float | None, noise: Part
 ) -> None:
     if states.dim() < 2 or not states.shape[0]:
         raise Unsupported(OP.name, f"states of shape {tuple(states.shape)}: it takes [S, B, ...], the sample first")
@@ -90,13 +88,13 @@ def _validate(
         raise Unsupported(OP.name, f"table of {table.dtype}", hint="Use float32.")
 
 
-def _channels_last(prediction: torch.Tensor) -> bool:
+def _channels_last(prediction: Tensor) -> bool:
     if prediction.dim() != 4 or prediction.is_contiguous():
         return False
     return prediction.is_contiguous(memory_format=torch.channels_last)
 
 
-def _allocate(prediction: torch.Tensor, states: torch.Tensor) -> Pair:
+def _allocate(prediction: Tensor, states: Tensor) -> Pair:
     if not _channels_last(prediction):
         return states.new_empty(states.shape), prediction.new_empty(prediction.shape)
     S, B, C, H, W = states.shape
@@ -104,7 +102,7 @@ def _allocate(prediction: torch.Tensor, states: torch.Tensor) -> Pair:
     return new_states, torch.empty_like(prediction, memory_format=torch.channels_last)
 
 
-def _guided(prediction: torch.Tensor, guidance: torch.Tensor | float | None, wide: torch.dtype) -> torch.Tensor:
+def _guided(prediction: Tensor, guidance: Tensor | float | None, wide: torch.dtype) -> Tensor:
     if guidance is None:
         return prediction.to(wide)
     unconditional, conditional = prediction.to(wide).chunk(2)
@@ -113,21 +111,16 @@ def _guided(prediction: torch.Tensor, guidance: torch.Tensor | float | None, wid
     return unconditional + _for_each(guidance.to(wide), prediction) * (conditional - unconditional)
 
 
-def _for_each(scales: torch.Tensor, images: torch.Tensor) -> torch.Tensor:
+def _for_each(scales: Tensor, images: Tensor) -> Tensor:
     return scales.reshape(-1, *[1] * (images.dim() - 1))
 
 
-def _wide(*tensors: torch.Tensor) -> torch.dtype:
+def _wide(*tensors: Tensor) -> torch.dtype:
     return torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
 
 
 def _stock(
-    prediction: torch.Tensor,
-    states: torch.Tensor,
-    table: torch.Tensor,
-    step: torch.Tensor,
-    guidance: torch.Tensor | float | None,
-    noise: torch.Tensor | None,
+    prediction: Tensor, states: Tensor, table: Tensor, step: Tensor, guidance: Tensor | float | None, noise: Part
 ) -> Pair:
     wide = _wide(prediction, states)
     new_states, model_input = _allocate(prediction, states)
@@ -175,7 +168,7 @@ def _triton(
     return new_states, model_input
 
 
-def _dense(images: torch.Tensor, channels_last: bool) -> torch.Tensor:
+def _dense(images: Tensor, channels_last: bool) -> Tensor:
     """The same values in memory in the order of the layout; what is so already is not copied."""
     return images.movedim(-3, -1).contiguous() if channels_last else images.contiguous()
 
@@ -188,7 +181,7 @@ def _refuse(problem: Problem) -> str | None:
     return None
 
 
-def _backward(saved: Saved, d_states: torch.Tensor, d_input: torch.Tensor) -> Mapping[str, torch.Tensor | None]:
+def _backward(saved: Saved, d_states: Tensor, d_input: Tensor) -> Mapping[str, Part]:
     """The transpose of the step's rows, then of the guidance; in float32 or wider."""
     prediction, states, table, step = saved.prediction, saved.states, saved.table, saved.step
     guidance, noise = saved.guidance, saved.noise

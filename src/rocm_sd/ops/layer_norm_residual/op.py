@@ -24,6 +24,9 @@ from rocm_sd.tuning.choice import STOCK
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from torch import Tensor
+
+    from rocm_sd.ops.layouts import Part
     from rocm_sd.tuning import Problem
 
 __all__ = ["OP", "layer_norm_residual"]
@@ -61,31 +64,19 @@ def layer_norm_residual(
     return OP.call(x, residual, weight, bias, eps, implementation=implementation)
 
 
-def _allocate(x: torch.Tensor) -> Pair:
+def _allocate(x: Tensor) -> Pair:
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     return y, torch.empty_like(y)
 
 
-def _stock(
-    x: torch.Tensor,
-    residual: torch.Tensor | None,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    eps: float,
-) -> Pair:
+def _stock(x: Tensor, residual: Part, weight: Part, bias: Part, eps: float) -> Pair:
     total = x if residual is None else (x + residual).contiguous()
     y = F.layer_norm(total, total.shape[-1:], as_dtype(weight, x.dtype), as_dtype(bias, x.dtype), eps)
     return y.contiguous(), total
 
 
 def _triton(
-    x: torch.Tensor,
-    residual: torch.Tensor | None,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    eps: float,
-    *,
-    config: LayerNormResidualConfig,
+    x: Tensor, residual: Part, weight: Part, bias: Part, eps: float, *, config: LayerNormResidualConfig
 ) -> Pair:
     from rocm_sd.kernels.triton.layer_norm_residual import launch  # noqa: PLC0415 -- needs Triton
 
@@ -95,15 +86,7 @@ def _triton(
     return y, total
 
 
-def _hip(
-    x: torch.Tensor,
-    residual: torch.Tensor | None,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    eps: float,
-    *,
-    config: HipConfig,
-) -> Pair:
+def _hip(x: Tensor, residual: Part, weight: Part, bias: Part, eps: float, *, config: HipConfig) -> Pair:
     from rocm_sd.kernels.hip.layer_norm_residual import launch  # noqa: PLC0415 -- only where used
 
     y, total = _results(x, residual)
@@ -113,15 +96,13 @@ def _hip(
     return y, total
 
 
-def _results(x: torch.Tensor, residual: torch.Tensor | None) -> Pair:
+def _results(x: Tensor, residual: Part) -> Pair:
     """`_allocate`, where there is a residual."""
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     return y, x if residual is None else torch.empty_like(y)
 
 
-def _as_rows(
-    x: torch.Tensor, residual: torch.Tensor | None, y: torch.Tensor, total: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor | None]:
+def _as_rows(x: Tensor, residual: Part, y: Tensor, total: Tensor) -> tuple[Tensor, Part, Tensor, Part]:
     C = x.shape[-1]
     added, sums = (None, None) if residual is None else (as_rows(residual), total.view(-1, C))
     return as_rows(x), added, y.view(-1, C), sums
@@ -139,7 +120,7 @@ def _too_wide_for_hip(problem: Problem) -> str | None:
     return None
 
 
-def _backward(saved: Saved, grad_y: torch.Tensor, grad_total: torch.Tensor) -> Mapping[str, torch.Tensor | None]:
+def _backward(saved: Saved, grad_y: Tensor, grad_total: Tensor) -> Mapping[str, Part]:
     """Mean and spread anew from `total`, then the closed form, in float32 or wider; `total` passes its gradient on."""
     total, weight = saved.total, saved.weight
     wide = torch.promote_types(total.dtype, torch.float32)

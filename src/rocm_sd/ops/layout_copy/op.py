@@ -20,6 +20,9 @@ from rocm_sd.tuning.choice import STOCK
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from torch import Tensor
+
+    from rocm_sd.ops.layouts import Part
     from rocm_sd.tuning import Problem
 
 __all__ = ["OP", "layout_copy"]
@@ -36,15 +39,15 @@ def layout_copy(x: torch.Tensor, channels_last: bool, implementation: str | None
     return OP.call(x, channels_last, implementation=implementation)
 
 
-def _allocate(x: torch.Tensor, channels_last: bool) -> torch.Tensor:
+def _allocate(x: Tensor, channels_last: bool) -> Tensor:
     return torch.empty_like(x, memory_format=torch.channels_last if channels_last else torch.contiguous_format)
 
 
-def _stock(x: torch.Tensor, channels_last: bool) -> torch.Tensor:
+def _stock(x: Tensor, channels_last: bool) -> Tensor:
     return _allocate(x, channels_last).copy_(x)
 
 
-def _triton(x: torch.Tensor, channels_last: bool, *, config: LayoutCopyConfig) -> torch.Tensor:
+def _triton(x: Tensor, channels_last: bool, *, config: LayoutCopyConfig) -> Tensor:
     from rocm_sd.kernels.triton.layout_copy import launch  # noqa: PLC0415 -- needs Triton
 
     out = _allocate(x, channels_last)
@@ -55,7 +58,7 @@ def _triton(x: torch.Tensor, channels_last: bool, *, config: LayoutCopyConfig) -
     return out
 
 
-def _hip(x: torch.Tensor, channels_last: bool) -> torch.Tensor:
+def _hip(x: Tensor, channels_last: bool) -> Tensor:
     from rocm_sd.kernels.hip.layout_copy import launch  # noqa: PLC0415 -- only where it is used
 
     out = _allocate(x, channels_last)
@@ -66,7 +69,7 @@ def _hip(x: torch.Tensor, channels_last: bool) -> torch.Tensor:
     return out
 
 
-def _is_transpose(x: torch.Tensor, channels_last: bool) -> bool:
+def _is_transpose(x: Tensor, channels_last: bool) -> bool:
     as_channels_last, as_contiguous = x.is_contiguous(memory_format=torch.channels_last), x.is_contiguous()
     # Both where there is one channel or one pixel: then nothing moves.
     return as_channels_last != as_contiguous and not (as_channels_last if channels_last else as_contiguous)
@@ -78,7 +81,7 @@ def _too_large(problem: Problem) -> str | None:
     return None
 
 
-def _backward(_saved: Saved, grad: torch.Tensor) -> Mapping[str, torch.Tensor | None]:
+def _backward(_saved: Saved, grad: Tensor) -> Mapping[str, Part]:
     return {"x": grad}
 
 

@@ -27,7 +27,10 @@ from rocm_sd.tuning.choice import STOCK
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from torch import Tensor
+
     from rocm_sd.kernels.hip.linear_geglu import LinearGegluConfig as HipConfig
+    from rocm_sd.ops.layouts import Part
 
 __all__ = ["OP", "linear_geglu"]
 
@@ -48,23 +51,21 @@ def linear_geglu(
     return OP.call(x, weight, bias, implementation=implementation)
 
 
-def _allocate(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def _allocate(x: Tensor, weight: Tensor) -> Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0] // 2))
 
 
-def _stock(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def _stock(x: Tensor, weight: Tensor, bias: Part) -> Tensor:
     value, gate = F.linear(x, weight, bias).chunk(2, dim=-1)
     return (value * F.gelu(gate)).contiguous()
 
 
-def _library_geglu(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def _library_geglu(x: Tensor, weight: Tensor, bias: Part) -> Tensor:
     """The product by `linear_residual`, then bias and gate by `geglu`: [..., 2F] is written once and read once."""
     return geglu(linear_residual(x, weight), bias)
 
 
-def _triton(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, config: LinearGegluConfig
-) -> torch.Tensor:
+def _triton(x: Tensor, weight: Tensor, bias: Part, *, config: LinearGegluConfig) -> Tensor:
     from rocm_sd.kernels.triton.linear_geglu import launch  # noqa: PLC0415 -- needs Triton
 
     y = _allocate(x, weight)
@@ -73,7 +74,7 @@ def _triton(
     return y
 
 
-def _hip(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, config: HipConfig) -> torch.Tensor:
+def _hip(x: Tensor, weight: Tensor, bias: Part, *, config: HipConfig) -> Tensor:
     from rocm_sd.kernels.hip.linear_geglu import launch  # noqa: PLC0415 -- only where used
 
     y = _allocate(x, weight)
@@ -83,7 +84,7 @@ def _hip(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, co
     return y
 
 
-def _backward(saved: Saved, grad: torch.Tensor) -> Mapping[str, torch.Tensor | None]:
+def _backward(saved: Saved, grad: Tensor) -> Mapping[str, Part]:
     """h anew, by the library; then the closed form, gelu'(g) = Phi(g) + g * phi(g), in float32 or wider."""
     x, weight, bias, wanted = saved.x, saved.weight, saved.bias, saved.wanted
     wide = torch.promote_types(x.dtype, torch.float32)

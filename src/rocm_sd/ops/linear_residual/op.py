@@ -24,7 +24,10 @@ from rocm_sd.tuning.choice import STOCK
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from torch import Tensor
+
     from rocm_sd.kernels.hip.linear_residual import LinearResidualConfig as HipConfig
+    from rocm_sd.ops.layouts import Part
     from rocm_sd.tuning import Problem
 
 __all__ = ["OP", "linear_residual"]
@@ -51,21 +54,17 @@ def linear_residual(
     return OP.call(x, weight, bias, residual, implementation=implementation)
 
 
-def _allocate(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def _allocate(x: Tensor, weight: Tensor) -> Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
-def _stock(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None
-) -> torch.Tensor:
+def _stock(x: Tensor, weight: Tensor, bias: Part, residual: Part) -> Tensor:
     y = F.linear(x, weight, bias)
     return (y if residual is None else y + residual).contiguous()
 
 
-def _addmm(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None
-) -> torch.Tensor:
-    """The GEMM accumulates onto the residual (beta = 1); a bias beside it is added to the residual first."""
+def _addmm(x: Tensor, weight: Tensor, bias: Part, residual: Part) -> Tensor:
+    """The GEMM accumulates onto the residual (beta = 1); a bias is added to the residual first."""
     if residual is None:
         return F.linear(x, weight, bias).contiguous()
     y = residual.contiguous() if bias is None else (residual + bias).contiguous()
@@ -75,14 +74,7 @@ def _addmm(
     return out.view(y.shape)
 
 
-def _library(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    residual: torch.Tensor | None,
-    *,
-    library: libraries.Library,
-) -> torch.Tensor:
+def _library(x: Tensor, weight: Tensor, bias: Part, residual: Part, *, library: libraries.Library) -> Tensor:
     """As `_addmm`, by one named library. Where that cannot add a bias, torch would take another for it: not here."""
     with libraries.preferred(library):
         if residual is None and bias is not None and not library.adds_bias:
@@ -96,14 +88,7 @@ def _library_why_not(problem: Problem, device: torch.device, *, library: librari
     return libraries.why_not(library, device)
 
 
-def _triton(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    residual: torch.Tensor | None,
-    *,
-    config: LinearResidualConfig,
-) -> torch.Tensor:
+def _triton(x: Tensor, weight: Tensor, bias: Part, residual: Part, *, config: LinearResidualConfig) -> Tensor:
     from rocm_sd.kernels.triton.linear_residual import launch  # noqa: PLC0415 -- needs Triton
 
     y = _allocate(x, weight)
@@ -113,14 +98,7 @@ def _triton(
     return y
 
 
-def _hip(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    residual: torch.Tensor | None,
-    *,
-    config: HipConfig,
-) -> torch.Tensor:
+def _hip(x: Tensor, weight: Tensor, bias: Part, residual: Part, *, config: HipConfig) -> Tensor:
     from rocm_sd.kernels.hip.linear_residual import launch  # noqa: PLC0415 -- only where used
 
     y = _allocate(x, weight)
@@ -130,7 +108,7 @@ def _hip(
     return y
 
 
-def _backward(saved: Saved, grad: torch.Tensor) -> Mapping[str, torch.Tensor | None]:
+def _backward(saved: Saved, grad: Tensor) -> Mapping[str, Part]:
     x, weight, wanted = saved.x, saved.weight, saved.wanted
     rows = grad.reshape(-1, grad.shape[-1])
     return {

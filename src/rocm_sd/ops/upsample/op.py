@@ -22,6 +22,9 @@ from rocm_sd.tuning.choice import STOCK
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from torch import Tensor
+
+    from rocm_sd.ops.layouts import Part
     from rocm_sd.tuning import Problem
 
 __all__ = ["OP", "upsample"]
@@ -44,12 +47,12 @@ def upsample(x: torch.Tensor, scale: int = 2, mode: str = "nearest", implementat
     return OP.call(x, scale, mode, implementation=implementation)
 
 
-def _allocate(x: torch.Tensor, scale: int) -> torch.Tensor:
+def _allocate(x: Tensor, scale: int) -> Tensor:
     N, C, H, W = x.shape
     return x.new_empty((N, scale * H, scale * W, C)).permute(0, 3, 1, 2)
 
 
-def _stock(x: torch.Tensor, scale: int, mode: str) -> torch.Tensor:
+def _stock(x: Tensor, scale: int, mode: str) -> Tensor:
     if not x.numel():
         return _allocate(x, scale)
     corners = None if mode == "nearest" else False
@@ -59,7 +62,7 @@ def _stock(x: torch.Tensor, scale: int, mode: str) -> torch.Tensor:
     return y if y.stride() == out.stride() else out.copy_(y)
 
 
-def _triton(x: torch.Tensor, scale: int, mode: str, *, config: UpsampleConfig) -> torch.Tensor:
+def _triton(x: Tensor, scale: int, mode: str, *, config: UpsampleConfig) -> Tensor:
     from rocm_sd.kernels.triton.upsample import launch  # noqa: PLC0415 -- needs Triton
 
     out = _allocate(x, scale)
@@ -68,7 +71,7 @@ def _triton(x: torch.Tensor, scale: int, mode: str, *, config: UpsampleConfig) -
     return out
 
 
-def _hip(x: torch.Tensor, scale: int, mode: str) -> torch.Tensor:
+def _hip(x: Tensor, scale: int, mode: str) -> Tensor:
     from rocm_sd.kernels.hip.upsample import launch  # noqa: PLC0415 -- only where it is used
 
     out = _allocate(x, scale)
@@ -89,7 +92,7 @@ def _too_far_or_large(problem: Problem) -> str | None:
     return _too_far(problem)
 
 
-def _backward(saved: Saved, grad: torch.Tensor) -> Mapping[str, torch.Tensor | None]:
+def _backward(saved: Saved, grad: Tensor) -> Mapping[str, Part]:
     """The transpose of the enlargement: it needs none of x's values."""
     scale, mode = saved.scale, saved.mode
     N, C, H, W = grad.shape[0], grad.shape[1], grad.shape[2] // scale, grad.shape[3] // scale
@@ -99,7 +102,7 @@ def _backward(saved: Saved, grad: torch.Tensor) -> Mapping[str, torch.Tensor | N
     return {"x": torch.einsum("ncij,hi,wj->nchw", wide, _weights(H, scale, wide), _weights(W, scale, wide))}
 
 
-def _weights(size: int, scale: int, like: torch.Tensor) -> torch.Tensor:
+def _weights(size: int, scale: int, like: Tensor) -> Tensor:
     """[size, scale * size]: what each pixel of a line gives to each pixel of the longer line."""
     one_hot = torch.eye(size, dtype=like.dtype, device=like.device)
     return F.interpolate(one_hot[None], scale_factor=scale, mode="linear", align_corners=False)[0]

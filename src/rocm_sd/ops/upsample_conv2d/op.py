@@ -24,8 +24,11 @@ from rocm_sd.tuning.choice import STOCK
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from torch import Tensor
+
     from rocm_sd.kernels.config import Config
     from rocm_sd.kernels.hip.upsample_conv2d import Conv2dConfig
+    from rocm_sd.ops.layouts import Part
 
 __all__ = ["OP", "parity_weights", "upsample_conv2d"]
 
@@ -56,13 +59,13 @@ def upsample_conv2d(
     return OP.call(x, weight, bias, parity_weight, implementation=implementation)
 
 
-def _allocate(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def _allocate(x: Tensor, weight: Tensor) -> Tensor:
     N, _, H, W = x.shape
     size = (N, weight.shape[0], 2 * H, 2 * W)
     return torch.empty(size, dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
 
 
-def _parity(x: torch.Tensor, weight: torch.Tensor, parity_weight: torch.Tensor | None) -> torch.Tensor:
+def _parity(x: Tensor, weight: Tensor, parity_weight: Part) -> Tensor:
     given = parity_weights(weight) if parity_weight is None else parity_weight
     return given.to(x.dtype).contiguous()
 
@@ -83,9 +86,7 @@ def _stock(
     return y if as_promised else _allocate(x, weight).copy_(y)
 
 
-def _parity_library(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, parity_weight: torch.Tensor | None
-) -> torch.Tensor:
+def _parity_library(x: Tensor, weight: Tensor, bias: Part, parity_weight: Part) -> Tensor:
     from rocm_sd.kernels.triton.upsample_conv2d import interleave  # noqa: PLC0415 -- needs Triton
 
     out = _allocate(x, weight)
@@ -102,14 +103,7 @@ def _parity_library(
     return out
 
 
-def _triton(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    parity_weight: torch.Tensor | None,
-    *,
-    config: UpsampleConv2dConfig,
-) -> torch.Tensor:
+def _triton(x: Tensor, weight: Tensor, bias: Part, parity_weight: Part, *, config: UpsampleConv2dConfig) -> Tensor:
     from rocm_sd.kernels.triton.upsample_conv2d import launch  # noqa: PLC0415 -- needs Triton
 
     out = _allocate(x, weight)
@@ -118,14 +112,7 @@ def _triton(
     return out
 
 
-def _hip(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    parity_weight: torch.Tensor | None,
-    *,
-    config: Conv2dConfig,
-) -> torch.Tensor:
+def _hip(x: Tensor, weight: Tensor, bias: Part, parity_weight: Part, *, config: Conv2dConfig) -> Tensor:
     from rocm_sd.kernels.hip.upsample_conv2d import launch  # noqa: PLC0415 -- only where used
 
     out = _allocate(x, weight)
@@ -148,7 +135,7 @@ def _parts_bytes(arguments: tuple[Any, ...], config: Config, device: torch.devic
     return _sums_bytes(arguments, config, device) + 2 * int(N * weight.shape[0] * (H + 1) * (W + 1) * x.itemsize)
 
 
-def _backward(saved: Saved, grad: torch.Tensor) -> Mapping[str, torch.Tensor | None]:
+def _backward(saved: Saved, grad: Tensor) -> Mapping[str, Part]:
     """The library's own gradients of the two steps; the parity weights follow from the weight and get none."""
     x, weight, wanted = saved.x, saved.weight, saved.wanted
     enlarged = F.interpolate(channels_last(x), scale_factor=2.0, mode="nearest")
