@@ -12,8 +12,9 @@ pytest.importorskip("triton", reason="the search is over Triton's kernels too")
 
 from rocm_sd import arch as archs
 from rocm_sd.errors import InvalidOption
-from rocm_sd.kernels.config import NO_CONFIG
+from rocm_sd.kernels.config import NO_CONFIG, OpenConfig
 from rocm_sd.kernels.hip import toolchain
+from rocm_sd.kernels.hip.layer_norm_residual import LayerNormResidualConfig
 from rocm_sd.ops import OPS
 from rocm_sd.tuning import choice
 from rocm_sd.tuning.ranking import Candidate
@@ -90,7 +91,7 @@ def one_bucket(monkeypatch, op, *configs):
 
 
 def test_a_search_writes_beside_what_is_chosen_and_alone_where_there_is_nothing_else(monkeypatch, tmp_path):
-    one_bucket(monkeypatch, NORM, {"threads": 64}, {"threads": 256})
+    one_bucket(monkeypatch, NORM, LayerNormResidualConfig(64), LayerNormResidualConfig(256))
     (tmp_path / "gfx1100").mkdir()
     file = tmp_path / "gfx1100" / f"{NORM.name}.json"
     chosen = {"op": NORM.name, "arch": "gfx1100", "static": {"implementation": "triton", "config": {"a": 1}, "why": ""}}
@@ -109,12 +110,12 @@ def test_a_search_writes_beside_what_is_chosen_and_alone_where_there_is_nothing_
     part = table["beside"]["hip"]
     (entry,) = part["bucket"]
     assert "implementation" not in entry
-    assert entry["config"] == part["static"]["config"] == best.config
+    assert entry["config"] == part["static"]["config"] == best.config.to_dict()
     assert entry["figures"]["modelled_us"] == best.modelled_us > 3
     assert "compiled by clang" in entry["why"]
     assert "never timed" in entry["why"]
     (kernel,) = entry["figures"]["kernels"]
-    assert kernel["threads"] == best.config["threads"]
+    assert kernel["threads"] == best.config.threads
     assert (kernel["coalescing"], kernel["conflicts"]) == (1.0, 0)
     assert part["searched"]["command"] == f"rocm-sd tune --static {NORM.name}:hip --arch gfx1100"
     assert (part["searched"]["compiled"], part["searched"]["dropped"]) == (2, {})
@@ -127,19 +128,19 @@ def test_a_search_writes_beside_what_is_chosen_and_alone_where_there_is_nothing_
 
 
 def test_a_config_that_does_not_compile_costs_itself_alone(monkeypatch, tmp_path):
-    good = LINEAR.implementation("hip").default.to_dict()
+    good = LINEAR.implementation("hip").default
     # Fragments of 16 do not make 24 rows.
-    one_bucket(monkeypatch, LINEAR, {**good, "block_m": 24}, good)
+    one_bucket(monkeypatch, LINEAR, replace(good, block_m=24), good)
     (found,) = tune(plan([f"{LINEAR.name}:hip"], ["gfx1030"]), tmp_path)
     assert [c.config for c in found.ranked] == [good]
     assert found.dropped == {"compiler": 1}
     table = json.loads((tmp_path / "gfx1030" / f"{LINEAR.name}.json").read_text())
     # It competes with a vendor's library: without a time it is not the choice, and its config is there.
-    assert (table["static"]["implementation"], table["static"]["config"]) == ("torch", good)
+    assert (table["static"]["implementation"], table["static"]["config"]) == ("torch", good.to_dict())
 
 
 def test_a_search_of_the_own_kernels_keeps_what_stands_beside(tmp_path):
-    good = Candidate({"tile": 32}, 5.0, figures={"vgprs": 40, "waves_per_simd": 16})
+    good = Candidate(OpenConfig.fitting({"tile": 32}), 5.0, figures={"vgprs": 40, "waves_per_simd": 16})
     hip = Found("foo", "gfx1100", {"m": [1, 9]}, "9x9", (good,), "hip")
     path = tuning_files.write_beside([hip], tmp_path, "19.1.7")
     first = json.loads(path.read_text())
@@ -166,7 +167,7 @@ def test_nothing_named_means_both_languages_and_a_name_means_one(monkeypatch):
     with pytest.raises(InvalidOption, match="layer_norm_residual:hip"):
         plan(["geglu:hip"])
     # What has nothing to configure is compiled all the same.
-    assert {s.configs for s in plan(["upsample:hip"], ["gfx1100"]).searches} == {((),)}
+    assert {s.configs for s in plan(["upsample:hip"], ["gfx1100"]).searches} == {(NO_CONFIG,)}
 
     def refuse():
         raise toolchain.NoHipCompiler("There is no clang.")
@@ -202,7 +203,7 @@ def test_shipped_configs_are_of_todays_space(name, gfx):
             continue
         config = op.config_of("hip", op.lookup(gfx, problem))
         assert config in space
-        assert entry["config"] == config
+        assert entry["config"] == config.to_dict()
         assert entry["figures"]["spills"] == 0
 
 

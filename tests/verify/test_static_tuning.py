@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from rocm_sd.errors import InvalidOption, MissingDependency, RocmSdError, Unsupported
+from rocm_sd.kernels.config import NO_CONFIG, Config, OpenConfig
 from rocm_sd.ops import OPS
 from rocm_sd.tuning import choice
 from rocm_sd.tuning.ranking import Candidate, Code, Part, Program, _trips
@@ -28,12 +29,12 @@ OP = OPS["group_norm_silu"]
 interpreted = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="kernels are compiled here")
 
 
-def configs(gfx: str = "gfx1100") -> list[dict[str, int]]:
+def configs(gfx: str = "gfx1100") -> list[Config]:
     """Two of the op's own for its smallest bucket."""
     from rocm_sd import arch
 
     arguments = OP.tuning.buckets[0].sample.make(filled=False)
-    return [dict(c) for c in OP.tuning.space(OP.verification.problem(*arguments), arch.get(gfx))][:2]
+    return list(OP.tuning.space(OP.verification.problem(*arguments), arch.get(gfx)))[:2]
 
 
 @pytest.fixture
@@ -63,7 +64,7 @@ def test_every_config_is_compiled_and_the_best_is_written(small_space, tmp_path)
     best, other = found[0].ranked
     assert entry["when"] == OP.tuning.buckets[0].when
     assert entry["implementation"] == OP.tuning.untimed
-    assert entry["config"] == best.config == table["static"]["config"]
+    assert entry["config"] == best.config.to_dict() == table["static"]["config"]
     figures = entry["figures"]
     assert figures["modelled_us"] == best.modelled_us <= other.modelled_us == figures["runner_up_modelled_us"]
     assert figures["modelled_us"] > 3
@@ -86,7 +87,7 @@ def test_every_config_is_compiled_and_the_best_is_written(small_space, tmp_path)
 def test_a_config_that_does_not_compile_costs_itself_alone(small_space, tmp_path):
     good = configs()[0]
     # Triton refuses a number of warps that is not a power of two.
-    broken = {name: 3 if name.endswith("warps") else value for name, value in good.items()}
+    broken = replace(good, **{name: 3 for name in good.to_dict() if name.endswith("warps")})
     small_space(broken, good)
     (found,) = tune(plan([OP.name], ["gfx1100"]), tmp_path)
     assert [c.config for c in found.ranked] == [good]
@@ -113,7 +114,7 @@ def test_ctrl_c_keeps_the_files_already_written(small_space, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         tune(plan([OP.name], ["gfx1100", "gfx942"]), tmp_path, progress=interrupt)
     (written,) = tmp_path.rglob("*.*")
-    assert json.loads(written.read_text())["bucket"][0]["config"] == configs()[0]
+    assert json.loads(written.read_text())["bucket"][0]["config"] == configs()[0].to_dict()
 
 
 def test_a_folder_that_cannot_be_written_to_is_refused_before_the_search(tmp_path):
@@ -174,7 +175,7 @@ def candidate(failed: dict[str, str], *, call: str = "a", grid: tuple[int, ...] 
     future: Future[object] = Future()
     future.set_result({"version": "3.9.0", "calls": launches})
     counts = {"gfx1100": [{"kernel": "_apply", "grid": list(grid), "program": PROGRAM}]}
-    return static_tuning._candidate(SEARCH, (("tile", 1),), future, counts, set())
+    return static_tuning._candidate(SEARCH, OpenConfig.fitting({"tile": 1}), future, counts, set())
 
 
 @pytest.mark.parametrize("gate", ["spills", "scratch", "lds", "matrix"])
@@ -200,7 +201,9 @@ def test_counting_and_compiling_must_see_the_same_launches():
 def test_a_kernel_that_cannot_be_interpreted_is_dropped_and_a_missing_package_is_not():
     future: Future[object] = Future()
     future.set_result({"version": "3.9.0", "calls": {"a": [LAUNCH]}})
-    dropped = static_tuning._candidate(SEARCH, (("tile", 1),), future, {"error": "no inline assembly"}, set())
+    dropped = static_tuning._candidate(
+        SEARCH, OpenConfig.fitting({"tile": 1}), future, {"error": "no inline assembly"}, set()
+    )
     assert dropped.dropped == "interpreter: no inline assembly"
     missing: Future[object] = Future()
     missing.set_exception(MissingDependency("triton", "verify"))
@@ -216,7 +219,11 @@ def searched(*candidates: Candidate, when: dict[str, list[int]] | None = None) -
     return Found("foo", "gfx1100", when or {"m": [1, 9]}, "9x9", candidates)
 
 
-GOOD = Candidate({"tile": 32}, 5.0, figures={"vgprs": 40, "waves_per_simd": 16, "left_out": ["memory: not known"]})
+GOOD = Candidate(
+    OpenConfig.fitting({"tile": 32}),
+    5.0,
+    figures={"vgprs": 40, "waves_per_simd": 16, "left_out": ["memory: not known"]},
+)
 
 
 def test_what_was_measured_is_kept(tmp_path):
@@ -243,23 +250,28 @@ def test_what_was_measured_is_kept(tmp_path):
 
 
 def test_a_bucket_where_all_was_dropped_runs_as_stock_torch(tmp_path, monkeypatch):
-    spilled = Candidate({"tile": 512}, dropped="spills: _foo: 3 VGPRs")
+    spilled = Candidate(OpenConfig.fitting({"tile": 512}), dropped="spills: _foo: 3 VGPRs")
     lost = searched(spilled, spilled, when={"m": [10, 20]})
     path = tuning_files.write([searched(GOOD, spilled), lost], tmp_path, "triton", "3.9.0")
     table = json.loads(path.read_text())
     assert table["searched"]["dropped"] == {"spills": 3}
     monkeypatch.setattr(choice, "_table", lambda _op, _arch: table)
     stock = choice.lookup("foo", "gfx1100", {"m": 15})
-    assert (stock.implementation, dict(stock.config)) == ("torch", {})
+    assert (stock.implementation, stock.config) == ("torch", NO_CONFIG)
     assert "all 2 configs were dropped: spills: _foo: 3 VGPRs" in stock.why
-    assert choice.lookup("foo", "gfx1100", {"m": 5}).config == {"tile": 32}
+    assert choice.lookup("foo", "gfx1100", {"m": 5}).config.to_dict() == {"tile": 32}
     assert choice.lookup("foo", "gfx1100", {"m": 99}).source == "static"
 
 
 def test_workgroups_of_a_launch_write_the_whole_output_once():
     """Counted in a worker, for two architectures, by the bytes of the call's own tensors."""
     sample = OP.tuning.buckets[0].sample
-    task = {"op": OP.name, "sample": sample.name, "config": configs()[0], "architectures": ["gfx1100", "gfx942"]}
+    task = {
+        "op": OP.name,
+        "sample": sample.name,
+        "config": configs()[0].to_dict(),
+        "architectures": ["gfx1100", "gfx942"],
+    }
     future = workers.pool(interpret=True).submit("rocm_sd.verify.static_tasks:count", task, timeout=120)
     launches = future.result()
     x = sample.make(filled=False)[0]
