@@ -220,6 +220,13 @@ class _Walk:
         half = self.dtype in {torch.float16, torch.bfloat16} and weight.shape[-1] > 1
         return 0 if self.channels_last or not half else (self._bytes(x) + self._bytes(y)) * 3 // 4
 
+    def _product(self, layer: Any, x: _Map) -> int:
+        """The scratch of a linear over the pixels, by a rule."""
+        if not self._asks("linear_residual"):
+            return 0
+        tokens = torch.empty((x.N, x.H * x.W, x.C), dtype=self.dtype, device="meta")
+        return OPS["linear_residual"].scratch_bytes((tokens, _base(layer).weight, None, None), self.device) or 0
+
     def _asks(self, op: str) -> bool:
         """Whether a rule would call the op of that name: on a CPU only where the settings name an implementation."""
         return self.device.type != "cpu" or settings.implementation_for(op) is not None
@@ -326,6 +333,8 @@ class _Walk:
         # takes the name of the one before it.
         for number in range(2 if ours else 3):
             before = self._map(x)
+            if ours and number == 0:
+                self._for_a_moment(self._product(module.to_out[0], x))
             self._give(0 if ours and number == 0 else before)
         self._give(normed, *q_k_v, mixed if ours else 0)
         return x

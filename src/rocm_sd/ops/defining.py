@@ -62,6 +62,7 @@ class Signature:
             if name != "implementation"
         )
         dispatched = tuple(each for each in arguments if each.name not in eager_only)
+        assert dispatched == arguments[: len(dispatched)], f"{eager_only} must be the last of {function.__name__}"
         returned = hints["return"]
         results = f"({', '.join('Tensor' for _ in get_args(returned))})" if get_args(returned) else "Tensor"
         inside = ", ".join((*(each.schema for each in dispatched), "str? implementation=None"))

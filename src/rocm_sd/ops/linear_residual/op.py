@@ -6,7 +6,7 @@ It is a GEMM with bias and residual in its epilogue; `pack_linears` makes one we
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +18,7 @@ from rocm_sd.ops.defining import Saved, define
 from rocm_sd.ops.definition import HALVES, Implementation, where
 from rocm_sd.ops.layouts import as_rows, dense
 from rocm_sd.ops.linear_residual import libraries
-from rocm_sd.ops.linear_residual.workload import HIP, HIP_SMALLEST, TUNING, VERIFICATION
+from rocm_sd.ops.linear_residual.workload import HIP, HIP_SMALLEST, TUNING, VERIFICATION, problem
 from rocm_sd.tuning.choice import STOCK
 
 if TYPE_CHECKING:
@@ -108,6 +108,12 @@ def _hip(x: Tensor, weight: Tensor, bias: Part, residual: Part, *, config: HipCo
     return y
 
 
+def _parts_bytes(arguments: tuple[Any, ...], config: LinearResidualConfig | HipConfig, _device: torch.device) -> int:
+    """The sums of the parts into which `split_k` cuts K, in float32."""
+    asked = problem(*arguments)
+    return 4 * config.split_k * int(asked["m"]) * int(asked["n"]) if config.split_k > 1 else 0
+
+
 def _backward(saved: Saved, grad: Tensor) -> Mapping[str, Part]:
     x, weight, wanted = saved.x, saved.weight, saved.wanted
     rows = grad.reshape(-1, grad.shape[-1])
@@ -130,8 +136,10 @@ OP = define(
             Implementation(each.name, partial(_library, library=each), partial(_library_why_not, library=each))
             for each in libraries.LIBRARIES
         ),
-        Implementation("triton", _triton, where(triton, HALVES), default=LinearResidualConfig()),
-        Implementation("hip", _hip, where(hip, HALVES), HIP, default=HIP_SMALLEST),
+        Implementation(
+            "triton", _triton, where(triton, HALVES), default=LinearResidualConfig(), scratch_bytes=_parts_bytes
+        ),
+        Implementation("hip", _hip, where(hip, HALVES), HIP, default=HIP_SMALLEST, scratch_bytes=_parts_bytes),
     ),
     allocate=_allocate,
     backward=_backward,
