@@ -273,7 +273,7 @@ def test_gradcheck(op):
             results = outputs(call(op, changed(arguments, places, values)))
             return tuple(y for y in results if not any(y is value for value in values))
 
-        assert torch.autograd.gradcheck(function, [arguments[place] for place in places])
+        assert torch.autograd.gradcheck(function, [arguments[place] for place in places], rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("op", OPS)
