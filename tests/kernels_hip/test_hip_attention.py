@@ -349,7 +349,7 @@ def beside_triton(gfx, D):
     ours, chosen = facts_of(gfx, D, dtype), attention.configs(D, archs.get(gfx))[0]
     return tuple(
         (facts.vgprs, facts.spills, facts.lds, facts.waves_per_simd, queries)
-        for facts, queries in ((ours, chosen.block_m), (figures, config["block_m"]))
+        for facts, queries in ((ours, chosen.block_m), (figures, config.block_m))
     )
 
 

@@ -213,7 +213,7 @@ def test_a_narrow_tile_multiplies_a_fraction_and_moves_whole_lines(gfx):
 def test_narrow_tiles_are_tried_where_all_channels_fit_in_one():
     def widths(gfx, cout):
         problem = {"pixels": 8192, "cin": 320, "cout": cout, "kernel": 3}
-        return {config["block_n"] for config in KERNELS.space(problem, archs.get(gfx))}
+        return {config.block_n for config in KERNELS.space(problem, archs.get(gfx))}
 
     assert widths("gfx1100", 4) == widths("gfx1201", 16) == {16, 64, 128}
     assert widths("gfx942", 4) == widths("gfx1030", 32) == {32, 64, 128}

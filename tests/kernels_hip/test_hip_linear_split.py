@@ -139,7 +139,7 @@ def test_where_rows_lie_apart_there_are_no_parts(which):
 def test_only_few_tiles_of_a_long_depth_come_in_parts():
     def parts(gfx, m, n, k):
         problem = {"m": m, "n": n, "k": k, "bias": 1, "residual": 1, "dtype": "float16"}
-        return {config["split_k"] for config in KERNELS.space(problem, archs.get(gfx))}
+        return {config.split_k for config in KERNELS.space(problem, archs.get(gfx))}
 
     assert parts("gfx942", 128, 1280, 5120) == {1, 2, 4, 8}
     assert parts("gfx1100", 128, 1280, 5120) == {1, 2, 4}
