@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
 
     from rocm_sd.kernels.config import Config
-    from rocm_sd.ops.definition import Family, Implementation, Kernels, Tuning, Verification
+    from rocm_sd.ops.definition import Family, Implementation, Tuning, Verification
     from rocm_sd.tuning import Choice, Problem
 
 __all__ = ["OpCandidates"]
@@ -93,13 +93,10 @@ class OpCandidates:
         if implementation is not None and not self.has(implementation):
             plug_in = plugins.find(self.name, implementation)
             return "" if plug_in is None else plug_in.version
-        kernels = None if implementation is None else self.kernels_of(implementation)
+        kernels = None if implementation is None else self.own[implementation].kernels
         if kernels is not None:
             return kernel_hash(kernels.module)
         known = self.verification
         if known is None or not known.kernels or implementation not in {None, *known.proven}:
             return ""
         return kernel_hash(known.kernels)
-
-    def kernels_of(self, name: str) -> Kernels | None:
-        return self.own[name].kernels if name in self.own else None

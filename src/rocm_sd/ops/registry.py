@@ -70,6 +70,8 @@ def observed(observer: Observer) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Op(OpCandidates):
+    """An op, which chooses among its candidates for each problem and runs what it has chosen."""
+
     # What was chosen before: looking it up again would take longer than launching a kernel.
     _chosen: dict[tuple[Any, ...], Choice] = field(default_factory=dict, init=False, repr=False, compare=False)
 

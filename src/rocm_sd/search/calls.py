@@ -135,11 +135,12 @@ def make(call: Call, device: torch.device, seed: int = 0) -> tuple[Any, ...]:
         filled[a.storage].as_strided(a.shape, a.strides, a.offset) if isinstance(a, TensorSpec) else a
         for a in call.arguments
     ]
-    if call.op in OPS and OPS[call.op].derived:
-        # At random they would be wrong.
-        for place, name in enumerate(argument_names(OPS[call.op].implementations[0].run)):
-            if name in OPS[call.op].derived and len(arguments) > place and arguments[place] is not None:
-                arguments[place] = OPS[call.op].derived[name](*arguments).to(arguments[place].dtype)
+    op = OPS.get(call.op)
+    for name, derive in op.derived.items() if op is not None else ():
+        place = argument_names(op.implementations[0].run).index(name)
+        if len(arguments) > place and arguments[place] is not None:
+            # At random it would be wrong.
+            arguments[place] = derive(*arguments).to(arguments[place].dtype)
     return tuple(arguments)
 
 
