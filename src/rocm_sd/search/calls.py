@@ -19,6 +19,8 @@ from rocm_sd.ops.samples import dtype_name
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from rocm_sd.ops.registry import Op
+
 __all__ = ["Call", "TensorSpec", "argument_names", "make", "record"]
 
 # Elements: where a tensor begins within them decides how wide its loads can be.
@@ -135,11 +137,14 @@ def make(call: Call, device: torch.device, seed: int = 0) -> tuple[Any, ...]:
         filled[a.storage].as_strided(a.shape, a.strides, a.offset) if isinstance(a, TensorSpec) else a
         for a in call.arguments
     ]
-    op = OPS.get(call.op)
-    for name, derive in op.derived.items() if op is not None else ():
+    return _with_derived(OPS[call.op], arguments) if call.op in OPS else tuple(arguments)
+
+
+def _with_derived(op: Op, arguments: list[Any]) -> tuple[Any, ...]:
+    """What follows from other arguments is made anew: at random it would be wrong."""
+    for name, derive in op.derived.items():
         place = argument_names(op.implementations[0].run).index(name)
         if len(arguments) > place and arguments[place] is not None:
-            # At random it would be wrong.
             arguments[place] = derive(*arguments).to(arguments[place].dtype)
     return tuple(arguments)
 
