@@ -66,10 +66,10 @@ class Case:
 def _of_op(name):
     op = OPS[name]
     hip = op.implementation("hip")
-    for config in (hip.kernels.default_config, *hip.kernels.small_configs):
-        told = "" if config == hip.kernels.default_config else f" with {dict(config)}"
+    for config in (hip.default, *hip.kernels.small_configs):
+        told = "" if config == hip.default else f" with {config.to_dict()}"
         for sample in op.verification.small:
-            run, stock = partial(hip.run, config=config), partial(op.implementations[0].run, config={})
+            run, stock = partial(hip, config=config), op.implementations[0]
             yield Case(name, sample, run, op.verification.reference, stock, told)
 
 

@@ -27,6 +27,7 @@ import torch.nn.functional as F
 
 from rocm_sd import arch, numerics
 from rocm_sd.errors import NumericsFailure
+from rocm_sd.kernels.config import NO_CONFIG
 from rocm_sd.numerics import in_float64, outputs
 from rocm_sd.ops import OPS
 from rocm_sd.tuning import Choice
@@ -35,7 +36,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HALVINGS = ((3, 8), (7, 4), (15, 3))  # repeats, and how many go on to the next round
 
 
-def plain_group_norm(x, groups, weight, bias, add, eps, silu, *, config):  # noqa: ARG001 -- an implementation's signature
+def plain_group_norm(x, groups, weight, bias, add, eps, silu):
     """What a stock model runs; the op's own stock path also copies the result back to channels-last."""
     x = x if add is None else x + add[:, :, None, None]
     y = F.group_norm(x, groups, weight, bias, eps)
@@ -105,11 +106,10 @@ def candidates(op, problem):
         if implementation.why_not(problem, DEVICE):
             continue
         if implementation.name != op.verification.implementation:
-            found[implementation.name] = (implementation, {})
+            found[implementation.name] = (implementation, NO_CONFIG)
             continue
         for config in op.tuning.space(problem, arch.detect(DEVICE)):
-            values = " ".join(f"{name}={value}" for name, value in config.items())
-            found[f"{implementation.name} {values}"] = (implementation, dict(config))
+            found[f"{implementation.name} {config}"] = (implementation, config)
     return found
 
 
@@ -127,7 +127,7 @@ def compile_share(names, share, of, small):
                 continue
             arguments = arguments or sample.make(DEVICE)
             try:
-                implementation.run(*arguments, config=config)
+                implementation(*arguments, config=config)
                 torch.cuda.synchronize()
             except Exception as error:  # noqa: BLE001 -- a candidate that fails is dropped when it is timed
                 print(f"{name} {sample.name} {config}: {type(error).__name__}", flush=True)
@@ -138,7 +138,7 @@ def usable(clock, op, sample, arguments, dropped):
     calls, chosen = {}, {}
     for name, (implementation, config) in candidates(op, op.verification.problem(*arguments)).items():
         try:
-            calls[name] = clock.prepared(lambda i=implementation, c=config: i.run(*arguments, config=c))
+            calls[name] = clock.prepared(lambda i=implementation, c=config: i(*arguments, config=c))
             chosen[name] = (implementation, config)
         except Exception as error:  # noqa: BLE001, PERF203 -- out of shared memory: one candidate is lost
             dropped.append(f"{sample.name}: {name}: {type(error).__name__}: {str(error)[:80]}")
@@ -172,15 +172,15 @@ def row_of(clock, op, sample, choice, options):
     arguments = sample.make(DEVICE)
     problem = op.verification.problem(*arguments)
     exact = outputs(op.verification.reference(*in_float64(arguments)))
-    stock = outputs(op.implementations[0].run(*arguments, config={}))
-    variants = {"stock": lambda: STOCK.get(op.name, op.implementations[0].run)(*arguments, config={})}
+    stock = outputs(op.implementations[0](*arguments))
+    variants = {"stock": lambda: STOCK.get(op.name, op.implementations[0].run)(*arguments)}
     for implementation in op.implementations[1:]:
-        config = choice.config if implementation.name == op.verification.implementation else {}
+        config = choice.config_for(implementation.name)
         if implementation.why_not(problem, DEVICE) or (
             implementation.name == op.verification.implementation and not config
         ):
             continue
-        variants[implementation.name] = lambda i=implementation, c=config: i.run(*arguments, config=c)
+        variants[implementation.name] = lambda i=implementation, c=config: i(*arguments, config=c)
     error, wrong = None, {}
     for name in list(variants)[1:]:
         try:
@@ -199,7 +199,7 @@ def row_of(clock, op, sample, choice, options):
     if options.compile:
         torch._dynamo.reset()  # noqa: SLF001 -- each shape is compiled for itself
         compiled = torch.compile(STOCK.get(op.name, op.implementations[0].run), dynamic=False)
-        variants["compile"] = lambda: compiled(*arguments, config={})
+        variants["compile"] = lambda: compiled(*arguments)
     work = op.tuning.work(*arguments)
     source = torch.empty(max(1, int(work.bytes) // 2), dtype=torch.uint8, device=DEVICE)
     target = torch.empty_like(source)
@@ -222,7 +222,7 @@ def row_of(clock, op, sample, choice, options):
         "call": sample.name,
         "problem": dict(problem),
         "implementation": choice.implementation,
-        "config": dict(choice.config),
+        "config": choice.config_for(op.verification.implementation).to_dict(),
         "us": medians,
         "against_stock": against("stock"),
         "against_best_stock": {"name": best, **against(best)},
@@ -235,7 +235,7 @@ def row_of(clock, op, sample, choice, options):
     }
 
 
-# Implementations beside the kernel that are this project's own; the rest of the names are stock torch's.
+# Implementations that are this project's own, apart from the kernel; the rest of the names are stock torch's.
 OWN = {"gemm_softmax", "library_epilogue", "library_geglu", "library_gemm", "parity_library"}
 
 
@@ -248,9 +248,9 @@ CLEAR_GAIN = 1.02  # less than this over stock is within what two runs differ by
 
 
 def entry(sample_name, timing, rest):
-    """A line of tuning data from a measurement: the kernel's best config stands beside the winner."""
+    """A line of tuning data from a measurement: the kernel's best config comes with the winner."""
     microseconds, implementation, config = timing
-    config = config or next((c for _, _, c in rest if c), {})
+    config = (config or next((c for _, _, c in rest if c), NO_CONFIG)).to_dict()
     stock = next((m for m, i, _ in rest if i.name == "torch"), None)
     if stock is None or implementation.name == "torch":
         why = f"measured: {microseconds:.1f} us at {sample_name}"
@@ -271,7 +271,10 @@ def tuned(clock, op, options, dropped):
     for sample in samples_of(op, small=options.small):
         ranked = tune(clock, op, sample, dropped)
         line = entry(sample.name, ranked[0], ranked)
-        found[sample.name] = Choice(line["implementation"], line["config"], "exact", line["why"])
+        config = op.implementation(op.verification.implementation).config_from(line["config"])
+        others = {op.verification.implementation: config}
+        own = config if line["implementation"] in others else NO_CONFIG
+        found[sample.name] = Choice(line["implementation"], own, "exact", line["why"], others)
         problem = op.verification.problem(*sample.make(filled=False))
         table["exact"].append({"when": dict(problem), **line})
         print(f"tuned {op.name} {sample.name}: {line['implementation']} {line['why']}", flush=True)

@@ -1,4 +1,4 @@
-"""Fill the tables in README.md and docs/ from the code and the data that they describe.
+"""Fill the tables in README.md and docs/ from the code and the data that they describe, and the stub of the ops.
 
 python tools/docs_tables.py          rewrites what lies between <!-- table: NAME --> and <!-- end of table -->
 python tools/docs_tables.py --check  changes nothing, and fails when a table is not what the data says
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+import docs_ops
 from rocm_sd import arch, errors
 from rocm_sd.arch.types import UNCONFIRMED
 from rocm_sd.bench.ablation import ROWS
@@ -38,8 +39,9 @@ __all__ = ["DOCUMENTS", "EXIT_MEANINGS", "RUNG_MEANINGS", "TABLES", "fill", "mai
 ROOT = Path(__file__).resolve().parents[1]
 OURS = "rocm-sd"
 DOCUMENTS = (
-    "README.md", "docs/index.md", "docs/settings.md", "docs/cli.md", "docs/architectures.md", "docs/operators.md",
-    "docs/engine.md", "docs/level-2-templates.md", "docs/transformer-block.md", "docs/benchmarking.md",
+    "README.md", "docs/index.md", "docs/api.md", "docs/settings.md", "docs/cli.md", "docs/architectures.md",
+    "docs/operators.md", "docs/engine.md", "docs/level-2-templates.md", "docs/transformer-block.md",
+    "docs/benchmarking.md",
 )  # fmt: skip
 _BLOCK = re.compile(r"(<!-- table: (?P<name>[\w-]+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 
@@ -410,6 +412,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "proofs": lambda: _proofs(linked=False),
     "proofs-linked": lambda: _proofs(linked=True),
     "ops": _ops,
+    "ops-api": docs_ops.api,
+    "ops-how": docs_ops.how_each_works,
     "speeds": _speeds,
     "engine": _engine,
     "ablation-rows": _ablation_rows,
@@ -433,9 +437,12 @@ def fill(text: str) -> str:
 
 
 def stale(root: Path = ROOT) -> dict[Path, str]:
-    """Documents whose tables are not what the data says, each with its right text."""
+    """Documents whose tables are not what the data says, and the stub of the ops, each with its right text."""
     texts = {root / name: (root / name).read_text(encoding="utf-8") for name in DOCUMENTS}
     filled = {path: fill(text) for path, text in texts.items()}
+    written = root / docs_ops.STUB
+    texts[written] = written.read_text(encoding="utf-8") if written.is_file() else ""
+    filled[written] = docs_ops.stub()
     return {path: text for path, text in filled.items() if text != texts[path]}
 
 
@@ -444,10 +451,10 @@ def main(arguments: list[str]) -> int:
     for path, text in documents.items():
         name = path.relative_to(ROOT)
         if "--check" in arguments:
-            print(f"{name} has tables that are out of date. Type: python tools/docs_tables.py")
+            print(f"{name} is out of date. Type: python tools/docs_tables.py")
         else:
             path.write_text(text, encoding="utf-8")
-            print(f"rewrote the tables of {name}")
+            print(f"rewrote {name}")
     return 1 if documents and "--check" in arguments else 0
 
 

@@ -45,8 +45,8 @@ def test_an_op_is_timed_beside_stock_on_every_call(few, tmp_path):
 def test_a_wrong_op_is_not_timed(few, tmp_path, monkeypatch):
     stock = few.implementations[0]
 
-    def wrong(*arguments, config):
-        return stock.run(*arguments, config=config) * 1.1
+    def wrong(*arguments):
+        return stock(*arguments) * 1.1
 
     # Asked for by name, since on a CPU dispatch has nothing but stock to choose.
     op = replace(few, implementations=(stock, replace(stock, name="wrong", run=wrong)))
@@ -62,10 +62,10 @@ def test_a_call_that_crashes_leaves_the_others(few, tmp_path, monkeypatch):
     stock = few.implementations[0]
     first = few.verification.small[0].make()[0].shape
 
-    def crashing(x, *arguments, config):
+    def crashing(x, *arguments):
         if x.shape == first:
             raise RuntimeError("out of shared memory\nsecond line")
-        return stock.run(x, *arguments, config=config)
+        return stock(x, *arguments)
 
     op = replace(few, implementations=(stock, replace(stock, name="other", run=crashing)))
     monkeypatch.setitem(OPS, NAME, op)
@@ -94,7 +94,7 @@ def test_stock_group_norm_is_what_models_run():
     op = OPS["group_norm_silu"]
     sample = op.verification.small[0]
     arguments = sample.make()
-    expected = op.implementations[0].run(*arguments, config={})
+    expected = op.implementations[0](*arguments)
     torch.testing.assert_close(ops._stock(op, arguments)(), expected)
 
 

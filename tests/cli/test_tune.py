@@ -9,6 +9,7 @@ from rich.console import Console
 
 from rocm_sd.cli import main
 from rocm_sd.cli.tune_tables import show_known, show_outcomes
+from rocm_sd.kernels.config import OpenConfig
 from rocm_sd.ops import OPS
 from rocm_sd.tuning.ranking import RatedConfig
 from rocm_sd.tuning.search.candidates import Candidate
@@ -19,9 +20,9 @@ from rocm_sd.tuning.static.data_files import BucketResult
 pytest.importorskip("triton", reason="AMD code is compiled by Triton")
 
 WHEN = {"hw": [1, 256]}
-BEST = RatedConfig({"tile": 32}, 5.25, figures={"vgprs": 40, "lds": 64, "waves_per_simd": 16})
-NEXT = replace(BEST, config={"tile": 64}, modelled_us=7.5)
-SPILLED = RatedConfig({"tile": 512}, dropped="spills: _apply: 3 VGPRs and 0 SGPRs spilled")
+BEST = RatedConfig(OpenConfig.fitting({"tile": 32}), 5.25, figures={"vgprs": 40, "lds": 64, "waves_per_simd": 16})
+NEXT = replace(BEST, config=OpenConfig.fitting({"tile": 64}), modelled_us=7.5)
+SPILLED = RatedConfig(OpenConfig.fitting({"tile": 512}), dropped="spills: _apply: 3 VGPRs and 0 SGPRs spilled")
 
 
 def rocm_sd(*arguments: str) -> int:
@@ -129,7 +130,7 @@ def test_what_failed_and_what_is_left_is_told_by_name(capsys):
 
 def test_figures_are_whole_in_80_columns(capsys):
     wide = {"pixels": 262144, "cin": 1920, "cout": 1280, "kernel": 3, "stride": 1, "padding": 1, "dtype": "bfloat16"}
-    best = Candidate("library_epilogue", {"block_m": 128, "block_n": 256})
+    best = Candidate("library_epilogue", OpenConfig.fitting({"block_m": 128, "block_n": 256}))
     first, last = (
         TuningResult("conv2d", {**wide, "cin": cin}, 3, best, 104857.6, 314572.8, 4, 3, 3, True, ())
         for cin in (64, 1920)
@@ -189,10 +190,10 @@ def test_a_size_without_a_config_is_exit_code_1_with_every_reason(searched, caps
 def test_a_real_search_from_the_command_line(monkeypatch, capsys, tmp_path):
     op = OPS["group_norm_silu"]
     (config, *_rest) = sweep.plan([op.name], ["gfx1100"]).buckets[0].configs
-    tuning = replace(op.tuning, space=lambda _problem, _arch: [dict(config)], buckets=op.tuning.buckets[:1])
+    tuning = replace(op.tuning, space=lambda _problem, _arch: [config], buckets=op.tuning.buckets[:1])
     monkeypatch.setitem(OPS, op.name, replace(op, tuning=tuning))
     assert rocm_sd("tune", "--static", op.name, "--arch", "gfx1100", "--out", str(tmp_path), "--json") == 0
     (found,) = json.loads(capsys.readouterr().out)
     assert (found["op"], found["arch"], found["compiled"]) == (op.name, "gfx1100", 1)
     written = json.loads((tmp_path / "gfx1100" / f"{op.name}.json").read_text())
-    assert written["bucket"][0]["config"] == found["ranked"][0]["config"] == dict(config)
+    assert written["bucket"][0]["config"] == found["ranked"][0]["config"] == config.to_dict()

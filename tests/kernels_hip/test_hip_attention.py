@@ -19,7 +19,6 @@ from rocm_sd.kernels.hip import attention, toolchain
 from rocm_sd.kernels.hip.launch import Kernel
 from rocm_sd.numerics import in_float64, require
 from rocm_sd.ops import OPS
-from rocm_sd.tuning import lookup
 from rocm_sd.verify.code_object import CodeObject
 from rocm_sd.verify.emulator import LdsRace
 from rocm_sd.verify.gates import check
@@ -76,7 +75,7 @@ def executed(gfx, arguments, *, config=None, edit=None):
     """Proven whole and as close to float64 as stock torch; the counters and the comparison."""
     launcher = EmulatedLauncher(gfx, edit=edit)
     exact = OP.verification.reference(*in_float64(arguments))
-    stock = OP.implementations[0].run(*arguments, config={})
+    stock = OP.implementations[0](*arguments)
     with launcher.run._allocations:
         out = run(launcher, *arguments, config=config)
     launcher.run.require_written(out)
@@ -336,11 +335,10 @@ def test_before_and_after(gfx, record_property):
 def triton_facts(gfx, D):
     sample = next(sample for sample in OP.verification.real if f"x{D} to" in sample.name)
     arguments = sample.make(filled=False)
-    config = lookup("attention", gfx, OP.verification.problem(*arguments)).config or next(
-        iter(OP.tuning.space(OP.verification.problem(*arguments), archs.get(gfx))), OP.default_config
-    )
+    problem = OP.verification.problem(*arguments)
+    config = OP.lookup(gfx, problem).config_for("triton") or next(iter(OP.tuning.space(problem, archs.get(gfx))))
     with emulated(OP.verification.kernels, gfx, execute=False) as recorded:
-        OP.implementation("triton").run(*arguments, config=config)
+        OP.implementation("triton")(*arguments, config=config)
     facts = next(report(call.code) for call in recorded.calls if call.kernel.startswith("_attend"))
     return facts, config, arguments[0].dtype
 
@@ -351,7 +349,7 @@ def beside_triton(gfx, D):
     ours, chosen = facts_of(gfx, D, dtype), attention.configs(D, archs.get(gfx))[0]
     return tuple(
         (facts.vgprs, facts.spills, facts.lds, facts.waves_per_simd, queries)
-        for facts, queries in ((ours, chosen.block_m), (figures, config["block_m"]))
+        for facts, queries in ((ours, chosen.block_m), (figures, config.block_m))
     )
 
 

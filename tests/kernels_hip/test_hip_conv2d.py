@@ -16,8 +16,7 @@ from rocm_sd.kernels.hip.launch import Kernel
 from rocm_sd.numerics import in_float64, require
 from rocm_sd.ops import OPS
 from rocm_sd.ops.conv2d import op as conv2d_op
-from rocm_sd.ops.joining import joined
-from rocm_sd.tuning import lookup
+from rocm_sd.ops.layouts import joined
 from rocm_sd.verify.gates import check
 from rocm_sd.verify.isa import report
 from rocm_sd.verify.runner import emulated
@@ -34,8 +33,8 @@ def narrow(gfx):
     return conv2d.NARROW_TILES[archs.get(gfx).matrix_unit]
 
 
-def run(launcher, config, x, weight, bias, add, residual, stride, padding, beside=None):
-    x = joined(x, beside).contiguous(memory_format=torch.channels_last)
+def run(launcher, config, x, weight, bias, add, residual, stride, padding, concat=None):
+    x = joined(x, concat).contiguous(memory_format=torch.channels_last)
     out = conv2d_op._allocate(x, weight, stride, padding)
     conv2d.launch(x, weight, out, bias, add, residual, stride, padding, config, launcher)
     return out
@@ -48,7 +47,7 @@ def executed(gfx, config, *arguments):
         out = run(launcher, config, *arguments)
     launcher.run.require_written(out)
     exact = OP.verification.reference(*in_float64(arguments))
-    require(f"conv2d on {gfx}", out, exact, OP.implementations[0].run(*arguments, config={}))
+    require(f"conv2d on {gfx}", out, exact, OP.implementations[0](*arguments))
     (call,) = launcher.run.calls
     assert call.counters.bytes_stored == out.numel() * out.element_size()
     return call.counters
@@ -214,7 +213,7 @@ def test_a_narrow_tile_multiplies_a_fraction_and_moves_whole_lines(gfx):
 def test_narrow_tiles_are_tried_where_all_channels_fit_in_one():
     def widths(gfx, cout):
         problem = {"pixels": 8192, "cin": 320, "cout": cout, "kernel": 3}
-        return {config["block_n"] for config in KERNELS.space(problem, archs.get(gfx))}
+        return {config.block_n for config in KERNELS.space(problem, archs.get(gfx))}
 
     assert widths("gfx1100", 4) == widths("gfx1201", 16) == {16, 64, 128}
     assert widths("gfx942", 4) == widths("gfx1030", 32) == {32, 64, 128}
@@ -237,7 +236,7 @@ def test_the_convolution_of_gfx1030(dtype, tmp_path):
         given = arguments((1, 72, 5, 6), 40, 3, dtype=dtype)
         launcher = Launcher("gfx1100")
         out = run(launcher, config, *given)
-        stock = OP.implementations[0].run(*given, config={})
+        stock = OP.implementations[0](*given)
         require("conv2d of gfx1030", out, OP.verification.reference(*in_float64(given)), stock)
         assert launcher.run.calls[0].counters.matrix_flops == 0
         assert launcher.run.calls[0].counters.lds_bank_conflicts == 0
@@ -266,9 +265,9 @@ def test_beside_triton_no_wave_is_lost_on_gfx1100():
         launcher = EmulatedLauncher("gfx1100", execute=False)
         run(launcher, config, *given)
         waves.append(report(launcher.run.calls[0].code).waves_per_simd)
-    config = lookup("conv2d", "gfx1100", OP.verification.problem(*given)).config
+    config = OP.config_of("triton", OP.lookup("gfx1100", OP.verification.problem(*given)))
     with emulated(OP.verification.kernels, "gfx1100", execute=False) as recorded:
-        OP.implementation("triton").run(*given, config=config)
+        OP.implementation("triton")(*given, config=config)
     assert max(waves) >= report(recorded.calls[0].code).waves_per_simd
 
 

@@ -11,7 +11,7 @@ from test_hip_kernels import EMULATED, EmulatedLauncher
 
 from rocm_sd.kernels.hip import toolchain
 from rocm_sd.numerics import in_float64, require
-from rocm_sd.ops.registry import KernelPromise
+from rocm_sd.ops.definition import KernelPromise
 from rocm_sd.verify.gates import check
 from rocm_sd.verify.isa import report
 
@@ -30,7 +30,7 @@ def executed(gfx, split_k, *given, tile=None):
     # The parts too are written before they are read: the emulator notices what was not.
     launcher.run.require_written(out)
     exact = OP.verification.reference(*in_float64(given))
-    require(f"conv2d in {split_k} parts on {gfx}", out, exact, OP.implementations[0].run(*given, config={}))
+    require(f"conv2d in {split_k} parts on {gfx}", out, exact, OP.implementations[0](*given))
     return launcher.run.calls
 
 

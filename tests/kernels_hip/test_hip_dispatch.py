@@ -15,11 +15,12 @@ from rocm_sd import arch as archs
 from rocm_sd import ops
 from rocm_sd.errors import Unsupported
 from rocm_sd.kernels import hip as hip_kernels
+from rocm_sd.kernels.config import NO_CONFIG
 from rocm_sd.kernels.hip import driver, rtc, runtime, toolchain
 from rocm_sd.kernels.hip.driver import HIP, Driver
 from rocm_sd.kernels.hip.runtime import DeviceLauncher
 from rocm_sd.ops import OPS, registry, self_test
-from rocm_sd.tuning import choice, lookup
+from rocm_sd.tuning import choice
 from rocm_sd.tuning.database import Entry
 from rocm_sd.tuning.environment import current, kernel_hash
 from rocm_sd.tuning.resolve import user_database
@@ -65,7 +66,7 @@ def hip_by_data(monkeypatch):
 def call(rows=3):
     x = torch.randn(rows, 64).half()
     y, total = ops.layer_norm_residual(x, x)
-    stock_y, stock_total = OP.implementation("torch").run(x, x, None, None, 1e-5, config={})
+    stock_y, stock_total = OP.implementation("torch")(x, x, None, None, 1e-5)
     assert torch.equal(y, stock_y)
     assert torch.equal(total, stock_total)
 
@@ -88,13 +89,13 @@ def test_what_has_hip_declares_what_dispatch_and_the_ladder_need():
             for sample in op.verification.real:
                 problem = op.verification.problem(*sample.make(filled=False))
                 configs = list(kernels.space(problem, arch)) if kernels.space else []
-                assert all(config.keys() == kernels.default_config.keys() for config in configs)
-                assert len(configs) == len({tuple(config.items()) for config in configs})
+                assert all(type(config) is type(op.own["hip"].default) for config in configs)
+                assert len(configs) == len(set(configs))
 
 
 def test_hip_is_chosen_nowhere_but_where_data_or_a_measurement_name_it():
     for gfx in archs.ARCHS:
-        found = {name: lookup(name, gfx, {}) for name in NAMES}
+        found = {name: OPS[name].lookup(gfx, {}) for name in NAMES}
         named = {name for name, each in found.items() if each.implementation == "hip"}
         assert all(OPS[name].config_of("hip", found[name]) is found[name].config for name in named)
         # Whole passes over memory are saved there, and Triton has nothing.
@@ -209,7 +210,7 @@ def test_a_kernel_that_is_not_loaded_while_a_graph_is_captured_is_used_after_it(
 def test_tensors_that_a_launcher_refuses_go_to_stock_torch_with_a_sentence_and_others_do_not(monkeypatch, file, caplog):
     """What a problem does not tell: lines so long that a tile reaches further than the kernel's offsets."""
     conv = OPS["conv2d"]
-    table = {"static": {"implementation": "hip", "config": dict(conv.implementation("hip").kernels.default_config)}}
+    table = {"static": {"implementation": "hip", "config": conv.implementation("hip").default.to_dict()}}
     table["static"]["why"] = "timed"
     monkeypatch.setattr(choice, "_table", lambda op, _arch: table if op == "conv2d" else None)
     image = PTX.replace(b"layer_norm_residual", b"conv2d")
@@ -219,7 +220,7 @@ def test_tensors_that_a_launcher_refuses_go_to_stock_torch_with_a_sentence_and_o
     pixels, weight = 2**20, torch.ones(1, 256, 1, 1).half()
     line = torch.zeros(1, 1, 1, 1).half().expand(1, 256, 1, pixels)
     monkeypatch.setattr(OPS["conv2d"].implementation("torch").run.__globals__["F"], "conv2d", lambda *_: line[:, :1])
-    monkeypatch.setitem(conv.implementation("hip").run.__globals__, "_channels_last", lambda tensor: tensor)
+    monkeypatch.setitem(conv.implementation("hip").run.__globals__, "channels_last", lambda tensor: tensor)
     with hip_kernels.launched_by(launcher):
         for _ in range(2):
             ops.conv2d(line, weight)
@@ -256,16 +257,16 @@ def chosen():
 
 
 def test_a_measurement_of_hip_counts_beside_those_of_triton_and_each_has_its_own_config(file):
-    triton = dict(OP.default_config)
+    triton = OP.implementation("triton").default.to_dict()
     launcher = DeviceLauncher(GFX, HostCard(), Driver(HIP, DriverLibrary(file).library))
     with hip_kernels.launched_by(launcher):
         user_database().put([entry("triton", triton, 10.0), entry("hip", HIP_CONFIG, 5.0)])
         found = chosen()
-        assert (found.implementation, found.config, found.source) == ("hip", HIP_CONFIG, "measured here")
+        assert (found.implementation, found.config.to_dict(), found.source) == ("hip", HIP_CONFIG, "measured here")
         problem = OP.verification.problem(torch.ones(3, 64).half(), None)
         # Another kernel, asked for by name, never gets the config of the one that is chosen.
-        assert OP.choose(problem, CPU, "hip").config == HIP_CONFIG
-        assert OP.config_of("triton", found) == OP.default_config
+        assert OP.choose(problem, CPU, "hip").config.to_dict() == HIP_CONFIG
+        assert OP.config_of("triton", found) == OP.implementation("triton").default
         user_database().put([entry("hip", {"no": 1}, 5.0), entry("hip", HIP_CONFIG, 7.0)])
         assert chosen().implementation == "torch"
 
@@ -273,7 +274,9 @@ def test_a_measurement_of_hip_counts_beside_those_of_triton_and_each_has_its_own
 def test_a_kernel_without_a_config_is_not_given_that_of_another(monkeypatch, file):
     op = OPS["layout_copy"]
     problem = op.verification.problem(torch.ones(1, 64, 8, 8).half(), True)
-    table = {"static": {"implementation": "triton", "config": dict(op.default_config), "why": "timed"}}
+    table = {
+        "static": {"implementation": "triton", "config": op.implementation("triton").default.to_dict(), "why": "timed"}
+    }
     monkeypatch.setattr(choice, "_table", lambda name, _arch: table if name == op.name else None)
     user_database().put(
         [
@@ -296,19 +299,19 @@ def test_a_kernel_without_a_config_is_not_given_that_of_another(monkeypatch, fil
     registry.forget_choices()
     with hip_kernels.launched_by(DeviceLauncher(GFX, HostCard(), Driver(HIP, DriverLibrary(file).library))):
         found = op.choose(problem, CPU)
-    assert (found.implementation, found.config) == ("hip", {})
+    assert (found.implementation, found.config) == ("hip", NO_CONFIG)
 
 
 def test_a_search_tries_every_config_of_hip_and_hip_without_one(file):
     launcher = DeviceLauncher(GFX, HostCard(), Driver(HIP, DriverLibrary(file).library))
     with hip_kernels.launched_by(launcher):
         found = candidates(OP, OP.verification.problem(torch.ones(3, 64).half(), None), CPU)
-        assert [dict(c.config) for c in found if c.implementation == "hip"] == [
+        assert [c.config.to_dict() for c in found if c.implementation == "hip"] == [
             {"threads": threads} for threads in (64, 128, 256, 512)
         ]
         copy = OPS["layout_copy"]
         found = candidates(copy, copy.verification.problem(torch.ones(1, 64, 8, 8).half(), True), CPU)
-        assert [dict(c.config) for c in found if c.implementation == "hip"] == [{}]
+        assert [c.config.to_dict() for c in found if c.implementation == "hip"] == [{}]
 
 
 def test_hip_has_a_hash_of_its_launcher_its_source_and_every_header(monkeypatch):

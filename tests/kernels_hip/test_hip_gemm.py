@@ -188,7 +188,7 @@ def run(gfx, config, arguments):
     launcher = EmulatedLauncher(gfx, y)
     linear_residual.launch(x, weight, bias, residual, y, config, launcher)
     exact = OP.verification.reference(*in_float64(arguments))
-    stock = OP.implementations[0].run(*arguments, config={})
+    stock = OP.implementations[0](*arguments)
     require(f"linear_residual on {gfx}", y, exact, stock)
     return launcher
 
@@ -287,7 +287,7 @@ def test_dot_products_of_gfx1030_and_gfx906(tag, gfx, element, tmp_path):
     config = linear_residual.TILES[archs.get("gfx1030").matrix_unit][-1]
     linear_residual.launch(x, weight, bias, residual, y, config, launcher)
     exact = OP.verification.reference(*in_float64((x, weight, bias, residual)))
-    stock = OP.implementations[0].run(x, weight, bias, residual, config={})
+    stock = OP.implementations[0](x, weight, bias, residual)
     require(f"linear_residual of {tag}", y, exact, stock)
     assert launcher.counters.matrix_flops == 0
     assert launcher.counters.lds_bank_conflicts == 0

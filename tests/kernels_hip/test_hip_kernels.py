@@ -14,10 +14,10 @@ pytest.importorskip("triton")
 from rocm_sd.errors import Unsupported
 from rocm_sd.kernels import hip as hip_kernels
 from rocm_sd.kernels.hip import layer_norm_residual, toolchain
+from rocm_sd.kernels.hip.group_norm_silu import GroupNormSiluConfig
 from rocm_sd.kernels.hip.launch import Kernel
 from rocm_sd.numerics import in_float64, outputs, require
 from rocm_sd.ops import OPS
-from rocm_sd.tuning import lookup
 from rocm_sd.verify.emulator import LdsRace
 from rocm_sd.verify.gates import check
 from rocm_sd.verify.hip_runner import EmulatedLauncher
@@ -37,9 +37,9 @@ RUN = ("layout_copy", "layer_norm_residual", "group_norm_silu", "upsample")
 def run(name, launcher, arguments, config=None):
     """The op's own implementation, by this launcher."""
     implementation = OPS[name].implementation("hip")
-    config = implementation.kernels.default_config if config is None else config
+    config = implementation.default if config is None else config
     with hip_kernels.launched_by(launcher), launcher.run.recorded():
-        return implementation.run(*arguments, config=config)
+        return implementation(*arguments, config=config)
 
 
 SMALL = [
@@ -51,7 +51,7 @@ def executed(name, gfx, *arguments, config=None):
     """The op's results by the emulator, proven whole and as close to float64 as stock torch, and what was counted."""
     op, launcher = OPS[name], EmulatedLauncher(gfx)
     exact = outputs(op.verification.reference(*in_float64(arguments)))
-    stock = outputs(op.implementations[0].run(*arguments, config={}))
+    stock = outputs(op.implementations[0](*arguments))
     results = outputs(run(name, launcher, arguments, config))
     launcher.run.require_written(*results)
     for actual, right, usual in zip(results, exact, stock, strict=True):
@@ -142,7 +142,7 @@ def test_norms_and_upsampling_use_nine_tenths_of_the_cache_lines_they_touch(gfx)
         _, calls = executed("upsample", gfx, image, 2, mode)
         assert calls[0].counters.coalescing_efficiency >= 0.9, mode
 
-    config = {"whole_values": 8}
+    config = GroupNormSiluConfig(whole_values=8)
     large = torch.randn(1, 33, 64, 128).half().permute(0, 3, 1, 2)
     _, calls = executed("group_norm_silu", gfx, large, 8, None, None, None, 1e-5, True, config=config)
     found = {call.kernel.removeprefix("group_norm_silu_"): call.counters for call in calls}
@@ -154,7 +154,7 @@ def test_norms_and_upsampling_use_nine_tenths_of_the_cache_lines_they_touch(gfx)
 
 def test_a_long_slice_takes_the_loop_with_four_loads_in_flight():
     image = torch.randn(1, 31, 43, 72).half().permute(0, 3, 1, 2)
-    config = {"whole_values": 8, "slices_per_cu": 0}
+    config = GroupNormSiluConfig(whole_values=8, slices_per_cu=0)
     _, calls = executed("group_norm_silu", "gfx1100", image, 2, None, None, None, 1e-5, True, config=config)
     assert calls[0].grid == (1, 2, 1)
 
@@ -210,9 +210,9 @@ def beside_triton(name, gfx, sample):
     run(name, launcher, arguments)
     calls = {"hip": launcher.run.calls}
     if launcher.arch.triton_supported:
-        config = lookup(name, gfx, verification.problem(*arguments)).config or OPS[name].default_config
+        config = OPS[name].config_of("triton", OPS[name].lookup(gfx, verification.problem(*arguments)))
         with emulated(verification.kernels, gfx, execute=False) as recorded:
-            OPS[name].implementation("triton").run(*arguments, config=config)
+            OPS[name].implementation("triton")(*arguments, config=config)
         calls["triton"] = recorded.calls
     figures = ("vgprs", "lds", "waves_per_simd")
     return {

@@ -46,11 +46,11 @@ def test_every_architecture_of_every_op_is_compared_and_triton_is_there_where_it
 @pytest.mark.parametrize("gfx", toolchain.TARGETS)
 @pytest.mark.parametrize("name", sorted({row["op"] for row in STORED["compiled"]}))
 def test_the_first_size_compiles_to_the_figures_that_are_stored(name, gfx):
-    op = OPS[name]
+    op, hip = OPS[name], OPS[name].implementation("hip")
     row = next(row for row in STORED["compiled"] if (row["op"], row["arch"]) == (name, gfx))
     sample = next(bucket.sample for bucket in op.tuning.buckets if bucket.sample.name == row["call"])
     with emulated_hip(gfx, execute=False) as run:
-        op.implementation("hip").run(*sample.make(filled=False), config=row["hip"]["config"])
+        hip(*sample.make(filled=False), config=hip.config_from(row["hip"]["config"]))
     facts = [report(call.code) for call in run.calls]
     assert max(each.vgprs for each in facts) == row["hip"]["vgprs"], REMEDY
     assert max(each.lds for each in facts) == row["hip"]["lds"], REMEDY

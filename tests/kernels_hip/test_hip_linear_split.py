@@ -46,7 +46,7 @@ def executed(gfx, split_k, given, tile=-1):
     # The parts too are written before they are read: the emulator notices what was not.
     launcher.run.require_written(y)
     exact = OP.verification.reference(*in_float64(given))
-    require(f"linear_residual in {split_k} parts on {gfx}", y, exact, OP.implementations[0].run(*given, config={}))
+    require(f"linear_residual in {split_k} parts on {gfx}", y, exact, OP.implementations[0](*given))
     return y, launcher.run.calls
 
 
@@ -133,13 +133,13 @@ def test_where_rows_lie_apart_there_are_no_parts(which):
     linear_residual.launch(x, weight, bias, residual, y, replace(configs(gfx)[-1], split_k=4), launcher)
     assert [call.kernel for call in launcher.run.calls] == ["linear_residual"]
     exact = OP.verification.reference(*in_float64((x, weight, bias, residual)))
-    require("rows that lie apart", y, exact, OP.implementations[0].run(x, weight, bias, residual, config={}))
+    require("rows that lie apart", y, exact, OP.implementations[0](x, weight, bias, residual))
 
 
 def test_only_few_tiles_of_a_long_depth_come_in_parts():
     def parts(gfx, m, n, k):
         problem = {"m": m, "n": n, "k": k, "bias": 1, "residual": 1, "dtype": "float16"}
-        return {config["split_k"] for config in KERNELS.space(problem, archs.get(gfx))}
+        return {config.split_k for config in KERNELS.space(problem, archs.get(gfx))}
 
     assert parts("gfx942", 128, 1280, 5120) == {1, 2, 4, 8}
     assert parts("gfx1100", 128, 1280, 5120) == {1, 2, 4}

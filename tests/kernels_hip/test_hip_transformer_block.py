@@ -32,7 +32,7 @@ from rocm_sd.kernels.hip.launch import Kernel
 from rocm_sd.kernels.hip.transformer_block import Attended, FeedForward, Linear, Norm, TransformerBlock
 from rocm_sd.kernels.hip.transformer_plan import NORM_OPERATIONS, TransformerBlockConfig
 from rocm_sd.numerics import require
-from rocm_sd.ops.registry import KernelPromise
+from rocm_sd.ops.definition import KernelPromise
 from rocm_sd.verify.gates import check
 from rocm_sd.verify.hip_runner import EmulatedLauncher
 from rocm_sd.verify.isa import report

@@ -73,18 +73,18 @@ def test_a_call_is_made_with_its_library_and_flash_alone_and_both_are_put_back(l
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", observed)
     before = torch.backends.cuda.preferred_rocm_fa_library()
-    y = OP.implementation(library.name).run(q, k, v, None, config={})
+    y = OP.implementation(library.name)(q, k, v, None)
     assert seen == [(library.switch, (True, False, False))]
     assert torch.backends.cuda.preferred_rocm_fa_library() == before
     assert torch.backends.cuda.math_sdp_enabled()
-    torch.testing.assert_close(y, OP.implementation("torch").run(q, k, v, None, config={}))
+    torch.testing.assert_close(y, OP.implementation("torch")(q, k, v, None))
 
     def failing(*_given, **_named):
         raise RuntimeError("no kernel")
 
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", failing)
     with pytest.raises(RuntimeError, match="no kernel"):
-        OP.implementation(library.name).run(q, k, v, None, config={})
+        OP.implementation(library.name)(q, k, v, None)
     assert torch.backends.cuda.preferred_rocm_fa_library() == before
 
 

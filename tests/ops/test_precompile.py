@@ -76,7 +76,8 @@ def model(widths=WIDTHS):
     """Launches `_geglu` twice for each width: a variant each."""
     import torch
 
-    from rocm_sd.kernels.triton.geglu import GegluConfig, launch
+    from rocm_sd.kernels.configs.geglu import GegluConfig
+    from rocm_sd.kernels.triton.geglu import launch
 
     for width in (*widths, *widths):
         x, y = torch.empty((4, 2 * width), dtype=torch.half), torch.empty((4, width), dtype=torch.half)

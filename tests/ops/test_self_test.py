@@ -14,7 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rocm_sd.engine.capture import warmup
 from rocm_sd.kernels import triton as triton_kernels
 from rocm_sd.ops import registry, self_test
-from rocm_sd.ops.registry import OPS, Implementation, Op, Verification
+from rocm_sd.ops.definition import Implementation, Verification
+from rocm_sd.ops.registry import OPS, Op
 from rocm_sd.ops.samples import Sample
 from rocm_sd.tuning import choice, resolve
 from rocm_sd.tuning.database import Entry
@@ -30,7 +31,7 @@ def _definition(x: torch.Tensor) -> torch.Tensor:
     return x * torch.sigmoid(x)
 
 
-def _stock(x: torch.Tensor, *, config) -> torch.Tensor:
+def _stock(x: torch.Tensor) -> torch.Tensor:
     return _definition(x)
 
 
@@ -41,7 +42,7 @@ def _sample(elements: int, dtype: torch.dtype = torch.float16) -> Sample:
 def make_op(run, name: str = "silu") -> Op:
     calls = []
 
-    def counted(x, *, config):
+    def counted(x):
         calls.append((x.numel(), x.dtype))
         return run(x)
 
@@ -52,7 +53,6 @@ def make_op(run, name: str = "silu") -> Op:
             Implementation("torch", _stock, lambda _problem, _device: None),
             Implementation("fast", counted, lambda _problem, _device: None),
         ),
-        default_config={},
         verification=Verification(
             implementation="fast",
             kernels="rocm_sd.kernels.triton.geglu",
@@ -335,7 +335,7 @@ def test_one_that_takes_no_sample_is_not_trusted():
     picky = Implementation(
         "fast", op.implementations[1].run, lambda problem, _device: "n" if problem["n"] > 4 else None
     )
-    op = Op(op.name, op.summary, (op.implementations[0], picky), {}, op.verification)
+    op = Op(op.name, op.summary, (op.implementations[0], picky), op.verification)
     assert "none of the calls" in op.choose({"n": 1, "dtype": "float16"}, CPU).why
 
 
@@ -371,7 +371,7 @@ def test_neither_autocast_nor_gradients_nor_the_random_numbers_of_the_picture_ar
 @pytest.mark.parametrize("op", OPS)
 def test_every_op_has_a_sample_for_its_kernel_in_each_dtype(op, dtype, device):
     verification = OPS[op].verification
-    for candidate in (verification.implementation, *(b.implementation for b in verification.beside)):
+    for candidate in verification.proven:
         small = self_test._sample(OPS[op], candidate, dtype, device, real=False)
         real = self_test._sample(OPS[op], candidate, dtype, device, real=True)
         assert str(small.dtype) == str(real.dtype) == f"torch.{dtype}"

@@ -11,6 +11,7 @@ from torch._subclasses import FakeTensorMode
 
 from pipelines import tiny_unet, tiny_vae
 from rocm_sd import numerics
+from rocm_sd.ops.registry import Op
 from rocm_sd.rewrite import apply, convolutions, resblock, undo
 from rocm_sd.rewrite.resblock import RULE
 from rocm_sd.tuning import Choice
@@ -26,7 +27,7 @@ def way(request, monkeypatch):
     if request.param != "in place":
         monkeypatch.setenv("ROCM_SD_IMPLEMENTATION", NAMED)
     if request.param == "the norm adds":
-        monkeypatch.setattr(convolutions, "_needs_another_pass", lambda _layer, _x: True)
+        monkeypatch.setattr(convolutions, "fuses_adds", lambda _layer, _x: False)
     return request.param
 
 
@@ -351,27 +352,27 @@ def test_a_block_is_five_ops_with_every_add_inside(ops, monkeypatch):
         ("conv2d", *conv2),
     ]  # fmt: skip
     calls.clear()
-    monkeypatch.setattr(convolutions, "_needs_another_pass", lambda _layer, _x: True)
+    monkeypatch.setattr(convolutions, "fuses_adds", lambda _layer, _x: False)
     module(*inputs())
     assert calls[1:3] == [("conv2d", False, False, False), ("group_norm_silu", True, True, True)]
 
 
 @pytest.mark.parametrize(
-    ("chosen", "expected"), [("triton", False), ("library_epilogue", True), ("library_gemm", True), ("torch", True)]
+    ("chosen", "expected"),
+    [("triton", True), ("hip", True), ("library_epilogue", False), ("library_gemm", False), ("torch", False)],
 )
 def test_the_norm_adds_where_a_gpus_library_convolves(chosen, expected, monkeypatch):
-    class Op:
-        def choose(self, problem, device):
-            assert (problem["pixels"], problem["cin"], problem["cout"], problem["padding"]) == (70, 32, 64, 1)
-            assert device.type == "cuda"
-            return Choice(chosen)
+    def choose(_op, problem, device):
+        assert (problem["pixels"], problem["cin"], problem["cout"], problem["padding"]) == (70, 32, 64, 1)
+        assert device.type == "cuda"
+        return Choice(chosen)
 
-    monkeypatch.setattr(convolutions, "OPS", {"conv2d": Op()})
+    monkeypatch.setattr(Op, "choose", choose)
     layer = block().conv1
     with FakeTensorMode():
         x = torch.empty(2, 32, 5, 7, device="cuda")
-        assert convolutions._needs_another_pass(layer, x) is expected
-    assert not convolutions._needs_another_pass(layer, inputs()[0])
+        assert convolutions.fuses_adds(layer, x) is expected
+    assert convolutions.fuses_adds(layer, inputs()[0])
 
 
 def test_small_blocks_on_a_cpu_are_stocks_own():

@@ -166,13 +166,13 @@ def test_undone():
 @pytest.mark.parametrize("op", [group_norm_silu, conv2d])
 def test_gradients_of_an_op_reach_both_tensors(op, monkeypatch):
     monkeypatch.delenv("ROCM_SD_IMPLEMENTATION")
-    x, beside = (torch.randn(2, c, 3, 5, dtype=torch.float64, requires_grad=True) for c in (8, 4))
+    x, concat = (torch.randn(2, c, 3, 5, dtype=torch.float64, requires_grad=True) for c in (8, 4))
     weight = torch.randn(6, 12, 1, 1, dtype=torch.float64)
     given = (4,) if op is group_norm_silu else (weight,)
-    joined = [t.detach().clone().requires_grad_(True) for t in (x, beside)]
-    op(x, *given, beside=beside).square().sum().backward()
+    joined = [t.detach().clone().requires_grad_(True) for t in (x, concat)]
+    op(x, *given, concat=concat).square().sum().backward()
     op(torch.cat(joined, 1), *given).square().sum().backward()
-    for one, other in zip((x, beside), joined, strict=True):
+    for one, other in zip((x, concat), joined, strict=True):
         torch.testing.assert_close(one.grad, other.grad)
 
 
@@ -180,5 +180,5 @@ def test_gradients_of_an_op_reach_both_tensors(op, monkeypatch):
 @pytest.mark.parametrize("wrong", [torch.zeros(2, 4, 3, 6), torch.zeros(1, 4, 3, 5), torch.zeros(2, 4, 3, 5).half()])
 def test_tensors_that_cannot_be_joined_are_refused(op, wrong):
     given = (4,) if op is group_norm_silu else (torch.zeros(6, 12, 1, 1),)
-    with pytest.raises(Exception, match="x and beside that differ in more than their channels"):
-        op(torch.zeros(2, 8, 3, 5), *given, beside=wrong)
+    with pytest.raises(Exception, match="x and concat that differ in more than their channels"):
+        op(torch.zeros(2, 8, 3, 5), *given, concat=wrong)

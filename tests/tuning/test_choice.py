@@ -7,7 +7,8 @@ import pytest
 
 import rocm_sd.tuning
 from rocm_sd import arch
-from rocm_sd.kernels.triton.group_norm_silu import GroupNormSiluConfig
+from rocm_sd.kernels.config import NO_CONFIG
+from rocm_sd.kernels.hip.layer_norm_residual import LayerNormResidualConfig
 from rocm_sd.ops import OPS
 from rocm_sd.tuning import choice, lookup
 
@@ -52,9 +53,11 @@ def test_shipped_data_is_whole(file):
     for entry in [table["static"], *table.get("bucket", []), *table.get("exact", [])]:
         assert entry["why"]
         if file.stem in OPS:
-            assert entry["implementation"] in {i.name for i in OPS[file.stem].implementations}
-        if file.stem == "group_norm_silu" and entry["implementation"] == "triton":
-            GroupNormSiluConfig.from_mapping(entry["config"])
+            own, chosen = OPS[file.stem].own, entry["implementation"]
+            assert chosen in own
+            # Of stock torch and of libraries it is the config of the kernel that was searched.
+            owner = own[chosen if own[chosen].default else choice.searched_kernel(table)]
+            assert "config" not in entry or owner.default.fitting(entry["config"]) is not None
 
 
 BESIDE = {
@@ -75,19 +78,20 @@ BESIDE = {
 def test_a_kernel_that_is_not_chosen_has_its_own_config(monkeypatch, c, threads):
     monkeypatch.setattr(choice, "_table", lambda _op, _arch: BESIDE)
     found = lookup("op", "gfx1100", {"c": c})
-    assert (found.implementation, found.config) == ("torch", {"rows": 1})
-    assert found.config_for("hip") == {"threads": threads}
-    assert found.config_for("triton") == found.config_for("torch") == {"rows": 1}
+    assert (found.implementation, found.config) == ("torch", NO_CONFIG)
+    assert found.config_for("hip").to_dict() == {"threads": threads}
+    assert found.config_for("triton").to_dict() == {"rows": 1}
 
 
 def test_where_every_config_was_dropped_there_is_none_beside(monkeypatch):
     monkeypatch.setattr(choice, "_table", lambda _op, _arch: BESIDE)
-    assert lookup("op", "gfx1100", {"c": 15}).others == {}
+    assert lookup("op", "gfx1100", {"c": 15}).others.keys() == {"triton"}
 
 
 def test_the_config_beside_is_what_a_forced_kernel_runs_with(monkeypatch):
     op = OPS["layer_norm_residual"]
     monkeypatch.setattr(choice, "_table", lambda _op, _arch: BESIDE)
-    assert op.config_of("hip", lookup(op.name, "gfx1100", {"c": 5})) == {"threads": 128}
+    found = op.lookup("gfx1100", {"c": 5})
+    assert op.config_of("hip", found) == LayerNormResidualConfig(threads=128)
     # Triton's own kernel takes neither.
-    assert op.config_of("triton", lookup(op.name, "gfx1100", {"c": 5})) == op.default_config
+    assert op.config_of("triton", found) == op.implementation("triton").default

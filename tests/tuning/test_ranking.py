@@ -1,11 +1,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 
 from rocm_sd import arch
+from rocm_sd.kernels.config import Config
 from rocm_sd.tuning.ranking import Code, Part, Program, RatedConfig, model, rank, static_choice
 
 GFX = ["gfx1100", "gfx1201", "gfx942"]
@@ -118,18 +119,23 @@ def test_a_figure_that_is_not_known_leaves_its_terms_out_and_says_so():
     assert model(arch.get("gfx1100"), 100, STREAM, STREAMED).left_out == ()
 
 
+@dataclass(frozen=True)
+class Tile(Config):
+    tile: int
+
+
 def found(tile: int, us: float, **more) -> RatedConfig:
-    return RatedConfig({"tile": tile}, us, **more)
+    return RatedConfig(Tile(tile), us, **more)
 
 
 def test_what_was_dropped_never_wins():
     ranked = rank([found(1, 0.1, dropped="spills: 3 VGPRs"), found(2, 9.0)])
-    assert [c.config["tile"] for c in ranked] == [2]
+    assert [c.config.tile for c in ranked] == [2]
     assert rank([found(1, 0.1, dropped="lds: too much")]) == []
 
 
 def test_a_config_that_passes_every_gate_comes_before_a_faster_one():
-    assert rank([found(1, 1.0, blemishes=("waves: 2 of 16",)), found(2, 9.0)])[0].config["tile"] == 2
+    assert rank([found(1, 1.0, blemishes=("waves: 2 of 16",)), found(2, 9.0)])[0].config.tile == 2
 
 
 def test_ties_are_broken_in_the_order_that_is_written_down():
@@ -141,19 +147,19 @@ def test_ties_are_broken_in_the_order_that_is_written_down():
         found(6, 5.0, figures={"waves_per_simd": 8, "vgprs": 96, "lds": 64}),
         found(0, 5.0004, figures={"waves_per_simd": 16, "vgprs": 128, "lds": 0}),
     ]
-    order = [c.config["tile"] for c in rank(candidates)]
+    order = [c.config.tile for c in rank(candidates)]
     assert order == [1, 0, 2, 3, 4, 6]
-    assert [c.config["tile"] for c in rank(reversed(candidates))] == order
+    assert [c.config.tile for c in rank(reversed(candidates))] == order
 
 
 def test_the_static_choice_is_valid_in_most_buckets_and_nearest_to_the_best_of_each():
     first = [found(1, 10.0), found(2, 20.0), found(3, 12.0)]
     second = [found(1, 1000.0), found(2, 100.0), found(3, 130.0)]
     chosen, served = static_choice([first, second])
-    assert (chosen.config["tile"], served) == (3, 2)
+    assert (chosen.config.tile, served) == (3, 2)
     # Nothing is valid everywhere: what serves one bucket is better than nothing.
     chosen, served = static_choice([[found(1, 10.0)], [found(2, 10.0, dropped="spills")]])
-    assert (chosen.config["tile"], served) == (1, 1)
+    assert (chosen.config.tile, served) == (1, 1)
     assert static_choice([[found(1, 1.0, dropped="spills")], []]) is None
 
 

@@ -8,16 +8,17 @@ import pytest
 import torch
 
 from rocm_sd.errors import Unsupported
+from rocm_sd.kernels.config import OpenConfig
 from rocm_sd.ops import OPS
 from rocm_sd.ops.registry import forget_choices
-from rocm_sd.tuning import lookup, resolve
+from rocm_sd.tuning import resolve
 from rocm_sd.tuning.database import Database, Entry, default_path
 from rocm_sd.tuning.environment import current
 
 CPU = torch.device("cpu")
 PROBLEM = {"n": 2, "c": 320, "hw": 4096, "groups": 32, "dtype": "float16"}
 OP = OPS["group_norm_silu"]
-CONFIG = {**OP.default_config, "whole_elements": 77}
+CONFIG = replace(OP.implementation("triton").default, whole_elements=77)
 
 
 @pytest.fixture
@@ -31,19 +32,19 @@ def database(tmp_path, monkeypatch):
 def entry(candidate: str = "triton", median: float = 10.0, **named) -> Entry:
     given = {
         "op": OP.name, "problem": PROBLEM, "environment": current("cpu"), "kernel_hash": OP.kernel_hash(candidate),
-        "config": CONFIG if candidate == "triton" else {}, "low_us": median, "high_us": median, "stock_us": 20.0,
-        "numerics": "ok", "when": "2026-05-04T03:02:01+00:00",
+        "config": CONFIG.to_dict() if candidate == "triton" else {}, "low_us": median, "high_us": median,
+        "stock_us": 20.0, "numerics": "ok", "when": "2026-05-04T03:02:01+00:00",
     }  # fmt: skip
     return Entry(candidate=candidate, median_us=median, **{**given, **named})
 
 
 def choose(problem=PROBLEM, arch="gfx1100", **named):
-    given = {"environment": current("cpu"), "kernel_hash": OP.kernel_hash(), **named}
+    given = {"environment": current("cpu"), "kernel_hash": OP.kernel_hash(), "defaults": OP.defaults, **named}
     return resolve.choose(OP.name, arch, problem, **given)
 
 
 def test_a_measurement_comes_before_the_data_and_tells_its_figures(database):
-    shipped = lookup(OP.name, "gfx1100", PROBLEM)
+    shipped = OP.lookup("gfx1100", PROBLEM)
     database.put([entry()])
     forget_choices()
     found = choose()
@@ -61,16 +62,16 @@ def test_anything_but_the_very_problem_goes_by_the_data(database, other):
     database.put([entry()])
     forget_choices()
     assert choose().source == "measured here"
-    assert choose(**other) == lookup(OP.name, "gfx1100", other.get("problem", PROBLEM))
+    assert choose(**other) == OP.lookup("gfx1100", other.get("problem", PROBLEM))
 
 
 def test_stock_that_was_faster_is_chosen_and_the_kernel_keeps_its_config(database):
-    shipped = lookup(OP.name, "gfx1100", PROBLEM)
+    shipped = OP.lookup("gfx1100", PROBLEM)
     database.put([entry("torch", 8.0), entry()])
     forget_choices()
     found = choose()
     assert (found.implementation, found.source) == ("torch", "measured here")
-    assert found.config == shipped.config
+    assert found.config_for("triton") == shipped.config
 
 
 @pytest.mark.parametrize(
@@ -82,8 +83,8 @@ def test_stock_that_was_faster_is_chosen_and_the_kernel_keeps_its_config(databas
     ],
 )
 def test_what_the_data_name_stays_unless_another_is_faster_beyond_doubt(database, best, stays):
-    shipped = lookup(OP.name, "gfx1100", PROBLEM)
-    database.put([entry(**best), entry(median=10.2, low_us=10.0, high_us=10.4, config=shipped.config)])
+    shipped = OP.lookup("gfx1100", PROBLEM)
+    database.put([entry(**best), entry(median=10.2, low_us=10.0, high_us=10.4, config=shipped.config.to_dict())])
     forget_choices()
     found = choose()
     assert found.source == "measured here"
@@ -91,9 +92,11 @@ def test_what_the_data_name_stays_unless_another_is_faster_beyond_doubt(database
 
 
 def test_what_the_data_name_does_not_stay_where_it_is_wrong_or_not_faster_than_stock(database):
-    shipped = lookup(OP.name, "gfx1100", PROBLEM)
+    shipped = OP.lookup("gfx1100", PROBLEM)
     for wrong in ({"numerics": "wrong: 3 of 10"}, {"high_us": 20.1}):
-        database.put([entry(median=9.9), entry(**{"median": 10.0, "low_us": 9.0, "config": shipped.config, **wrong})])
+        database.put(
+            [entry(median=9.9), entry(**{"median": 10.0, "low_us": 9.0, "config": shipped.config.to_dict(), **wrong})]
+        )
         forget_choices()
         assert choose().config == CONFIG
 
@@ -117,7 +120,7 @@ def test_faster_within_its_interval_only_is_not_chosen(database, high, chosen):
 def test_what_was_never_compared_with_stock_is_not_chosen(database):
     database.put([entry(stock_us=None)])
     forget_choices()
-    assert choose() == lookup(OP.name, "gfx1100", PROBLEM)
+    assert choose() == OP.lookup("gfx1100", PROBLEM)
 
 
 def test_a_candidate_that_is_not_known_is_passed_over(database):
@@ -130,18 +133,18 @@ def test_a_candidate_that_is_not_known_is_passed_over(database):
 def test_what_is_brought_competes_with_its_own_config_and_stays_behind_what_is_faster(database):
     database.put([entry()])
     forget_choices()
-    found = choose(among=("torch", "triton"), others=[entry("somebody's", 6.0), entry("nobody's", 7.0)])
+    found = choose(among=("torch", "triton"), plugged=[entry("somebody's", 6.0), entry("nobody's", 7.0)])
     # No config of the data is for it.
-    assert (found.implementation, found.config, found.source) == ("somebody's", {}, "measured here")
+    assert (found.implementation, found.config, found.source) == ("somebody's", OpenConfig(), "measured here")
     assert found.why == "6.0 us, stock torch 20.0 us, measured here on 2026-05-04"
-    assert choose(among=("torch", "triton"), others=[entry("somebody's", 11.0)]).implementation == "triton"
+    assert choose(among=("torch", "triton"), plugged=[entry("somebody's", 11.0)]).implementation == "triton"
 
 
 def test_what_is_brought_is_chosen_where_nothing_else_was_measured(database):
     database.put([entry("somebody's", 1.0)])
     forget_choices()
     assert choose(among=("torch", "triton")).source == "bucket"
-    assert choose(among=("torch", "triton"), others=database.all()).implementation == "somebody's"
+    assert choose(among=("torch", "triton"), plugged=database.all()).implementation == "somebody's"
 
 
 def test_an_op_asks_the_layers_once_for_each_problem(database):

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from rocm_sd.ops.registry import KernelPromise
+from rocm_sd.ops.definition import KernelPromise
 from rocm_sd.verify import compiler, gates, isa
 from rocm_sd.verify.compiler import KernelConfig
 from rocm_sd.verify.isa import Access

@@ -15,14 +15,14 @@ from rocm_sd import ops
 from rocm_sd.errors import InvalidOption
 from rocm_sd.kernels.hip import toolchain
 from rocm_sd.ops import OPS, registry
+from rocm_sd.ops.definition import KernelPromise
 from rocm_sd.ops.group_norm_silu.op import group_norm_silu_
-from rocm_sd.ops.registry import KernelPromise
 from rocm_sd.tuning import choice
 from rocm_sd.verify import ladder
 from rocm_sd.verify.gates import check
 from rocm_sd.verify.hip_runner import emulated_hip
 from rocm_sd.verify.isa import report
-from rocm_sd.verify.proofs import proofs
+from rocm_sd.verify.proofs import proofs, recorded
 
 try:
     toolchain.find_compiler()
@@ -70,10 +70,10 @@ def test_every_config_that_a_search_tries_passes_the_gates(name):
     hip, arguments = op.implementation("hip"), op.verification.real[0].make(filled=False)
     configs = list(hip.kernels.space(op.verification.problem(*arguments), archs.get("gfx1030")))
     # All zeros: no config of its own, the launcher takes the first for the call.
-    assert hip.kernels.default_config in configs or not any(hip.kernels.default_config.values())
+    assert hip.default in configs or not any(hip.default.to_dict().values())
     for config in configs:
         with emulated_hip("gfx1030", execute=False) as run:
-            hip.run(*arguments, config=config)
+            hip(*arguments, config=config)
         for call in run.calls:
             gates = check(report(call.code), hip.kernels.promises[call.kernel])
             assert [gate.sentence for gate in gates if gate.ok is False] == [], (config, call.kernel)
@@ -103,10 +103,8 @@ def test_a_worker_climbs_it_and_what_cannot_be_climbed_is_told(monkeypatch):
 
 
 def test_a_recorded_run_counts_for_its_own_kernels_alone(monkeypatch):
-    recorded = replace(
-        proofs()[0], op="upsample", implementation="hip", arch="gfx1100", rung="tested", evidence="x.json"
-    )
-    monkeypatch.setattr(ladder, "proofs", lambda: (recorded,))
+    ran = replace(recorded()[0], op="upsample", implementation="hip", arch="gfx1100", evidence="x.json")
+    monkeypatch.setattr(ladder, "recorded", lambda: (ran,))
     for name, state in (("upsample:hip", "passed"), ("upsample", "skipped")):
         (outcome,) = ladder.verify(ladder.plan([name], ["gfx1100"], [5]))
         assert outcome.state == state
@@ -128,7 +126,7 @@ def test_inside_it_the_ops_implementation_runs_on_the_architectures_own_product(
     op = OPS["upsample"]
     arguments = op.verification.small[0].make()
     with emulated_hip("gfx942", execute=False) as run:
-        op.implementation("hip").run(*arguments, config={})
+        op.implementation("hip")(*arguments)
     assert [call.code.arch.name for call in run.calls] == ["gfx942"]
     assert run.calls[0].counters is None
     assert op.implementation("hip").why_not(op.verification.problem(*arguments), arguments[0].device)
@@ -158,7 +156,7 @@ def test_a_norm_may_write_over_its_own_map(whole_values, monkeypatch):
     table = {"implementation": "hip", "config": {"whole_values": whole_values, "slices_per_cu": 4}, "why": "timed"}
     monkeypatch.setattr(choice, "_table", lambda *_: {"static": table})
     image = torch.randn(2, 8, 8, 32).half().permute(0, 3, 1, 2)
-    stock = OPS["group_norm_silu"].implementation("torch").run(image, 4, None, None, None, 1e-5, True, config={})
+    stock = OPS["group_norm_silu"].implementation("torch")(image, 4, None, None, None, 1e-5, True)
     registry.forget_choices()
     try:
         with emulated_hip("gfx1100") as run:
@@ -214,13 +212,13 @@ def test_attention_reads_packed_projections_in_place_and_copies_what_begins_betw
 
 
 def test_convolutions_take_any_layout_and_parts_of_another_dtype():
-    x, beside = torch.randn(1, 24, 5, 6).half(), torch.randn(1, 8, 5, 6).half()
+    x, concat = torch.randn(1, 24, 5, 6).half(), torch.randn(1, 8, 5, 6).half()
     weight, bias, add = torch.randn(16, 32, 3, 3) / 17, torch.randn(32)[::2], torch.randn(1, 16)
     residual = torch.randn(1, 16, 5, 6)
     with emulated_hip("gfx1201"):
         given = (x, weight, bias, add, residual, 1, 1)
-        ours = ops.conv2d(*given, implementation="hip", beside=beside)
-        stock = ops.conv2d(*given, implementation="torch", beside=beside)
+        ours = ops.conv2d(*given, implementation="hip", concat=concat)
+        stock = ops.conv2d(*given, implementation="torch", concat=concat)
         assert ours.is_contiguous(memory_format=torch.channels_last)
         torch.testing.assert_close(ours, stock, atol=1e-2, rtol=1e-2)
         ours, stock = (ops.upsample_conv2d(x, weight[:, :24], bias, implementation=name) for name in ("hip", "torch"))

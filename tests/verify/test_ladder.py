@@ -16,7 +16,7 @@ from rocm_sd.tuning import lookup
 from rocm_sd.verify import ladder
 from rocm_sd.verify.compiler import targets
 from rocm_sd.verify.emulator import OutOfBounds
-from rocm_sd.verify.proofs import RUNGS, proofs
+from rocm_sd.verify.proofs import RUNGS, proofs, recorded
 
 pytest.importorskip("triton", reason="AMD code is compiled by Triton")
 
@@ -116,8 +116,8 @@ def test_where_nothing_runs_the_reason_is_told(monkeypatch):
 
 
 def test_a_recorded_run_on_a_card_is_read_from_the_proofs(monkeypatch):
-    recorded = replace(proofs()[0], op="group_norm_silu", arch="gfx1100", rung="tested", evidence="benchmarks/x.json")
-    monkeypatch.setattr(ladder, "proofs", lambda: (recorded,))
+    ran = replace(recorded()[0], op="group_norm_silu", arch="gfx1100", evidence="benchmarks/x.json")
+    monkeypatch.setattr(ladder, "recorded", lambda: (ran,))
     (outcome,) = ladder.verify(ladder.plan(["group_norm_silu"], ["gfx1100"], [5]))
     assert (outcome.state, outcome.sentence) == ("passed", "recorded in benchmarks/x.json")
 

@@ -123,8 +123,8 @@ def _plain_group_norm(
 def _stock(op: Op, arguments: Sequence[Any]) -> Callable[[], Any]:
     if op.name == "group_norm_silu":
         return lambda: _plain_group_norm(*arguments)
-    run_stock = op.implementations[0].run
-    return lambda: run_stock(*arguments, config={})
+    run_stock = op.implementations[0]
+    return lambda: run_stock(*arguments)
 
 
 def _measured(
@@ -135,7 +135,7 @@ def _measured(
     assert op.verification is not None
     choice = op.choose(op.verification.problem(*arguments), device)
 
-    run_chosen = op.implementation(choice.implementation).run
+    run_chosen = op.implementation(choice.implementation)
 
     def ours() -> Any:
         return run_chosen(*arguments, config=choice.config)
@@ -189,7 +189,7 @@ def _errors(op: Op, sample: Sample, arguments: Sequence[Any], ours: Callable[[],
     """Largest errors against float64, ours and stock's, relative to the largest value. Raises where ours is wrong."""
     assert op.verification is not None
     exact = outputs(op.verification.reference(*in_float64(tuple(arguments))))
-    stock = outputs(op.implementations[0].run(*arguments, config={}))
+    stock = outputs(op.implementations[0](*arguments))
     found = []
     for three in zip(outputs(ours()), exact, stock, strict=True):
         compared = numerics.require(f"{op.name} {sample.name}", *three)

@@ -233,10 +233,13 @@ def _waves(architecture: str, op: str, problem: tuple[tuple[str, int | str], ...
     resource = files("rocm_sd.tuning").joinpath(f"data/{architecture}/{op}.json")
     if not resource.is_file():
         return None
+    from rocm_sd.ops import OPS  # noqa: PLC0415 -- importing torch is left until there is something to look up
+
+    verification = OPS[op].verification
     for entry in json.loads(resource.read_text(encoding="utf-8")).get("bucket", ()):
         if within(entry["when"], dict(problem)):
-            figures = entry.get("figures", {})
-            return figures.get("waves_per_simd") if entry["implementation"] == "triton" else None
+            ours = verification is not None and entry["implementation"] == verification.implementation
+            return entry.get("figures", {}).get("waves_per_simd") if ours else None
     return None
 
 

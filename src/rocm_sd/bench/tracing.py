@@ -8,8 +8,7 @@ ways are seen.
 from __future__ import annotations
 
 from collections import Counter
-from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +22,7 @@ from rocm_sd.engine import Parts, optimize_with
 from rocm_sd.errors import DeviceUnavailable, InvalidOption, Unsupported
 from rocm_sd.models.source import EMBEDDED
 from rocm_sd.ops import OPS
-from rocm_sd.ops.registry import Op
+from rocm_sd.ops.registry import Op, observed
 from rocm_sd.rewrite import RULES, RULES_FOR_GRAPHS, apply
 from rocm_sd.tuning import Choice
 from rocm_sd.tuning.choice import STOCK
@@ -31,7 +30,8 @@ from rocm_sd.tuning.search.calls import OpCall, Traced, argument_names, describe
 from rocm_sd.tuning.search.pipeline_settings import convolution_calls
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Sequence
+    from contextlib import AbstractContextManager
 
     from rocm_sd.tuning import Problem
 
@@ -55,27 +55,26 @@ class Watched:
         return [Traced(calls.most_common(1)[0][0], calls.total()) for calls in self._seen.values()]
 
 
-@contextmanager
-def watched(seen: Watched, *, answer_stock: bool) -> Iterator[None]:
-    """Every op computes as stock torch, and its calls go to `seen`. A model that asks for a choice gets a fixed one."""
-    run, choose = Op.run, Op.choose
+@dataclass(frozen=True)
+class _Watch:
+    """The observer of a picture: a model that asks for a choice gets the op's kernel, or stock where that is wished."""
 
-    def watched_run(op: Op, problem: Problem, device: torch.device, forced: str | None, *arguments: Any) -> Any:  # noqa: ARG001
-        stock = op.implementations[0].run
-        seen.add(describe(op.name, problem, arguments, argument_names(stock)))
-        return stock(*arguments, config={})
+    seen: Watched
+    answer_stock: bool
 
-    def watched_choose(op: Op, problem: Problem, device: torch.device, forced: str | None = None) -> Choice:  # noqa: ARG001
-        kernel = op.verification.implementation if op.verification else STOCK
-        usable = not answer_stock and op.implementation(kernel).why_not(problem, device) is None
+    def called(self, op: Op, problem: Problem, arguments: tuple[Any, ...]) -> None:
+        self.seen.add(describe(op.name, problem, arguments, argument_names(op.implementations[0].run)))
+
+    def chosen(self, op: Op, problem: Problem, device: torch.device) -> Choice:
+        kernel = op.implementation(op.verification.implementation if op.verification else STOCK)
+        usable = not self.answer_stock and kernel.why_not(problem, device) is None
         why = "the calls of a picture are being collected"
-        return Choice(kernel if usable else STOCK, op.default_config, why=why)
+        return Choice(kernel.name, kernel.default, why=why) if usable else Choice(STOCK, why=why)
 
-    Op.run, Op.choose = watched_run, watched_choose  # type: ignore[method-assign,assignment]
-    try:
-        yield
-    finally:
-        Op.run, Op.choose = run, choose  # type: ignore[method-assign]
+
+def watched(seen: Watched, *, answer_stock: bool) -> AbstractContextManager[None]:
+    """Every op computes as stock torch within, and `seen` gets its calls. A choice that is asked for is a fixed one."""
+    return observed(_Watch(seen, answer_stock))
 
 
 def workload(model: str | None, device: torch.device) -> workloads.Workload:

@@ -18,7 +18,7 @@ from rocm_sd.bench import architectures
 from rocm_sd.bench.projection import WorkItem
 from rocm_sd.bench.workloads import WORKLOADS
 from rocm_sd.ops import OPS
-from rocm_sd.ops.registry import Work
+from rocm_sd.ops.definition import Work
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

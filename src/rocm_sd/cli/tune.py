@@ -197,7 +197,8 @@ def _list(database: Database, device: str | None, *, as_json: bool) -> None:
         best = min(usable, key=lambda e: e.median_us) if usable else None
         if best is not None:
             shipped = lookup(op, here.arch, best.problem)
-            known = (e for e in usable if e.candidate == shipped.implementation and e.config in (shipped.config, {}))
+            configs: tuple[dict[str, int], ...] = (shipped.config.to_dict(), {})
+            known = (e for e in usable if e.candidate == shipped.implementation and e.config in configs)
             best = preferred(best, next(known, None))
         stock_us = next((e.stock_us for e in (best, *entries) if e and e.stock_us), None)
         rows.append(

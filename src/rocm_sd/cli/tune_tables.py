@@ -27,7 +27,7 @@ def described(values: Mapping[str, object]) -> str:
 
 def show_outcomes(console: Console, outcomes: Sequence[TuningResult], took: float, *, on_cpu: bool) -> None:
     from rocm_sd.ops import OPS
-    from rocm_sd.tuning.search.candidates import extras
+    from rocm_sd.tuning.search.candidates import plug_ins
 
     measured = [outcome for outcome in outcomes if outcome.measured]
     rows = (
@@ -54,7 +54,7 @@ def show_outcomes(console: Console, outcomes: Sequence[TuningResult], took: floa
             )
         if outcome.unchecked:
             console.print(f"[yellow]not searched[/] {escape(f'{where}: {outcome.unchecked}')}", soft_wrap=True)
-    added = {(extra.op, extra.implementation.name) for extra in extras()}
+    added = {(each.op, each.name) for each in plug_ins()}
     plugged = [o for o in outcomes if (o.op, o.chosen.implementation) in added]
     for what, several in (
         ("Pictures use it after a test of its own, at its first use.", [o for o in plugged if o.op in OPS]),
@@ -129,8 +129,7 @@ def _row(found: BucketResult) -> tuple[str, ...]:
     if best.blemishes:
         figures += f"; [yellow]fails {escape(best.blemishes[0])}[/]"
     runner_up = f"{ranked[1].modelled_us:.1f}" if len(ranked) > 1 else ""
-    config = " ".join(f"{name}={value}" for name, value in best.config.items())
-    return found.arch, when, config, f"{best.modelled_us:.1f}", runner_up, figures
+    return found.arch, when, str(best.config), f"{best.modelled_us:.1f}", runner_up, figures
 
 
 def _limits(limit: object) -> str:

@@ -1,30 +1,20 @@
-"""Level 3: the operators. Importing them needs no GPU and no Triton."""
+"""Level 3: the operators. Importing them needs no GPU and no Triton.
 
-from rocm_sd.ops.attention import attention
-from rocm_sd.ops.conv2d import conv2d
-from rocm_sd.ops.geglu import geglu
-from rocm_sd.ops.group_norm_silu import group_norm_silu
-from rocm_sd.ops.guided_step import guided_step
-from rocm_sd.ops.layer_norm_residual import layer_norm_residual
-from rocm_sd.ops.layout_copy import layout_copy
-from rocm_sd.ops.linear_geglu import linear_geglu
-from rocm_sd.ops.linear_residual import linear_residual
+Every package in here is an op, and what it exports is a name of this one: a new op is found, and listed nowhere.
+`__init__.pyi` has the names for type checkers; `python tools/docs_tables.py` writes it.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pkgutil import iter_modules
+
 from rocm_sd.ops.registry import OPS
-from rocm_sd.ops.upsample import upsample
-from rocm_sd.ops.upsample_conv2d import parity_weights, upsample_conv2d
 
-__all__ = [
-    "OPS",
-    "attention",
-    "conv2d",
-    "geglu",
-    "group_norm_silu",
-    "guided_step",
-    "layer_norm_residual",
-    "layout_copy",
-    "linear_geglu",
-    "linear_residual",
-    "parity_weights",
-    "upsample",
-    "upsample_conv2d",
-]
+__all__ = ["OPS"]
+
+for _module in iter_modules(__path__):
+    if _module.ispkg:
+        _package = import_module(f"{__name__}.{_module.name}")
+        __all__ += _package.__all__
+        globals().update({name: getattr(_package, name) for name in _package.__all__})

@@ -22,14 +22,13 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from rocm_sd.kernels import triton as triton_kernels
 from rocm_sd.kernels.hip.launch import HipUnavailable
 from rocm_sd.numerics import compare, in_float64, outputs
-from rocm_sd.tuning import lookup
 from rocm_sd.tuning.environment import current
 from rocm_sd.tuning.resolve import user_database
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from rocm_sd.ops.registry import Op
+    from rocm_sd.ops.candidates import OpCandidates
     from rocm_sd.ops.samples import Sample
     from rocm_sd.tuning import Problem
     from rocm_sd.tuning.environment import Environment
@@ -48,7 +47,7 @@ _MARGIN = 4
 _TF32 = 2.0**-10
 # A process that dies in a self-test was perhaps only stopped by its user; that it happens twice is no chance.
 _DEATHS = 2
-# What lies with the machine's set-up, which can be mended without any version changing: for this process alone.
+# What lies with the machine's set-up, which can change without any version changing: for this process alone.
 _SET_UP = (ImportError, OSError, SubprocessError, MemoryError, torch.OutOfMemoryError, HipUnavailable)
 
 
@@ -66,7 +65,7 @@ class Verdict:
 _known: dict[tuple[Any, ...], Verdict] = {}
 _noted: set[tuple[str, str, str]] = set()
 # What a model has used without a test, since its launches were only noted: op, candidate, dtype and device.
-_unseen: dict[tuple[str, str, str, torch.device], Op] = {}
+_unseen: dict[tuple[str, str, str, torch.device], OpCandidates] = {}
 
 
 def forget() -> None:
@@ -89,7 +88,7 @@ def catch_up() -> None:
             verdict(op, candidate, {"dtype": dtype}, device)
 
 
-def verdict(op: Op, candidate: str, problem: Problem, device: torch.device) -> Verdict:
+def verdict(op: OpCandidates, candidate: str, problem: Problem, device: torch.device) -> Verdict:
     """From memory, else from the database, else by a test now."""
     dtype = str(problem.get("dtype", ""))
     known_as = (user_database().path, op.name, candidate, device, dtype)
@@ -102,15 +101,13 @@ def verdict(op: Op, candidate: str, problem: Problem, device: torch.device) -> V
     return known
 
 
-def note(op: Op, dtype: str, device: torch.device) -> None:
+def note(op: OpCandidates, dtype: str, device: torch.device) -> None:
     """While launches are only noted: those of the tests that the op's own kernels will have to pass, if they have not.
 
     What a model asks for after its first call is tested on its own then, and would be compiled on its own, too.
     """
     assert op.verification is not None
-    for candidate in dict.fromkeys(
-        (op.verification.implementation, *(b.implementation for b in op.verification.beside))
-    ):
+    for candidate in dict.fromkeys(op.verification.proven):
         if _remembered((op.name, candidate, current(device), op.kernel_hash(candidate)), dtype) is None:
             _note_launches(op, candidate, dtype, device)
 
@@ -123,7 +120,7 @@ def _remembered(key: _Key, dtype: str) -> Verdict | None:
     return Verdict("passed") if database.has_passed(*key, dtype) else None
 
 
-def _now(op: Op, candidate: str, dtype: str, device: torch.device, key: _Key) -> Verdict:
+def _now(op: OpCandidates, candidate: str, dtype: str, device: torch.device, key: _Key) -> Verdict:
     busy = _why_not_now(device)
     if busy:
         return Verdict("later", busy)
@@ -139,7 +136,7 @@ def _now(op: Op, candidate: str, dtype: str, device: torch.device, key: _Key) ->
         else:
             reason = _why_wrong(op, candidate, dtype, device)
     except Exception as error:  # noqa: BLE001 -- whatever a candidate raises: stock torch runs instead
-        reason = _told(error)
+        reason = _sentence(error)
         lasting = not isinstance(error, _SET_UP) and "C compiler" not in str(error)
     finally:
         database.end_trial(*key)
@@ -151,7 +148,7 @@ def _now(op: Op, candidate: str, dtype: str, device: torch.device, key: _Key) ->
     return Verdict("failed", reason)
 
 
-def _note_launches(op: Op, candidate: str, dtype: str, device: torch.device) -> None:
+def _note_launches(op: OpCandidates, candidate: str, dtype: str, device: torch.device) -> None:
     """What the test will launch is compiled beside what the model launches, and not one by one after it."""
     if (op.name, candidate, dtype) in _noted:
         return
@@ -163,7 +160,7 @@ def _note_launches(op: Op, candidate: str, dtype: str, device: torch.device) -> 
                 _run(op, candidate, sample.make(device), device)
 
 
-def _told(error: Exception) -> str:
+def _sentence(error: Exception) -> str:
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
 
@@ -177,7 +174,7 @@ def _why_not_now(device: torch.device) -> str | None:
     return "calls are being recorded" if is_in_torch_dispatch_mode() else None
 
 
-def _why_wrong(op: Op, candidate: str, dtype: str, device: torch.device) -> str | None:
+def _why_wrong(op: OpCandidates, candidate: str, dtype: str, device: torch.device) -> str | None:
     """The reason that its results are not right, or None where they are."""
     small = _sample(op, candidate, dtype, device, real=False) or _least_real(op, candidate, dtype, device)
     if small is None:
@@ -191,7 +188,7 @@ def _why_wrong(op: Op, candidate: str, dtype: str, device: torch.device) -> str 
         return None if real is None else _against_stock(op, candidate, real, device, tolerance)
 
 
-def _sample(op: Op, candidate: str, dtype: str, device: torch.device, *, real: bool) -> Sample | None:
+def _sample(op: OpCandidates, candidate: str, dtype: str, device: torch.device, *, real: bool) -> Sample | None:
     """Of those that it takes, the one with most elements; of real ones the cheapest that has a million."""
     assert op.verification is not None
     calls = list(op.verification.calls(real=real))
@@ -207,7 +204,7 @@ def _sample(op: Op, candidate: str, dtype: str, device: torch.device, *, real: b
     return None
 
 
-def _least_real(op: Op, candidate: str, dtype: str, device: torch.device) -> Sample | None:
+def _least_real(op: OpCandidates, candidate: str, dtype: str, device: torch.device) -> Sample | None:
     """For one that is made for large calls alone: the smallest of those that a model makes."""
     assert op.verification is not None
     samples = [sample for _, sample in op.verification.calls(real=True)]
@@ -228,7 +225,7 @@ def _in_dtype(samples: list[Sample], dtype: str) -> tuple[list[Sample], list[Sam
 
 
 def _taken(
-    op: Op, candidate: str, device: torch.device, samples: Iterable[Sample]
+    op: OpCandidates, candidate: str, device: torch.device, samples: Iterable[Sample]
 ) -> Iterator[tuple[int, int, Sample]]:
     """(elements of the first tensor, of all tensors, sample): the first is what an op transforms."""
     assert op.verification is not None
@@ -247,16 +244,18 @@ def _cheapest(sized: Iterable[tuple[int, int, Sample]]) -> tuple[int, int, Sampl
     return max(fitting, key=lambda one: one[0], default=None)
 
 
-def _run(op: Op, name: str, arguments: tuple[Any, ...], device: torch.device) -> tuple[torch.Tensor, ...]:
+def _run(op: OpCandidates, name: str, arguments: tuple[Any, ...], device: torch.device) -> tuple[torch.Tensor, ...]:
     assert op.verification is not None
     implementation = op.implementation(name)
     # The data's config for this very call: that of another size may not fit it.
     problem = op.verification.problem(*arguments)
-    shipped = lookup(op.name, current(device).arch, problem)
-    return outputs(implementation.run(*arguments, config=op.config_at(name, shipped, problem, device)))
+    shipped = op.lookup(current(device).arch, problem)
+    return outputs(implementation(*arguments, config=op.config_at(name, shipped, problem, device)))
 
 
-def _against_float64(op: Op, candidate: str, sample: Sample, device: torch.device) -> tuple[str | None, float]:
+def _against_float64(
+    op: OpCandidates, candidate: str, sample: Sample, device: torch.device
+) -> tuple[str | None, float]:
     """The reason, and what was allowed as a share of the largest value."""
     assert op.verification is not None
     arguments = sample.make(device)
@@ -287,7 +286,9 @@ def _layout(y: torch.Tensor) -> tuple[tuple[int, int], ...]:
     return tuple((side, step if side > 1 else 0) for side, step in zip(y.shape, y.stride(), strict=True))
 
 
-def _against_stock(op: Op, candidate: str, sample: Sample, device: torch.device, tolerance: float) -> str | None:
+def _against_stock(
+    op: OpCandidates, candidate: str, sample: Sample, device: torch.device, tolerance: float
+) -> str | None:
     try:
         arguments = sample.make(device)
         stock = _run(op, op.implementations[0].name, arguments, device)
@@ -300,8 +301,8 @@ def _against_stock(op: Op, candidate: str, sample: Sample, device: torch.device,
             difference = float((ours - theirs).abs_().max()) if theirs.numel() else 0.0
             # Stock that is not finite cannot judge; written so that NaN, which compares false, fails.
             if torch.tensor(largest).isfinite() and not difference <= allowed:
-                told = f"{difference:.3g} from stock torch where {allowed:.3g} is allowed"
-                return f"at {sample.name}: the worst of {ours.numel()} elements is {told}"
+                far = f"{difference:.3g} from stock torch where {allowed:.3g} is allowed"
+                return f"at {sample.name}: the worst of {ours.numel()} elements is {far}"
     except torch.OutOfMemoryError:
         # The small sample was right; a card this full is not the candidate's fault.
         log.info("%s (%s): no memory to test it at %s", op.name, candidate, sample.name)

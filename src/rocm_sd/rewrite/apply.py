@@ -30,6 +30,8 @@ class Rule:
     `undo` takes back what the rule's forward has done to the module (weights laid together), once forward is gone.
     `forward` is the module's own, or for a rule of several submodules at once a forward for each of them by name.
     `begin` gets the module before any forward is replaced: a submodule does not know whose it is.
+    One `for_graphs` is exact as the others, but called one by one from Python a rewritten block takes 0.54 ms of a
+    CPU's time and stock's own 0.42 ms: it pays where a whole step is captured once and replayed.
     """
 
     name: str
@@ -41,6 +43,7 @@ class Rule:
     undo: Callable[[nn.Module], None] | None = None
     on_cpu: bool = True
     begin: Callable[[nn.Module], None] | None = None
+    for_graphs: bool = False
 
     def __post_init__(self) -> None:
         for forward in self.parts().values():

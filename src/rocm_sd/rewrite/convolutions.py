@@ -15,10 +15,8 @@ from torch import nn
 from rocm_sd import settings
 from rocm_sd.errors import Unsupported
 from rocm_sd.ops import OPS, conv2d, group_norm_silu
-from rocm_sd.ops.conv2d.op import reads_two as convolution_reads_two
 from rocm_sd.ops.conv2d.workload import problem
-from rocm_sd.ops.group_norm_silu.op import group_norm_silu_, overwrites
-from rocm_sd.ops.group_norm_silu.op import reads_two as norm_reads_two
+from rocm_sd.ops.group_norm_silu.op import group_norm_silu_
 from rocm_sd.ops.group_norm_silu.workload import problem as norm_problem
 from rocm_sd.rewrite.layers import is_plain, untouched
 
@@ -30,6 +28,7 @@ if TYPE_CHECKING:
 __all__ = [
     "convolution",
     "convolution_and_add",
+    "fuses_adds",
     "is_diffusers",
     "left_to_stock",
     "norm_overwrites",
@@ -204,22 +203,23 @@ def norm_overwrites(norm: Any, x: torch.Tensor) -> bool:
     dense = x.is_contiguous(memory_format=torch.channels_last)
     if not dense or not _is_plain_norm(norm, x) or not through_op("group_norm_silu", x):
         return False
-    return not torch.compiler.is_compiling() and overwrites(norm_problem(x, norm.num_groups), x.device)
+    if torch.compiler.is_compiling():
+        return False
+    return OPS["group_norm_silu"].overwrites(norm_problem(x, norm.num_groups), x.device)
 
 
-def read_two(norm: Any, layer: Any, x: torch.Tensor, beside: torch.Tensor) -> bool:
-    """Whether the norm and the convolution are ops, now, that read x and `beside` where they lie."""
+def read_two(norm: Any, layer: Any, x: torch.Tensor, concat: torch.Tensor) -> bool:
+    """Whether the norm and the convolution are ops, now, that read x and `concat` where they lie."""
     if torch.compiler.is_compiling() or not (through_op("conv2d", x) and through_op("group_norm_silu", x)):
         return False
-    if x.dtype != beside.dtype or x.device != beside.device:
+    if x.dtype != concat.dtype or x.device != concat.device:
         return False
     if not (takes(layer, x) and _is_plain_norm(norm, x)):
         return False
-    asked = norm_problem(x, norm.num_groups, beside=beside)
-    if not norm_reads_two(asked, x.device):
+    if not OPS["group_norm_silu"].reads_two(norm_problem(x, norm.num_groups, concat=concat), x.device):
         return False
-    shape = problem(x, layer.weight, stride=layer.stride[0], padding=int(layer.padding[0]), beside=beside)
-    return convolution_reads_two(shape, x.device)
+    shape = problem(x, layer.weight, stride=layer.stride[0], padding=int(layer.padding[0]), concat=concat)
+    return OPS["conv2d"].reads_two(shape, x.device)
 
 
 def _is_plain_norm(norm: Any, x: torch.Tensor) -> bool:
@@ -231,15 +231,15 @@ def convolution_and_add(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(y, later) with y + later = layer(x) + add: bias and add where they cost no pass over memory of their own.
 
-    The kernel of `conv2d` has them in its epilogue, and on a CPU that op adds in place. A GPU's library would go over
-    the picture again, for the bias alone too: there the norm after it adds them, as it reads the picture in any case.
-    `bias_in_add`: the layer's bias is in `add` already.
+    The kernels of `conv2d` have them in their epilogue, and on a CPU that op adds in place. A GPU's library would go
+    over the picture again, for the bias alone too: there the norm after it adds them, as it reads the picture in any
+    case. `bias_in_add`: the layer's bias is in `add` already.
     """
     if bias_in_add:
         # The bias cannot be taken out of `layer(x)`: weights of another layout are copied.
         if not _is_conv2d(layer, x, _is_plain_convolution):
             raise Unsupported("A bias that was added in advance", f"a convolution that is a {type(layer).__name__}")
-        now, later = (None, add) if _needs_another_pass(layer, x) else (add, None)
+        now, later = (add, None) if fuses_adds(layer, x) else (None, add)
         return conv2d(x, layer.weight, None, now, None, layer.stride[0], int(layer.padding[0])), later
     return plain_convolution_and_add(layer, x, add) if takes(layer, x) else (layer(x), add)
 
@@ -249,16 +249,17 @@ def plain_convolution_and_add(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """`convolution_and_add` of a layer that `takes`."""
     fits = add is None or _fits(add, x, layer.weight.shape[0])
-    if not fits or not _needs_another_pass(layer, x):
+    if not fits or fuses_adds(layer, x):
         return plain_convolution(layer, x, add), None
     if layer.bias is not None:
         add = layer.bias.expand(x.shape[0], -1) if add is None else add + layer.bias
     return conv2d(x, layer.weight, None, None, None, layer.stride[0], int(layer.padding[0])), add
 
 
-def _needs_another_pass(layer: nn.Conv2d, x: torch.Tensor) -> bool:
+def fuses_adds(layer: nn.Conv2d, x: torch.Tensor) -> bool:
+    """Whether `conv2d` of a plain layer adds bias and time embedding in its own pass over the picture, now."""
     # What an op chooses cannot be asked for while it is traced; in place is then the better guess for any device.
     if x.device.type == "cpu" or torch.compiler.is_compiling():
-        return False
+        return True
     asked: Problem = problem(x, layer.weight, stride=layer.stride[0], padding=int(layer.padding[0]))
-    return OPS["conv2d"].choose(asked, x.device).implementation != "triton"
+    return OPS["conv2d"].fuses_adds(asked, x.device)

@@ -219,6 +219,7 @@ RULE = Rule(
     why_not=_why_not,
     forward=forward,
     undo=unpack,
+    for_graphs=True,
 )
 
 SINGLE = Rule(
@@ -229,4 +230,5 @@ SINGLE = Rule(
     why_not=_why_not,
     forward=_single_forward,
     undo=unpack,
+    for_graphs=True,
 )

@@ -92,8 +92,8 @@ def _finished(self: Any, hidden: torch.Tensor, shortcut: torch.Tensor) -> torch.
     return out if self.output_scale_factor == 1.0 else out / self.output_scale_factor
 
 
-def takes_two(module: Any, x: torch.Tensor, beside: torch.Tensor) -> bool:
-    """Whether `of_two` is module(x and beside joined), and joins nothing, now."""
+def takes_two(module: Any, x: torch.Tensor, concat: torch.Tensor) -> bool:
+    """Whether `of_two` is module(x and concat joined), and joins nothing, now."""
     own = module.__dict__.get("forward")
     if getattr(own, "__func__", None) is not _forward or module.upsample is not None or module.downsample is not None:
         return False
@@ -103,15 +103,15 @@ def takes_two(module: Any, x: torch.Tensor, beside: torch.Tensor) -> bool:
         return False
     if left_to_stock(x, module.norm1.weight, "conv2d", WORTH_IT_ON_CPU) or module.time_emb_proj is None:
         return False
-    return read_two(module.norm1, module.conv_shortcut, x, beside)
+    return read_two(module.norm1, module.conv_shortcut, x, concat)
 
 
-def of_two(module: Any, x: torch.Tensor, beside: torch.Tensor, temb: torch.Tensor | None) -> torch.Tensor:
-    """module(x and beside joined), which are read where they lie: joining them is two passes over both."""
+def of_two(module: Any, x: torch.Tensor, concat: torch.Tensor, temb: torch.Tensor | None) -> torch.Tensor:
+    """module(x and concat joined), which are read where they lie: joining them is two passes over both."""
     norm, layer = module.norm1, module.conv_shortcut
     given = x, norm.num_groups, norm.weight, norm.bias, None, norm.eps
-    hidden = _conditioned(module, [group_norm_silu(*given, beside=beside)], temb)
-    shortcut = conv2d(x, layer.weight, layer.bias, beside=beside)
+    hidden = _conditioned(module, [group_norm_silu(*given, concat=concat)], temb)
+    shortcut = conv2d(x, layer.weight, layer.bias, concat=concat)
     return _finished(module, hidden, shortcut)
 
 

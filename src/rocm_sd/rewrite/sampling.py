@@ -20,7 +20,6 @@ from rocm_sd.rewrite.convolutions import (
     through_op,
     unusual,
 )
-from rocm_sd.tuning.choice import STOCK
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -95,7 +94,7 @@ def _as_one_op(x: torch.Tensor, weight: torch.Tensor) -> bool:
     if N * H * W < _PIXELS_THAT_PAY_FOR_SUMS or torch.compiler.is_compiling():
         return False
     # Stock torch enlarges eight times slower than the kernel of `upsample` (397 to 46 us at 1x256x256x256 on an H200).
-    return OPS["upsample_conv2d"].choose(problem(x, weight), x.device).implementation != STOCK
+    return not OPS["upsample_conv2d"].choose(problem(x, weight), x.device).is_stock
 
 
 def _downsample_why_not(module: Any) -> str | None:

@@ -100,4 +100,5 @@ RULE = Rule(
     applies=_applies,
     why_not=_why_not,
     forward=forward,
+    for_graphs=True,
 )

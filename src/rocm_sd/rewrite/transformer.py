@@ -232,4 +232,5 @@ RULE = Rule(
     why_not=_why_not,
     forward=forward,
     undo=unpack,
+    for_graphs=True,
 )

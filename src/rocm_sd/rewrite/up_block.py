@@ -72,4 +72,5 @@ RULE = Rule(
     why_not=_why_not,
     forward=_forward,
     on_cpu=False,
+    for_graphs=True,
 )

@@ -9,6 +9,8 @@ from functools import cache
 from importlib.resources import files
 from typing import Any, Literal
 
+from rocm_sd.kernels.config import NO_CONFIG, Config, OpenConfig
+
 __all__ = ["STOCK", "Choice", "Problem", "Source", "entries", "entries_with_figures", "lookup", "within"]
 
 Problem = Mapping[str, "int | str"]
@@ -19,21 +21,25 @@ STOCK = "torch"  # the name of the stock implementation of every op
 
 @dataclass(frozen=True)
 class Choice:
-    """An implementation by name, where the choice came from, and why in one sentence.
+    """An implementation by name with its config, where the choice came from, and why in one sentence.
 
-    `config` is that of the op's kernel, also where stock torch is chosen: it is what the kernel runs with when it is
-    asked for by name. `others` has the configs of other implementations with kernels of their own, by name.
+    `others` has the configs of implementations that were not chosen, by name: what they run with when they are asked
+    for by name.
     """
 
     implementation: str
-    config: Mapping[str, int] = field(default_factory=dict)
+    config: Config = NO_CONFIG
     source: Source = "stock"
     why: str = ""
-    others: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    others: Mapping[str, Config] = field(default_factory=dict)
 
-    def config_for(self, name: str) -> Mapping[str, int]:
-        """What the data have for an implementation, chosen or not; the op's own where they have nothing else."""
-        return self.config if name == self.implementation else self.others.get(name, self.config)
+    @property
+    def is_stock(self) -> bool:
+        return self.implementation == STOCK
+
+    def config_for(self, name: str) -> Config:
+        """Of an implementation, chosen or not."""
+        return self.config if name == self.implementation else self.others.get(name, NO_CONFIG)
 
 
 @cache
@@ -60,15 +66,27 @@ def within(limits: Mapping[str, Any], problem: Problem) -> bool:
     return True
 
 
-def lookup(op: str, arch: str, problem: Problem) -> Choice:
-    """An architecture without data inherits nothing from another: it gets stock torch."""
+def lookup(op: str, arch: str, problem: Problem, defaults: Mapping[str, Config] | None = None) -> Choice:
+    """An architecture without data inherits nothing from another: it gets stock torch.
+
+    `defaults` are the configs that the op's implementations run with where nothing was tuned: each gets one of that
+    very class, if the data have one that fits, and what is chosen has its default otherwise. Without them configs are
+    as the data have them.
+    """
     table = _table(op, arch)
     if table is None:
         return Choice(STOCK, why=f"no data for {op} on {arch}")
     source, entry = entry_for(table, problem)
-    found = ((name, entry_for(part, problem)[1]) for name, part in table.get("others", {}).items())
-    others = {name: other["config"] for name, other in found if "config" in other}
-    return Choice(entry["implementation"], entry.get("config", {}), source, entry["why"], others)
+    chosen = entry["implementation"]
+    found = {name: entry_for(part, problem)[1].get("config") for name, part in table.get("others", {}).items()}
+    # Where stock torch or a library is chosen, the entry has the config of the kernel that was searched.
+    owner = chosen if defaults and defaults.get(chosen) else searched_kernel(table)
+    found[owner] = entry.get("config")
+    classes = dict.fromkeys(found, OpenConfig()) if defaults is None else defaults
+    fitting = {name: classes[name].fitting(each) for name, each in found.items() if each and name in classes}
+    configs = {name: config for name, config in fitting.items() if config is not None}
+    config = configs.pop(chosen, classes.get(chosen, NO_CONFIG))
+    return Choice(chosen, config, source, entry["why"], configs)
 
 
 def entry_for(part: Mapping[str, Any], problem: Problem) -> tuple[Source, Mapping[str, Any]]:
@@ -100,4 +118,10 @@ def _parts(op: str, arch: str) -> dict[str, Mapping[str, Any]]:
     table = _table(op, arch)
     if table is None:
         return {}
-    return {table.get("searched", {}).get("implementation", "triton"): table, **table.get("others", {})}
+    return {searched_kernel(table): table, **table.get("others", {})}
+
+
+def searched_kernel(table: Mapping[str, Any]) -> str:
+    """Whose configs the entries of a table have."""
+    name: str = table.get("searched", {}).get("implementation", "triton")
+    return name

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from rocm_sd.arch import Arch
+    from rocm_sd.kernels.config import Config
 
 __all__ = ["Code", "Modelled", "Part", "Program", "RatedConfig", "model", "rank", "static_choice"]
 
@@ -197,7 +198,7 @@ def model(arch: Arch, workgroups: int, code: Code, program: Program) -> Modelled
 class RatedConfig:
     """A config with what was found. `dropped` says why it cannot be used; `blemishes` are gates that it fails."""
 
-    config: Mapping[str, int]
+    config: Config
     modelled_us: float | None = None
     dropped: str | None = None
     blemishes: tuple[str, ...] = ()
@@ -212,7 +213,7 @@ def _key(candidate: RatedConfig) -> tuple[Any, ...]:
         -figures.get("waves_per_simd", 0),
         figures.get("vgprs", 0),
         figures.get("lds", 0),
-        tuple(candidate.config.items()),
+        tuple(candidate.config.to_dict().values()),
     )
 
 
@@ -231,13 +232,13 @@ def static_choice(buckets: Iterable[Iterable[RatedConfig]]) -> tuple[RatedConfig
     Nearness is the geometric mean of its time over the best one's. With the config comes the number of buckets in which
     it is valid; None where no bucket has a valid config.
     """
-    found: dict[tuple[tuple[str, int], ...], list[tuple[RatedConfig, float]]] = {}
+    found: dict[Config, list[tuple[RatedConfig, float]]] = {}
     for bucket in buckets:
         ranked = rank(bucket)
         best = min((c.modelled_us or 0.0 for c in ranked), default=0.0)
         for candidate in ranked:
             ratio = (candidate.modelled_us or 0.0) / best if best else 1.0
-            found.setdefault(tuple(candidate.config.items()), []).append((candidate, ratio))
+            found.setdefault(candidate.config, []).append((candidate, ratio))
     if not found:
         return None
 

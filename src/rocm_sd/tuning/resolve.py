@@ -6,17 +6,18 @@ it for a neighbour. Where no database is, none is made for asking.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
+from rocm_sd.kernels.config import NO_CONFIG, OpenConfig
 from rocm_sd.tuning.choice import STOCK, Choice, Problem, lookup
 from rocm_sd.tuning.location import default_path
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Collection, Mapping, Sequence
     from pathlib import Path
 
+    from rocm_sd.kernels.config import Config
     from rocm_sd.tuning.database import Database, Entry
     from rocm_sd.tuning.environment import Environment
 
@@ -45,28 +46,32 @@ def choose(
     environment: Environment,
     kernel_hash: str | Collection[str],
     among: Collection[str] | None = None,
-    others: Sequence[Entry] = (),
+    plugged: Sequence[Entry] = (),
+    defaults: Mapping[str, Config] | None = None,
 ) -> Choice:
     """Of candidates whose kernels have one of these hashes, or that have none.
 
-    `among`: the candidates that the op has; a measurement of another is passed over. `others`: measurements of
-    plug-ins, which compete with them as they are.
+    `among`: the candidates that the op has; a measurement of another is passed over. `plugged`: measurements of
+    plug-ins, which compete with them as they are. `defaults`: as of `lookup`, those of plug-ins among them.
     """
-    shipped = lookup(op, arch_name, problem)
+    shipped = lookup(op, arch_name, problem, defaults)
     if not has_database():
         return shipped
     database = user_database()
     own = database.best(op, problem, environment, kernel_hash, among)
-    found = [entry for entry in (own, *others) if entry is not None]
+    found = [entry for entry in (own, *plugged) if entry is not None]
     if not found:
         return shipped
     best = min(found, key=lambda entry: entry.median_us)
-    configs = (shipped.config, {}) if shipped.config else ({},)
+    configs = (shipped.config.to_dict(), {}) if shipped.config else ({},)
     known = (database.find(op, problem, environment, kernel_hash, shipped.implementation, each) for each in configs)
     chosen = preferred(best, next((entry for entry in known if entry is not None), None))
-    measured = _measured(chosen, shipped)
-    # One without a config has none: those of the data are for the op's own.
-    return replace(measured, config=chosen.config) if any(chosen is entry for entry in others) else measured
+    if chosen.config or any(chosen is entry for entry in plugged):
+        config = (defaults or {}).get(chosen.candidate, OpenConfig()).fitting(chosen.config)
+    else:
+        # It was stored without one.
+        config = shipped.config_for(chosen.candidate) or (defaults or {}).get(chosen.candidate, NO_CONFIG)
+    return _measured(chosen, config, shipped)
 
 
 def preferred(best: Entry, shipped: Entry | None) -> Entry:
@@ -81,22 +86,29 @@ def preferred(best: Entry, shipped: Entry | None) -> Entry:
     return best if beyond_doubt else shipped
 
 
-def _measured(best: Entry, shipped: Choice) -> Choice:
+def _measured(best: Entry, config: Config | None, shipped: Choice) -> Choice:
     day = best.when[:10]
     if best.candidate == STOCK:
-        # Its config is the kernel's, for when it is asked for by name.
-        why = f"{best.median_us:.1f} us, the fastest here on {day}"
-        return replace(shipped, implementation=STOCK, source="measured here", why=why)
+        return _stock(shipped, f"{best.median_us:.1f} us, the fastest here on {day}")
     if best.stock_us is None:
         # Faster than other candidates is not faster than stock.
         return shipped
     if best.stock_us <= best.high_us:
         # Faster within its interval only is not known to be faster.
-        why = f"{best.stock_us:.1f} us, and the next {best.median_us:.1f} us, measured here on {day}"
-        return replace(shipped, implementation=STOCK, source="measured here", why=why)
+        return _stock(shipped, f"{best.stock_us:.1f} us, and the next {best.median_us:.1f} us, measured here on {day}")
+    if config is None:
+        # It does not fit, so it is not from a tuner: a kernel would stop the picture with an error about its arguments.
+        return shipped
     why = f"{best.median_us:.1f} us, stock torch {best.stock_us:.1f} us, measured here on {day}"
-    config = best.config or shipped.config_for(best.candidate)
-    return Choice(best.candidate, config, "measured here", why, shipped.others)
+    return Choice(best.candidate, config, "measured here", why, _configs(shipped))
+
+
+def _stock(shipped: Choice, why: str) -> Choice:
+    return Choice(STOCK, source="measured here", why=why, others=_configs(shipped))
+
+
+def _configs(choice: Choice) -> Mapping[str, Config]:
+    return {**choice.others, choice.implementation: choice.config}
 
 
 @lru_cache(maxsize=8)

@@ -9,7 +9,7 @@ from rocm_sd import arch as archs
 from rocm_sd.arch import MatrixUnit
 
 if TYPE_CHECKING:
-    from rocm_sd.ops.registry import KernelPromise
+    from rocm_sd.ops.definition import KernelPromise
     from rocm_sd.verify.isa import Report
 
 __all__ = ["LIMITS", "Gate", "check"]

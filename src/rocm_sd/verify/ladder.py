@@ -32,25 +32,25 @@ from rocm_sd.verify.gates import check
 from rocm_sd.verify.hip_runner import emulated_hip
 from rocm_sd.verify.isa import report
 from rocm_sd.verify.pools import pool
-from rocm_sd.verify.proofs import RUNGS, proofs
+from rocm_sd.verify.proofs import EMULATED, RUNGS, recorded
 from rocm_sd.verify.runner import emulated, total
 from rocm_sd.workers import cancelling
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Sequence
     from contextlib import AbstractContextManager
 
     import torch
 
-    from rocm_sd.ops.registry import Kernels, Op, Verification
+    from rocm_sd.kernels.config import Config
+    from rocm_sd.ops.definition import Kernels, Verification
+    from rocm_sd.ops.registry import Op
     from rocm_sd.ops.samples import Sample
     from rocm_sd.verify.emulator import Counters
     from rocm_sd.verify.runner import Run
 
 __all__ = ["EMULATED", "Outcome", "Task", "names", "plan", "verify"]
 
-# One of each family with its own instruction encoding and matrix layout: gfx11 and gfx12 WMMA, gfx94x MFMA.
-EMULATED = ("gfx1100", "gfx1201", "gfx942")
 TIMEOUT_S = 900.0
 HOST = "cpu"
 State = Literal["passed", "failed", "skipped"]
@@ -150,7 +150,7 @@ def _without_running(task: Task) -> Outcome | None:
 
 def _recorded_run(op: str, implementation: str, arch: str) -> str | None:
     own = {i.name for i in OPS[op].implementations if i.kernels is not None}
-    for proof in proofs():
+    for proof in recorded():
         ours = proof.implementation == implementation if implementation else proof.implementation not in own
         if ours and (proof.op, proof.arch, proof.rung) == (op, arch, "tested"):
             return proof.evidence
@@ -161,7 +161,9 @@ def _why_not_triton(op: str, arch: str) -> str | None:
     if not archs.get(arch).triton_supported:
         return f"Triton does not compile for {arch}"
     choice = lookup(op, arch, {})
-    return None if choice.config else f"stock torch there: {choice.why}"
+    verification = OPS[op].verification
+    has_config = verification is not None and choice.config_for(verification.implementation)
+    return None if has_config else f"stock torch there: {choice.why}"
 
 
 def _why_not_hip(arch: str) -> str | None:
@@ -204,7 +206,7 @@ def _of_its_own(op: Op, implementation: str) -> Verification:
     assert kernels is not None
     real = (*op.verification.real, *kernels.real)
     return replace(
-        op.verification, implementation=implementation, real=real, promises=kernels.promises, beside=()
+        op.verification, implementation=implementation, real=real, promises=kernels.promises, also=()
     )  # fmt: skip
 
 
@@ -231,7 +233,7 @@ def _interpreted(op: Op, verification: Verification, _arch: str) -> Result:
         raise MissingDependency("triton", "verify")
 
     def compute(implementation: str, arguments: tuple[Any, ...]) -> Tensors:
-        result: Tensors = op.implementation(implementation).run(*arguments, config=op.default_config)
+        result: Tensors = op.implementation(implementation)(*arguments)
         return result
 
     return _numbers(op, verification, compute)
@@ -244,7 +246,7 @@ def _numbers(op: Op, verification: Verification, compute: Callable[[str, tuple[A
     for implementation, sample in calls:
         arguments = sample.make()
         exact = outputs(verification.reference(*in_float64(arguments)))
-        stock = outputs(op.implementations[0].run(*arguments, config={}))
+        stock = outputs(op.implementations[0](*arguments))
         for number, results in enumerate(zip(outputs(compute(implementation, arguments)), exact, stock, strict=True)):
             comparison = numerics.compare(*results)
             # A NaN error compares as nothing does, so a failed sample counts as the worst by itself.
@@ -268,15 +270,15 @@ def _compiled(op: Op, verification: Verification, arch: str) -> Result:
     kernels: dict[str, Any] = {}
     failures = []
     own = _kernels(op, verification)
-    calls: list[tuple[str, Sample, Mapping[str, int] | None]] = [(*c, None) for c in verification.calls(real=True)]
+    calls: list[tuple[str, Sample, Config | None]] = [(*c, None) for c in verification.calls(real=True)]
     if own is not None:
         calls += [(verification.implementation, verification.real[0], config) for config in own.small_configs]
     for implementation, sample, given in calls:
         arguments = sample.make(filled=False)
         problem = verification.problem(*arguments)
-        config = given or op.config_of(implementation, lookup(op.name, arch, problem))
+        config = given or op.config_of(implementation, op.lookup(arch, problem))
         with _recorded(op, verification, arch, execute=False) as recorded:
-            op.implementation(implementation).run(*arguments, config=config)
+            op.implementation(implementation)(*arguments, config=config)
         for call in recorded.calls:
             facts = report(call.code)
             promise = verification.promises[call.kernel]
@@ -297,10 +299,10 @@ def _compiled(op: Op, verification: Verification, arch: str) -> Result:
 def _emulated(op: Op, verification: Verification, arch: str) -> Result:
     counted: dict[str, list[Counters]] = {}
 
-    def compute(implementation: str, arguments: tuple[Any, ...], given: Mapping[str, int] | None = None) -> Tensors:
-        config = given or op.config_of(implementation, lookup(op.name, arch, verification.problem(*arguments)))
+    def compute(implementation: str, arguments: tuple[Any, ...], given: Config | None = None) -> Tensors:
+        config = given or op.config_of(implementation, op.lookup(arch, verification.problem(*arguments)))
         with _recorded(op, verification, arch, execute=True) as executed:
-            result: Tensors = op.implementation(implementation).run(*arguments, config=config)
+            result: Tensors = op.implementation(implementation)(*arguments, config=config)
         executed.require_written(*outputs(result))
         for call in executed.calls:
             assert call.counters is not None

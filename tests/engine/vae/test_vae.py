@@ -4,6 +4,8 @@ import copy
 import gc
 import pickle
 import weakref
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from rocm_sd.arch.attention_backends import FUSED_HEADS, FusedHeads, why_not_fus
 from rocm_sd.arch.table import ARCHS
 from rocm_sd.engine.vae import planned as engine
 from rocm_sd.engine.vae.plan import MIB
+from rocm_sd.kernels.configs.attention import AttentionConfig
 from rocm_sd.ops.attention import op, reference
 
 KIB = 1024
@@ -395,15 +398,34 @@ def test_the_op_keeps_such_heads_from_every_fused_backend(monkeypatch):
         assert "heads of 512 on gfx1151" in op.OP.implementation(name).why_not(problem, device)
     q, k, v = torch.randn(3, 2, 40, 3, 512, generator=torch.Generator().manual_seed(0)).unbind(0)
     monkeypatch.setattr(op, "_SCORES", 2 * 3 * 40 * 7)
-    ours = op._stock(q, k, v, None, config={})
+    ours = op._stock(q, k, v, None)
     torch.testing.assert_close(ours, reference.attention(q, k, v))
     op._kept_from_fused.cache_clear()
 
 
 def test_what_scores_take():
     cpu = torch.device("cpu")
-    problem = {"b": 1, "s": 16384, "t": 16384, "h": 1, "d": 512, "dtype": "float16"}
-    assert op.scratch_bytes(problem, cpu, "sdpa_math") == 2 * 2**30
-    assert op.scratch_bytes(problem, cpu, "gemm_softmax") == 96 * MIB
-    assert op.scratch_bytes(problem, cpu, "torch") == 0
-    assert op.scratch_bytes(problem, cpu, "triton") == 0
+    q = torch.empty(1, 16384, 1, 512, dtype=torch.float16, device="meta")
+
+    def taken(name):
+        implementation = op.OP.implementation(name)
+        return implementation.scratch_bytes((q, q, q, None), implementation.default, cpu)
+
+    assert taken("sdpa_math") == 2 * 2**30
+    assert taken("gemm_softmax") == 96 * MIB
+    assert taken("torch") == 0
+    assert taken("triton") == 0
+
+
+def test_where_the_keys_are_divided_the_parts_are_counted(monkeypatch):
+    """Few queries and many keys: as many key ranges as fill the GPU, each with its results in float32."""
+    facts = SimpleNamespace(compute_units=96)
+    monkeypatch.setattr(op.arch, "device_facts", lambda _device: facts)
+    q, k = (torch.empty(1, length, 2, 512, dtype=torch.float16, device="meta") for length in (64, 4096))
+    config = AttentionConfig(block_m=64, block_n=32, programs_per_cu=1)
+    ranges, blocks = config.key_ranges(2, 64, 4096, 512, 96)
+    assert (ranges, blocks) == (32, 4)
+    taken = op.OP.implementation("triton").scratch_bytes((q, k, k, None), config, torch.device("cuda"))
+    assert taken == 4 * ranges * 2 * 64 * (512 + 2)
+    whole = replace(config, programs_per_cu=0)
+    assert op.OP.implementation("triton").scratch_bytes((q, k, k, None), whole, torch.device("cuda")) == 0

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from diffusers import AutoencoderKL
@@ -7,7 +9,11 @@ from diffusers import AutoencoderKL
 from live_memory import live_peak
 from rocm_sd.engine import memory
 from rocm_sd.engine.vae.plan import MIB, VaePlan, Way, plan, predicted_peak
+from rocm_sd.ops import OPS
+from rocm_sd.ops.definition import Implementation
+from rocm_sd.ops.registry import Op
 from rocm_sd.rewrite import RULES, apply, norm_out
+from rocm_sd.tuning import Choice
 
 ALL_RULES = (*RULES, *(() if norm_out.RULE in RULES else (norm_out.RULE,)))
 NAMED = "conv2d=torch,group_norm_silu=torch,upsample_conv2d=torch,upsample=torch,attention=torch,linear_residual=torch"
@@ -91,6 +97,29 @@ def test_what_a_norm_overwrites_is_predicted(monkeypatch):
         # The kernel's sums, which are not predicted, are a tenth of so small a map.
         assert predicted_peak(vae, z.shape, torch.float32) == pytest.approx(peaks[-1], rel=0.15)
     assert peaks[1] < 0.85 * peaks[0]
+
+
+def test_the_scratch_of_whatever_convolves_is_counted(monkeypatch):
+    """Parts of a split depth, by Triton and by HIP; what a plug-in says of itself; nothing where nobody says."""
+    conv2d, split = OPS["conv2d"], 4
+    plug_in = Implementation("mine", conv2d.own["torch"].run, scratch_bytes=lambda _arguments, _config, _device: 2**40)
+    vae = prepared(build((128, 256), mid_block_add_attention=False).half(), "ops")
+    implementations = {**conv2d.own, "mine": plug_in, "quiet": replace(plug_in, scratch_bytes=None)}
+    monkeypatch.setattr(Op, "implementation", lambda op, name: (implementations if op is conv2d else op.own)[name])
+    peaks = {}
+    for name in ("torch", "triton", "hip", "mine", "quiet"):
+        default = implementations[name].default
+        config = replace(default, split_k=split) if default else default
+
+        def choose(op, _problem, _device, forced=None, name=name, config=config):
+            return Choice(name, config) if op is conv2d else Choice("torch")
+
+        monkeypatch.setattr(Op, "choose", choose)
+        peaks[name] = predicted_peak(vae, (1, 4, 64, 64), torch.float16, device=torch.device("cuda"))
+    assert peaks["torch"] == peaks["quiet"] < peaks["triton"] == peaks["hip"]
+    # The largest map, 128 channels of 128 x 128, has no more than its float32 parts above the peak without them.
+    assert peaks["hip"] - peaks["torch"] <= split * 4 * 256 * 128 * 128
+    assert peaks["mine"] > 2**40
 
 
 @torch.no_grad()

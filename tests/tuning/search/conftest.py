@@ -10,7 +10,7 @@ import torch
 
 from rocm_sd.ops import OPS, plugins
 from rocm_sd.tuning.search.calls import Traced, argument_names, describe
-from rocm_sd.tuning.search.candidates import extras
+from rocm_sd.tuning.search.candidates import plug_ins
 
 
 @pytest.fixture(autouse=True)
@@ -44,7 +44,7 @@ def installed(tmp_path, monkeypatch):
 
     def forget() -> None:
         plugins.installed.cache_clear()
-        extras.cache_clear()
+        plug_ins.cache_clear()
         sys.modules.pop("tuner_plugin", None)
 
     yield install

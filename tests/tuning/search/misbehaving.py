@@ -7,8 +7,8 @@ CANDIDATES = """
     import ctypes, os, time
     import torch
     from rocm_sd.ops import OPS
-    from rocm_sd.ops.registry import Implementation
-    from rocm_sd.tuning.search.candidates import Extra
+    from rocm_sd.ops.definition import Implementation
+    from rocm_sd.ops.plugins import Extra
 
     stock = OPS["geglu"].implementations[0].run
     kept = {}
@@ -20,16 +20,16 @@ CANDIDATES = """
         time.sleep(1000)
 
     def nans(x, bias, *, config):
-        y = stock(x, bias, config={})
+        y = stock(x, bias)
         return y.fill_(float("nan"))
 
     def wrong_once(x, bias, *, config):
-        y = stock(x, bias, config={})
+        y = stock(x, bias)
         y.view(-1)[123_456] += 0.01
         return y
 
     def leaves_out(x, bias, *, config):
-        y = torch.empty_like(stock(x, bias, config={}))
+        y = torch.empty_like(stock(x, bias))
         return y
 
     def raises(x, bias, *, config):
@@ -37,15 +37,15 @@ CANDIDATES = """
 
     def wrong_later(x, bias, *, config):
         kept["calls"] = kept.get("calls", 0) + 1
-        return stock(x, bias, config={}) + (kept["calls"] > 3)
+        return stock(x, bias) + (kept["calls"] > 3)
 
     def sleeps(x, bias, *, config):
         time.sleep(config.get("ms", 2) / 1000)
-        return stock(x, bias, config={})
+        return stock(x, bias)
 
     def remembers(x, bias, *, config):
         if "y" not in kept:
-            kept["y"] = stock(x, bias, config={})
+            kept["y"] = stock(x, bias)
         return kept["y"]
 
     def of(name, run, configs=({},)):

@@ -5,9 +5,9 @@ import torch
 from misbehaving import CANDIDATES
 
 from rocm_sd.ops import OPS
-from rocm_sd.tuning import Choice
+from rocm_sd.tuning import choice
 from rocm_sd.tuning.search import candidates as module
-from rocm_sd.tuning.search.candidates import Candidate, candidates, extras, hash_of, operation, operations
+from rocm_sd.tuning.search.candidates import Candidate, candidates, hash_of, operation, operations, plug_ins
 from rocm_sd.tuning.search.pipeline_settings import CONVOLUTION_LIBRARY, MEMORY_FORMAT
 
 CPU = torch.device("cpu")
@@ -22,18 +22,18 @@ def test_what_the_data_name_comes_next_and_nothing_comes_twice(monkeypatch):
     pytest.importorskip("triton")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     op = OPS["geglu"]
-    space = [tuple(config.items()) for config in op.tuning.space(HALF, module.arch.detect(CPU))]
-    chosen = dict(reversed(space[-1]))
-    monkeypatch.setattr(module, "lookup", lambda *_: Choice("triton", chosen))
+    space = list(op.tuning.space(HALF, module.arch.detect(CPU)))
+    table = {"static": {"implementation": "triton", "config": space[-1].to_dict(), "why": "timed"}}
+    monkeypatch.setattr(choice, "_table", lambda _op, _arch: table)
     found = candidates(op, HALF, CPU)
-    assert found[0] == Candidate("torch")
-    assert dict(found[1].config) == chosen
-    assert {frozenset(c.config) for c in found[1:]} == {frozenset(config) for config in space}
+    assert found[:2] == [Candidate("torch"), Candidate("triton", space[-1])]
+    assert {c.config for c in found[1:]} == set(space)
     assert len(found) == 1 + len(set(space))
 
 
 def test_one_without_configs_that_the_data_name_comes_next(monkeypatch):
-    monkeypatch.setattr(module, "lookup", lambda *_: Choice("sdpa_math"))
+    table = {"static": {"implementation": "sdpa_math", "why": "timed"}}
+    monkeypatch.setattr(choice, "_table", lambda _op, _arch: table)
     found = candidates(OPS["attention"], {"b": 1, "s": 4, "t": 4, "h": 1, "d": 8, "dtype": "float32"}, CPU)
     assert found == [Candidate("torch"), Candidate("sdpa_math")]
 
@@ -65,7 +65,7 @@ def test_a_package_adds_candidates(installed, caplog):
             "several": "tuner_plugin:several", "one": "tuner_plugin:one", "gone": "tuner_plugin:missing",
         }},
     )  # fmt: skip
-    assert [extra.implementation.name for extra in extras()] == ["remembers", "sleeps"]
+    assert [each.name for each in plug_ins()] == ["remembers", "sleeps"]
     for reason in ("an implementation named torch", "there is no op no_such_op", "int and no", "candidates gone"):
         assert reason in caplog.text
     op = operation("geglu")

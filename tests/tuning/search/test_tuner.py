@@ -70,7 +70,7 @@ def test_each_kind_of_harm_costs_one_candidate(plugged, database, geglu_call):
 
 
 def test_what_is_not_clearly_faster_is_stored_and_stock_is_chosen(plugged, database, geglu_call):
-    plugged("[of('same', lambda x, bias, *, config: stock(x, bias, config={})), of('sleeps', sleeps)]")
+    plugged("[of('same', lambda x, bias, *, config: stock(x, bias)), of('sleeps', sleeps)]")
     (outcome,) = Tuner(CPU, database, TunerOptions(30)).run([geglu_call(64, 64)])
     stored = {entry.candidate: entry for entry in database.all()}
     assert {"same", "sleeps", "torch"} == set(stored)

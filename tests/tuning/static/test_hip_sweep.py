@@ -12,7 +12,9 @@ pytest.importorskip("triton", reason="the search is over Triton's kernels too")
 
 from rocm_sd import arch as archs
 from rocm_sd.errors import InvalidOption
+from rocm_sd.kernels.config import NO_CONFIG, OpenConfig
 from rocm_sd.kernels.hip import toolchain
+from rocm_sd.kernels.hip.layer_norm_residual import LayerNormResidualConfig
 from rocm_sd.ops import OPS
 from rocm_sd.tuning import choice
 from rocm_sd.tuning.ranking import RatedConfig
@@ -49,10 +51,10 @@ def test_the_first_workgroup_of_a_product_is_counted_to_the_byte(gfx):
     """Each row of both factors and the residual once. The bias is read for each row, or kept, as the compiler likes."""
     M, N, K = 128, 1280, 1280
     arguments = LINEAR.tuning.buckets[0].sample.make(filled=False)
-    config = dict(LINEAR.implementation("hip").kernels.default_config)
+    config = LINEAR.implementation("hip").default.to_dict()
     m, n = config["block_m"], config["block_n"]
     with counted_hip(gfx) as launches:
-        LINEAR.implementation("hip").run(*arguments, config=config)
+        LINEAR.implementation("hip")(*arguments)
     (launch,) = launches
     assert launch.grid == (M // m * (N // n), 1, 1)
     bias = launch.program.loaded - 2 * ((m + n) * K + m * n)
@@ -68,12 +70,12 @@ def test_kernels_that_follow_one_another_are_counted_on_memory_that_nothing_wrot
     arguments = op.tuning.buckets[2].sample.make(filled=False)
     known = {}
     with counted_hip("gfx1100", known) as launches:
-        op.implementation("hip").run(*arguments, config=op.implementation("hip").kernels.default_config)
+        op.implementation("hip")(*arguments)
     assert [launch.kernel.rpartition("_")[2] for launch in launches] == ["moments", "fold", "apply"]
     x, _, y, z = arguments[0].numel() * 2, *launches[-1].grid[:2], launches[-1].grid[2]
     assert launches[-1].program.stored * launches[-1].grid[0] * y * z >= x
     with counted_hip("gfx1100", known) as again:
-        op.implementation("hip").run(*arguments, config=op.implementation("hip").kernels.default_config)
+        op.implementation("hip")(*arguments)
     assert again == launches
     assert len(known) == 3
 
@@ -89,7 +91,7 @@ def one_bucket(monkeypatch, op, *configs):
 
 
 def test_a_search_writes_beside_what_is_chosen_and_alone_where_there_is_nothing_else(monkeypatch, tmp_path):
-    one_bucket(monkeypatch, NORM, {"threads": 64}, {"threads": 256})
+    one_bucket(monkeypatch, NORM, LayerNormResidualConfig(64), LayerNormResidualConfig(256))
     (tmp_path / "gfx1100").mkdir()
     file = tmp_path / "gfx1100" / f"{NORM.name}.json"
     chosen = {"op": NORM.name, "arch": "gfx1100", "static": {"implementation": "triton", "config": {"a": 1}, "why": ""}}
@@ -108,12 +110,12 @@ def test_a_search_writes_beside_what_is_chosen_and_alone_where_there_is_nothing_
     part = table["others"]["hip"]
     (entry,) = part["bucket"]
     assert "implementation" not in entry
-    assert entry["config"] == part["static"]["config"] == best.config
+    assert entry["config"] == part["static"]["config"] == best.config.to_dict()
     assert entry["figures"]["modelled_us"] == best.modelled_us > 3
     assert "compiled by clang" in entry["why"]
     assert "never timed" in entry["why"]
     (kernel,) = entry["figures"]["kernels"]
-    assert kernel["threads"] == best.config["threads"]
+    assert kernel["threads"] == best.config.threads
     assert (kernel["coalescing"], kernel["conflicts"]) == (1.0, 0)
     assert part["searched"]["command"] == f"rocm-sd tune --static {NORM.name}:hip --arch gfx1100"
     assert (part["searched"]["compiled"], part["searched"]["dropped"]) == (2, {})
@@ -126,19 +128,19 @@ def test_a_search_writes_beside_what_is_chosen_and_alone_where_there_is_nothing_
 
 
 def test_a_config_that_does_not_compile_costs_itself_alone(monkeypatch, tmp_path):
-    good = dict(LINEAR.implementation("hip").kernels.default_config)
+    good = LINEAR.implementation("hip").default
     # Fragments of 16 do not make 24 rows.
-    one_bucket(monkeypatch, LINEAR, {**good, "block_m": 24}, good)
+    one_bucket(monkeypatch, LINEAR, replace(good, block_m=24), good)
     (found,) = tune(plan([f"{LINEAR.name}:hip"], ["gfx1030"]), tmp_path)
     assert [c.config for c in found.ranked] == [good]
     assert found.dropped == {"compiler": 1}
     table = json.loads((tmp_path / "gfx1030" / f"{LINEAR.name}.json").read_text())
     # It competes with a vendor's library: without a time it is not the choice, and its config is there.
-    assert (table["static"]["implementation"], table["static"]["config"]) == ("torch", good)
+    assert (table["static"]["implementation"], table["static"]["config"]) == ("torch", good.to_dict())
 
 
 def test_a_search_of_the_own_kernels_keeps_the_others(tmp_path):
-    good = RatedConfig({"tile": 32}, 5.0, figures={"vgprs": 40, "waves_per_simd": 16})
+    good = RatedConfig(OpenConfig.fitting({"tile": 32}), 5.0, figures={"vgprs": 40, "waves_per_simd": 16})
     hip = BucketResult("foo", "gfx1100", {"m": [1, 9]}, "9x9", (good,), "hip")
     path = data_files.write_others([hip], tmp_path, "19.1.7")
     first = json.loads(path.read_text())
@@ -165,7 +167,7 @@ def test_nothing_named_means_both_languages_and_a_name_means_one(monkeypatch):
     with pytest.raises(InvalidOption, match="layer_norm_residual:hip"):
         plan(["geglu:hip"])
     # What has nothing to configure is compiled all the same.
-    assert {s.configs for s in plan(["upsample:hip"], ["gfx1100"]).buckets} == {((),)}
+    assert {s.configs for s in plan(["upsample:hip"], ["gfx1100"]).buckets} == {(NO_CONFIG,)}
 
     def refuse():
         raise toolchain.NoHipCompiler("There is no clang.")
@@ -194,14 +196,14 @@ def test_shipped_configs_are_of_todays_space(name, gfx):
     assert "left_out" not in part["searched"]
     for bucket in op.tuning.buckets:
         problem = op.verification.problem(*bucket.sample.make(filled=False))
-        space = list(kernels.space(problem, arch)) if kernels.space else [kernels.default_config]
+        space = list(kernels.space(problem, arch)) if kernels.space else [NO_CONFIG]
         _, entry = choice.entry_for(part, problem)
         if "config" not in entry:
             assert "configs were dropped" in entry["why"] or not space
             continue
-        config = op.config_of("hip", choice.lookup(name, gfx, problem))
+        config = op.config_of("hip", op.lookup(gfx, problem))
         assert config in space
-        assert entry["config"] == config
+        assert entry["config"] == config.to_dict()
         assert entry["figures"]["spills"] == 0
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from rocm_sd.errors import InvalidOption, MissingDependency, RocmSdError, Unsupported
+from rocm_sd.kernels.config import NO_CONFIG, Config, OpenConfig
 from rocm_sd.ops import OPS
 from rocm_sd.tuning import choice
 from rocm_sd.tuning.ranking import Code, Part, Program, RatedConfig, _trips
@@ -30,12 +31,12 @@ OP = OPS["group_norm_silu"]
 interpreted = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="kernels are compiled here")
 
 
-def configs(gfx: str = "gfx1100") -> list[dict[str, int]]:
+def configs(gfx: str = "gfx1100") -> list[Config]:
     """Two of the op's own for its smallest bucket."""
     from rocm_sd import arch
 
     arguments = OP.tuning.buckets[0].sample.make(filled=False)
-    return [dict(c) for c in OP.tuning.space(OP.verification.problem(*arguments), arch.get(gfx))][:2]
+    return list(OP.tuning.space(OP.verification.problem(*arguments), arch.get(gfx)))[:2]
 
 
 @pytest.fixture
@@ -65,7 +66,7 @@ def test_every_config_is_compiled_and_the_best_is_written(small_space, tmp_path)
     best, other = found[0].ranked
     assert entry["when"] == OP.tuning.buckets[0].when
     assert entry["implementation"] == OP.tuning.untimed
-    assert entry["config"] == best.config == table["static"]["config"]
+    assert entry["config"] == best.config.to_dict() == table["static"]["config"]
     figures = entry["figures"]
     assert figures["modelled_us"] == best.modelled_us <= other.modelled_us == figures["runner_up_modelled_us"]
     assert figures["modelled_us"] > 3
@@ -88,7 +89,7 @@ def test_every_config_is_compiled_and_the_best_is_written(small_space, tmp_path)
 def test_a_config_that_does_not_compile_costs_itself_alone(small_space, tmp_path):
     good = configs()[0]
     # Triton refuses a number of warps that is not a power of two.
-    broken = {name: 3 if name.endswith("warps") else value for name, value in good.items()}
+    broken = replace(good, **{name: 3 for name in good.to_dict() if name.endswith("warps")})
     small_space(broken, good)
     (found,) = tune(plan([OP.name], ["gfx1100"]), tmp_path)
     assert [c.config for c in found.ranked] == [good]
@@ -115,7 +116,7 @@ def test_ctrl_c_keeps_the_files_already_written(small_space, tmp_path):
     with pytest.raises(KeyboardInterrupt):
         tune(plan([OP.name], ["gfx1100", "gfx942"]), tmp_path, progress=interrupt)
     (written,) = tmp_path.rglob("*.*")
-    assert json.loads(written.read_text())["bucket"][0]["config"] == configs()[0]
+    assert json.loads(written.read_text())["bucket"][0]["config"] == configs()[0].to_dict()
 
 
 def test_a_folder_that_cannot_be_written_to_is_refused_before_the_search(tmp_path):
@@ -173,7 +174,7 @@ def candidate(failed: dict[str, str], *, call: str = "a", grid: tuple[int, ...] 
     future: Future[Built] = Future()
     future.set_result(Built("3.9.0", launches))
     counts = {"gfx1100": [CountedLaunch("_apply", grid, PROGRAM)]}
-    return sweep._rated(SEARCH, (("tile", 1),), future, counts, set())
+    return sweep._rated(SEARCH, OpenConfig.fitting({"tile": 1}), future, counts, set())
 
 
 @pytest.mark.parametrize("gate", ["spills", "scratch", "lds", "matrix"])
@@ -199,15 +200,15 @@ def test_counting_and_compiling_must_see_the_same_launches():
 def test_a_kernel_that_cannot_be_interpreted_is_dropped_and_a_missing_package_is_not():
     future: Future[object] = Future()
     future.set_result(Built("3.9.0", {"a": [LAUNCH]}))
-    dropped = sweep._rated(SEARCH, (("tile", 1),), future, "no inline assembly", set())
+    dropped = sweep._rated(SEARCH, OpenConfig.fitting({"tile": 1}), future, "no inline assembly", set())
     assert dropped.dropped == "interpreter: no inline assembly"
     missing: Future[object] = Future()
     missing.set_exception(MissingDependency("triton", "verify"))
     with pytest.raises(MissingDependency, match="triton"):
-        sweep._rated(SEARCH, (("tile", 1),), missing, {}, set())
+        sweep._rated(SEARCH, OpenConfig.fitting({"tile": 1}), missing, {}, set())
     crashed: Future[object] = Future()
     crashed.set_exception(WorkerFailed("crashed with exit status -11"))
-    dropped = sweep._rated(SEARCH, (("tile", 1),), crashed, {}, set())
+    dropped = sweep._rated(SEARCH, OpenConfig.fitting({"tile": 1}), crashed, {}, set())
     assert dropped.dropped == "compiler: crashed with exit status -11"
 
 
@@ -215,7 +216,11 @@ def searched(*candidates: RatedConfig, when: dict[str, list[int]] | None = None)
     return BucketResult("foo", "gfx1100", when or {"m": [1, 9]}, "9x9", candidates)
 
 
-GOOD = RatedConfig({"tile": 32}, 5.0, figures={"vgprs": 40, "waves_per_simd": 16, "left_out": ["memory: not known"]})
+GOOD = RatedConfig(
+    OpenConfig.fitting({"tile": 32}),
+    5.0,
+    figures={"vgprs": 40, "waves_per_simd": 16, "left_out": ["memory: not known"]},
+)
 
 
 def test_what_was_measured_is_kept(tmp_path):
@@ -242,16 +247,16 @@ def test_what_was_measured_is_kept(tmp_path):
 
 
 def test_a_bucket_where_all_was_dropped_runs_as_stock_torch(tmp_path, monkeypatch):
-    spilled = RatedConfig({"tile": 512}, dropped="spills: _foo: 3 VGPRs")
+    spilled = RatedConfig(OpenConfig.fitting({"tile": 512}), dropped="spills: _foo: 3 VGPRs")
     lost = searched(spilled, spilled, when={"m": [10, 20]})
     path = data_files.write([searched(GOOD, spilled), lost], tmp_path, "triton", "3.9.0")
     table = json.loads(path.read_text())
     assert table["searched"]["dropped"] == {"spills": 3}
     monkeypatch.setattr(choice, "_table", lambda _op, _arch: table)
     stock = choice.lookup("foo", "gfx1100", {"m": 15})
-    assert (stock.implementation, dict(stock.config)) == ("torch", {})
+    assert (stock.implementation, stock.config) == ("torch", NO_CONFIG)
     assert "all 2 configs were dropped: spills: _foo: 3 VGPRs" in stock.why
-    assert choice.lookup("foo", "gfx1100", {"m": 5}).config == {"tile": 32}
+    assert choice.lookup("foo", "gfx1100", {"m": 5}).config.to_dict() == {"tile": 32}
     assert choice.lookup("foo", "gfx1100", {"m": 99}).source == "static"
 
 

@@ -8,6 +8,12 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from rocm_sd.ops.registry import Op
 
 __all__ = [
     "ATTENTION",
@@ -21,7 +27,6 @@ __all__ = [
     "KERNEL_RULES",
     "MEMSET",
     "NORM",
-    "OPS_FAMILIES",
     "OP_RULES",
     "OTHER",
     "TRANSFERS",
@@ -48,21 +53,6 @@ class Rule:
     def fits(self, name: str) -> bool:
         return re.search(self.pattern, name, re.IGNORECASE) is not None
 
-
-# What each op of this project is. Its Triton kernels are taken from the op itself: `Verification.promises`.
-OPS_FAMILIES = {
-    "attention": ATTENTION,
-    "conv2d": CONVOLUTION,
-    "geglu": ELEMENTWISE,
-    "group_norm_silu": NORM,
-    "guided_step": ELEMENTWISE,
-    "layer_norm_residual": NORM,
-    "layout_copy": COPIES,
-    "linear_geglu": GEMM,
-    "linear_residual": GEMM,
-    "upsample": ELEMENTWISE,
-    "upsample_conv2d": CONVOLUTION,
-}
 
 # Device kernels. Order matters: a copy inside a library's convolution must be met before the word "conv" is.
 KERNEL_RULES = (
@@ -101,14 +91,9 @@ KERNEL_RULES = (
          ELEMENTWISE, "one value read, one written: torch's, MIOpen's OpTensor and Inductor's pointwise kernels"),
 )  # fmt: skip
 
-# Host ops of torch: what runs on a CPU, and what a kernel was launched for.
+# Host ops of torch: what runs on a CPU, and what a kernel was launched for. The ops of this project say themselves what
+# they are.
 OP_RULES = (
-    Rule(r"^rocm_sd::.*(upsample_)?conv2d", CONVOLUTION, "this project's ops, where they go through the dispatcher"),
-    Rule(r"^rocm_sd::linear", GEMM, "as above"),
-    Rule(r"^rocm_sd::attention", ATTENTION, "as above"),
-    Rule(r"^rocm_sd::(group|layer)_norm", NORM, "as above"),
-    Rule(r"^rocm_sd::layout_copy", COPIES, "as above"),
-    Rule(r"^rocm_sd::", ELEMENTWISE, "as above"),
     Rule(r"convolution|conv[123]d|conv_transpose", CONVOLUTION, "every backend's convolution: mkldnn, cudnn, miopen"),
     Rule(r"scaled_dot_product|flash_attention|efficient_attention|_softmax|softmax", ATTENTION,
          "every backend's attention, and its parts"),
@@ -150,6 +135,9 @@ def shared_kernels() -> dict[str, tuple[str, ...]]:
 @lru_cache(maxsize=4096)
 def op_family(name: str) -> str | None:
     """None for views, allocations and the like, which belong to whatever op calls them."""
+    namespace, _, own = name.partition("::")
+    if namespace == "rocm_sd" and own in _ops():
+        return _ops()[own].family or OTHER
     return None if _BOOKKEEPING.search(name) else _first(OP_RULES, name)
 
 
@@ -167,13 +155,18 @@ def _plain(name: str) -> str:
     return name.removesuffix(".kd").strip()
 
 
-@lru_cache(maxsize=1)
-def _own_kernels() -> dict[str, tuple[str, ...]]:
+def _ops() -> Mapping[str, Op]:
     from rocm_sd.ops import OPS  # noqa: PLC0415 -- importing torch is left until there is something to name
 
+    return OPS
+
+
+@lru_cache(maxsize=1)
+def _own_kernels() -> dict[str, tuple[str, ...]]:
+    """The Triton kernels of the ops, from `Verification.promises`."""
     found: dict[str, tuple[str, ...]] = {}
-    for name, op in OPS.items():
-        family = OPS_FAMILIES.get(name, OTHER)
+    for op in _ops().values():
+        family = op.family or OTHER
         for kernel in op.verification.promises if op.verification else ():
             found[kernel] = tuple(dict.fromkeys((*found.get(kernel, ()), family)))
     return found

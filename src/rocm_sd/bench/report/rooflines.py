@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from rocm_sd.bench.report.reading import OpRun, OpTiming
-    from rocm_sd.ops.registry import Work
+    from rocm_sd.ops.definition import Work
 
 __all__ = ["rooflines"]
 

@@ -13,25 +13,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rocm_sd import settings
-from rocm_sd.arch import detect
-from rocm_sd.arch.attention_backends import why_not_fused
 from rocm_sd.engine.vae.steps import Kind, Step, decoder_steps, encoder_steps, rewritten
 from rocm_sd.ops import OPS
-from rocm_sd.ops.attention.op import scratch_bytes
-from rocm_sd.ops.conv2d.workload import problem as conv2d_problem
-from rocm_sd.ops.group_norm_silu.op import overwrites
+from rocm_sd.ops.attention.op import stock_module_bytes
+from rocm_sd.ops.attention.workload import problem as attention_problem
 from rocm_sd.ops.group_norm_silu.workload import problem as norm_problem
-from rocm_sd.ops.samples import dtype_name
 from rocm_sd.ops.upsample_conv2d.workload import problem as upsample_problem
 from rocm_sd.rewrite import vae_decoder
 from rocm_sd.rewrite.apply import is_applied
 from rocm_sd.rewrite.resblock import WORTH_IT_ON_CPU
-from rocm_sd.tuning.choice import STOCK
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-
-    from rocm_sd.tuning import Problem
 
 __all__ = ["MIB", "VaePlan", "Way", "is_channels_last", "plan", "predicted_peak", "scores_bytes"]
 
@@ -218,15 +211,21 @@ class _Walk:
         if self.device.type == "cpu":
             return 0
         if op and self._asks("conv2d"):
-            asked = conv2d_problem(x.on_meta(self.dtype), weight, None, None, None, stride, padding)
-            choice = OPS["conv2d"].choose(asked, self.device)
-            if choice.implementation == "triton":
-                splits = int(choice.config.get("split_k", 1))
-                return self._bytes(y, torch.float32) * splits if splits > 1 else 0
+            call = x.on_meta(self.dtype), weight, None, None, None, stride, padding
+            needed = OPS["conv2d"].scratch_bytes(call, self.device)
+            if needed is not None:
+                return needed
         # A library's tensor units read channels-last: of another layout they work on copies, on an H200 of half of x
         # and y (four pictures) to all of it (one).
         half = self.dtype in {torch.float16, torch.bfloat16} and weight.shape[-1] > 1
         return 0 if self.channels_last or not half else (self._bytes(x) + self._bytes(y)) * 3 // 4
+
+    def _product(self, layer: Any, x: _Map) -> int:
+        """The scratch of a linear over the pixels, by a rule."""
+        if not self._asks("linear_residual"):
+            return 0
+        tokens = torch.empty((x.N, x.H * x.W, x.C), dtype=self.dtype, device="meta")
+        return OPS["linear_residual"].scratch_bytes((tokens, _base(layer).weight, None, None), self.device) or 0
 
     def _asks(self, op: str) -> bool:
         """Whether a rule would call the op of that name: on a CPU only where the settings name an implementation."""
@@ -235,14 +234,14 @@ class _Walk:
     def _norm_overwrites(self, norm: Any, x: _Map) -> bool:
         if not self.channels_last or not self._asks("group_norm_silu"):
             return False
-        return overwrites(norm_problem(x.on_meta(self.dtype), norm.num_groups), self.device)
+        return OPS["group_norm_silu"].overwrites(norm_problem(x.on_meta(self.dtype), norm.num_groups), self.device)
 
     def _norm_silu(self, norm: Any, x: _Map) -> int:
         """GroupNorm, with or without SiLU, by a rule."""
         if not self._asks("group_norm_silu"):
             return self._map(x)
         asked = norm_problem(x.on_meta(self.dtype), norm.num_groups)
-        if OPS["group_norm_silu"].choose(asked, self.device).implementation != STOCK:
+        if not OPS["group_norm_silu"].choose(asked, self.device).is_stock:
             return self._map(x)
         # Torch's own answer and a map of the layout that the op promises.
         normed = self._stock_norm(x)
@@ -334,6 +333,8 @@ class _Walk:
         # takes the name of the one before it.
         for number in range(2 if ours else 3):
             before = self._map(x)
+            if ours and number == 0:
+                self._for_a_moment(self._product(module.to_out[0], x))
             self._give(0 if ours and number == 0 else before)
         self._give(normed, *q_k_v, mixed if ours else 0)
         return x
@@ -343,21 +344,15 @@ class _Walk:
         layer = module.conv if module.name == "conv" else module.Conv2d_0
         weight = _base(layer).weight
         ours = rewritten(module) and self._asks("upsample_conv2d")
-        way = STOCK
-        if ours:
-            asked = upsample_problem(x.on_meta(self.dtype), weight)
-            way = OPS["upsample_conv2d"].choose(asked, self.device).implementation
-        if way == STOCK:
+        op, call = OPS["upsample_conv2d"], (x.on_meta(self.dtype), weight, None, None)
+        if not ours or op.choose(upsample_problem(*call), self.device).is_stock:
             enlarged = self._map(large)
             y = self._convolution(layer, large, op=ours)
             self._give(enlarged)
             return y
         y = large.of(weight.shape[0])
-        # Sums of the weights for each parity, and for a library two of the four parities side by side.
-        sums = 16 * weight.shape[0] * weight.shape[1] * self.dtype.itemsize
-        parts = _Map(x.N, 2 * y.C, x.H + 1, x.W + 1).values * self.dtype.itemsize if way == "parity_library" else 0
         self._map(y)
-        self._for_a_moment(sums + parts)
+        self._for_a_moment(op.scratch_bytes(call, self.device) or 0)
         return y
 
     def _downsample(self, module: Any, x: _Map) -> _Map:
@@ -386,9 +381,7 @@ def scores_bytes(
     batch: int, tokens: int, heads: int, head: int, dtype: torch.dtype, device: torch.device, *, op: bool
 ) -> int:
     """What the scores of attention of a picture to itself take, by stock's module or by the op."""
-    asked: Problem = {"b": batch, "s": tokens, "t": tokens, "h": heads, "d": head, "dtype": dtype_name(dtype)}
+    q = torch.empty((batch, tokens, heads, head), dtype=dtype, device="meta")
     if op:
-        implementation = OPS["attention"].choose(asked, device).implementation
-    else:
-        implementation = "sdpa_math" if why_not_fused(detect(device), head) else STOCK
-    return scratch_bytes(asked, device, implementation)
+        return OPS["attention"].scratch_bytes((q, q, q, None), device) or 0
+    return stock_module_bytes(attention_problem(q, q), device)

@@ -9,8 +9,6 @@ import torch
 from rocm_sd.integrations.comfyui.host import belongs_to_the_host
 from rocm_sd.integrations.ldm import is_ready
 from rocm_sd.ops import OPS, attention
-from rocm_sd.ops.attention.op import scratch_bytes
-from rocm_sd.ops.attention.workload import problem
 from rocm_sd.rewrite.convolutions import through_op
 
 if TYPE_CHECKING:
@@ -88,9 +86,6 @@ def _attend(
     # Fewer key heads than query heads, or values of another width.
     if k.shape != v.shape or (k.shape[0], *k.shape[2:]) != (q.shape[0], *q.shape[2:]) or not k.shape[1]:
         return None
-    if spare_memory:
-        asked = problem(q, k)
-        chosen = OPS[_NAME].choose(asked, q.device).implementation
-        if scratch_bytes(asked, q.device, chosen):
-            return None
+    if spare_memory and OPS[_NAME].scratch_bytes((q, k, v, None), q.device):
+        return None
     return attention(q, k, v)

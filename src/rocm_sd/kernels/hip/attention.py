@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rocm_sd.arch import MatrixUnit
+from rocm_sd.kernels.config import Config
 from rocm_sd.kernels.hip.launch import HipRefused, Kernel, access_width, ceil_div, element_of
 from rocm_sd.kernels.hip.tiles import tiles_of
 
@@ -26,7 +27,7 @@ _MOST_BYTES = 2**31 - 1  # of one head, from its first row to its last
 
 
 @dataclass(frozen=True)
-class AttentionConfig:
+class AttentionConfig(Config):
     """A block of block_m queries, block_n keys at a time, by waves_m rows of waves_d waves, in fragments of one size.
 
     Waves of one row share queries: each has its own part of the keys, then of the columns. `chunk` cuts the head into
@@ -42,10 +43,6 @@ class AttentionConfig:
     chunk: int = 0
     queries_in_lds: int = 0
     values_ahead: int = 1
-
-    @classmethod
-    def from_mapping(cls, values: Mapping[str, int]) -> AttentionConfig:
-        return cls(**values)
 
 
 # No tile of its own: `launch` takes the first of `configs`. One tile for all heads would spill at some, or waste most.

@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from rocm_sd.kernels.config import Config
 from rocm_sd.kernels.hip.launch import ceil_div
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-    from typing_extensions import Self
 
 __all__ = ["WIDEST", "GemmConfig"]
 
@@ -18,7 +13,7 @@ WIDEST = 8  # values of 16 bits in 16 bytes
 
 
 @dataclass(frozen=True)
-class GemmConfig:
+class GemmConfig(Config):
     """A tile of block_m x block_n in steps of block_k, computed by waves_m x waves_n waves in fragments of one size.
 
     `stages` is how many steps stand in LDS; `group_m` tiles that share columns of y run side by side.
@@ -32,10 +27,6 @@ class GemmConfig:
     stages: int
     fragment: int
     group_m: int = 8
-
-    @classmethod
-    def from_mapping(cls, values: Mapping[str, int]) -> Self:
-        return cls(**values)
 
     @property
     def parameters(self) -> tuple[tuple[str, int | str], ...]:

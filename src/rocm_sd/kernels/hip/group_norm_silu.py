@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from rocm_sd.kernels.config import Config
 from rocm_sd.kernels.hip.launch import Kernel, access_width, ceil_div, element_of
 
 if TYPE_CHECKING:
@@ -23,15 +24,11 @@ _MOST_THREADS = 1024
 
 
 @dataclass(frozen=True)
-class GroupNormSiluConfig:
+class GroupNormSiluConfig(Config):
     """A lane of `whole` holds at most `whole_values`; `slices_per_cu` of `moments` are wanted for each compute unit."""
 
     whole_values: int = 32
     slices_per_cu: int = 4
-
-    @classmethod
-    def from_mapping(cls, values: Mapping[str, int]) -> GroupNormSiluConfig:
-        return cls(**values)
 
 
 def launch(

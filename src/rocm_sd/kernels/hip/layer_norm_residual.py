@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from rocm_sd.kernels.config import Config
 from rocm_sd.kernels.hip.launch import HipRefused, Kernel, access_width, ceil_div, element_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     import torch
 
     from rocm_sd.kernels.hip.launch import Launcher
@@ -24,14 +23,10 @@ _MOST_LANES = 1024
 
 
 @dataclass(frozen=True)
-class LayerNormResidualConfig:
+class LayerNormResidualConfig(Config):
     """`threads` of one workgroup at least; a long row takes more."""
 
     threads: int = 128
-
-    @classmethod
-    def from_mapping(cls, values: Mapping[str, int]) -> LayerNormResidualConfig:
-        return cls(**values)
 
 
 def row_split(vectors: int, wave_size: int) -> tuple[int, int]:

@@ -15,7 +15,6 @@ once.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,42 +32,14 @@ from rocm_sd.kernels.triton.attention_blocks import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from rocm_sd.kernels.configs.attention import AttentionConfig
 
-__all__ = ["AttentionConfig", "launch", "pieces", "softmax_rows"]
+__all__ = ["launch", "pieces", "softmax_rows"]
 
 LOG2_E = 1.4426950408889634
-# A key range shorter than this many blocks costs more to merge than it saves.
-LEAST_BLOCKS = 4
 FEW_BLOCKS = 8
 # 32 float32 values a lane in 16 waves of 32: longer rows are read twice.
 LONGEST_ROW = 16384
-
-
-@dataclass(frozen=True)
-class AttentionConfig:
-    """Queries and keys of a tile, warps and load stages; the rest says how the work is cut.
-
-    `pieces`: the most powers of two that a head is cut into; 1 pads it to the next power of two.
-    `ahead`: 1 computes the scores of the next block before the softmax of this one.
-    `chunk`: 0 keeps the queries; otherwise they are read again, so many columns at a time (`_attend_wide`).
-    `columns`: output columns of a program of `_attend_wide`; each recomputes the scores.
-    `programs_per_cu`: where fewer programs than that come about, the keys are divided; 0 never divides them.
-    """
-
-    block_m: int
-    block_n: int
-    warps: int
-    stages: int
-    pieces: int
-    ahead: int
-    chunk: int
-    columns: int
-    programs_per_cu: int
-
-    @classmethod
-    def from_mapping(cls, values: Mapping[str, int]) -> AttentionConfig:
-        return cls(**values)
 
 
 @triton.jit
@@ -336,9 +307,7 @@ def launch(
     m_blocks = ceil_div(S, config.block_m)
     slices = ceil_div(D, config.columns) if config.chunk else 1
     blocks = ceil_div(T, config.block_n)
-    wanted = compute_units * config.programs_per_cu // (B * H * m_blocks * slices)
-    blocks_per_split = ceil_div(blocks, max(1, min(wanted, blocks // LEAST_BLOCKS)))
-    splits = ceil_div(blocks, blocks_per_split)
+    splits, blocks_per_split = config.key_ranges(B * H, S, T, D, compute_units)
 
     parts, tops, totals = out, out, out
     if splits > 1:

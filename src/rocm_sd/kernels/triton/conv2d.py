@@ -12,7 +12,6 @@ order: maps of 8x8 and 16x16 have too few tiles to fill a large GPU. No atomics:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,31 +22,9 @@ from triton.runtime.interpreter import InterpretedFunction
 from rocm_sd.kernels.sizes import ceil_div
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from rocm_sd.kernels.configs.conv2d import Conv2dConfig
 
-__all__ = ["Conv2dConfig", "finish", "interpreted", "launch", "multiply_taps", "place_tile", "reads_two"]
-
-
-@dataclass(frozen=True)
-class Conv2dConfig:
-    """Tile sizes; `group_m` tiles of pixels take turns at the same weights, which then stay in the L2 cache.
-
-    A tile has block_n + block_n2 channels: 320, 640 and 1280 are whole multiples of 128 + 32 and of no power of two
-    above 64. block_n2 may be 0.
-    """
-
-    block_m: int
-    block_n: int
-    block_n2: int
-    block_k: int
-    group_m: int
-    split_k: int
-    warps: int
-    stages: int
-
-    @classmethod
-    def from_mapping(cls, values: Mapping[str, int]) -> Conv2dConfig:
-        return cls(**values)
+__all__ = ["finish", "interpreted", "launch", "multiply_taps", "place_tile"]
 
 
 @triton.jit
@@ -134,9 +111,9 @@ def _weights(at, in_depth, EVEN_K: tl.constexpr, WIDEN: tl.constexpr):
 
 @triton.jit
 def _conv2d(
-    x, w, y, bias, add, residual, beside,
-    H, W, Cin, Ho, Wo, Cout, pixels, tiles_m, tiles_n, blocks, blocks_per_split, Cbeside,
-    HAS_BIAS: tl.constexpr, HAS_ADD: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_BESIDE: tl.constexpr,
+    x, w, y, bias, add, residual, concat,
+    H, W, Cin, Ho, Wo, Cout, pixels, tiles_m, tiles_n, blocks, blocks_per_split, Cconcat,
+    HAS_BIAS: tl.constexpr, HAS_ADD: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_CONCAT: tl.constexpr,
     KERNEL: tl.constexpr, STRIDE: tl.constexpr, PADDING: tl.constexpr,
     EVEN_K: tl.constexpr, ALL_INSIDE: tl.constexpr, ONE_IMAGE: tl.constexpr,
     WIDEN: tl.constexpr, GROUP_M: tl.constexpr,
@@ -165,8 +142,8 @@ def _conv2d(
     if BLOCK_N2:
         n2 = tile_n * (BLOCK_N + BLOCK_N2) + BLOCK_N + tl.arange(0, BLOCK_N2)
     depth = KERNEL * KERNEL * Cin
-    if HAS_BESIDE:
-        depth = Cin + Cbeside
+    if HAS_CONCAT:
+        depth = Cin + Cconcat
     channel, channel2 = tl.minimum(n, Cout - 1) * depth, tl.minimum(n2, Cout - 1) * depth
 
     first_block = tl.program_id(1) * blocks_per_split
@@ -176,12 +153,12 @@ def _conv2d(
         taps, first_block, count, blocks, Cin, (W - KERNEL) * Cin,
         BLOCK_M, BLOCK_N, BLOCK_N2, BLOCK_K, KERNEL, EVEN_K, ALL_INSIDE, WIDEN,
     )  # fmt: skip
-    if HAS_BESIDE:
+    if HAS_CONCAT:
         # A kernel of 1x1 alone: with more taps the two tensors' channels would take turns in a row of w.
-        more = (Cbeside + BLOCK_K - 1) // BLOCK_K
+        more = (Cconcat + BLOCK_K - 1) // BLOCK_K
         value, value2 = add_taps(
-            value, value2, beside + first_pixel.to(tl.int64) * Cbeside, w + Cin,
-            ((image * H + iy) * W + ix - first_pixel) * Cbeside, channel, channel2, taps, 0, more, more, Cbeside, 0,
+            value, value2, concat + first_pixel.to(tl.int64) * Cconcat, w + Cin,
+            ((image * H + iy) * W + ix - first_pixel) * Cconcat, channel, channel2, taps, 0, more, more, Cconcat, 0,
             BLOCK_N2, BLOCK_K, KERNEL, EVEN_K, ALL_INSIDE, WIDEN,
         )  # fmt: skip
     y += tl.program_id(1).to(tl.int64) * pixels * Cout
@@ -268,11 +245,6 @@ def finish(
     )  # fmt: skip
 
 
-def reads_two(config: Conv2dConfig, kernel: int) -> bool:
-    """Whether `launch` takes input channels in two tensors."""
-    return kernel == 1 and config.split_k == 1
-
-
 def launch(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -283,14 +255,14 @@ def launch(
     stride: int,
     padding: int,
     config: Conv2dConfig,
-    beside: torch.Tensor | None = None,
+    concat: torch.Tensor | None = None,
 ) -> None:
-    """Fill `out`; x, beside, weight, residual and out are dense channels-last, `add` is dense [N, Cout].
+    """Fill `out`; x, concat, weight, residual and out are dense channels-last, `add` is dense [N, Cout].
 
-    `beside` has the input channels that follow x's, where `reads_two`.
+    `concat` has the input channels that follow x's, where the config `reads_two`.
     """
     N, Cin, H, W = x.shape
-    more = 0 if beside is None else beside.shape[1]
+    more = 0 if concat is None else concat.shape[1]
     _, Cout, Ho, Wo = out.shape
     kernel = weight.shape[2]
     pixels = N * Ho * Wo
@@ -302,10 +274,10 @@ def launch(
     target = x.new_empty((splits, pixels, Cout), dtype=torch.float32) if splits > 1 else out
     fused = splits == 1
     _conv2d[(tiles_m * tiles_n, splits)](
-        x, weight, target, bias, add, residual, beside,
+        x, weight, target, bias, add, residual, concat,
         H, W, Cin, Ho, Wo, Cout, pixels, tiles_m, tiles_n, blocks, blocks_per_split, more,
         HAS_BIAS=fused and bias is not None, HAS_ADD=fused and add is not None,
-        HAS_RESIDUAL=fused and residual is not None, HAS_BESIDE=beside is not None,
+        HAS_RESIDUAL=fused and residual is not None, HAS_CONCAT=concat is not None,
         KERNEL=kernel, STRIDE=stride, PADDING=padding,
         EVEN_K=Cin % config.block_k == more % config.block_k == 0, ALL_INSIDE=padding == 0,
         ONE_IMAGE=Ho * Wo % config.block_m == 0, WIDEN=interpreted(_conv2d),

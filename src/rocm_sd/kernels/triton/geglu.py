@@ -7,7 +7,6 @@ gfx1100 and 31 on gfx942, where with tl.erf it is 68 and 70, and branches beside
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import triton
@@ -16,24 +15,11 @@ import triton.language as tl
 from rocm_sd.kernels.sizes import ceil_div, power_of_2
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     import torch
 
-__all__ = ["GegluConfig", "launch"]
+    from rocm_sd.kernels.configs.geglu import GegluConfig
 
-
-@dataclass(frozen=True)
-class GegluConfig:
-    """A tile of `rows` x `block_f` outputs for `warps`."""
-
-    block_f: int
-    rows: int
-    warps: int
-
-    @classmethod
-    def from_mapping(cls, values: Mapping[str, int]) -> GegluConfig:
-        return cls(**values)
+__all__ = ["launch"]
 
 
 @triton.jit

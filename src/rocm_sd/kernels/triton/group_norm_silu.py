@@ -13,7 +13,6 @@ No atomics: the same input gives the same bits.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
@@ -24,31 +23,9 @@ import triton.language as tl
 from rocm_sd.kernels.sizes import ceil_div, power_of_2
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from rocm_sd.kernels.configs.group_norm_silu import GroupNormSiluConfig
 
-__all__ = ["GroupNormSiluConfig", "launch", "one_pass"]
-
-
-@dataclass(frozen=True)
-class GroupNormSiluConfig:
-    """Tile sizes; `slices_per_cu` is how many `_moments` programs are wanted for each compute unit.
-
-    A group of at most `whole_elements`, rows and channels rounded up to powers of two, is left to `_whole`.
-    """
-
-    whole_elements: int
-    whole_warps: int
-    moments_channels: int
-    moments_rows: int
-    moments_warps: int
-    slices_per_cu: int
-    apply_channels: int
-    apply_rows: int
-    apply_warps: int
-
-    @classmethod
-    def from_mapping(cls, values: Mapping[str, int]) -> GroupNormSiluConfig:
-        return cls(**values)
+__all__ = ["launch"]
 
 
 @triton.jit
@@ -197,12 +174,6 @@ def _apply(
     tl.store(y + base + tile, value.to(y.dtype.element_ty), mask=inside)
 
 
-def one_pass(config: GroupNormSiluConfig, HW: int, width: int) -> bool:
-    """Whether a group of `width` channels fits one workgroup's registers."""
-    elements: int = power_of_2(HW) * power_of_2(width)
-    return elements <= config.whole_elements
-
-
 def launch(
     parts: tuple[torch.Tensor, ...],
     out: torch.Tensor,
@@ -223,7 +194,7 @@ def launch(
     HW, width = H * W, C // groups
     given = {"HAS_BIAS": bias is not None, "HAS_ADD": add is not None, "SILU": silu}
     block_g = power_of_2(width)
-    if one_pass(config, HW, width):
+    if config.one_pass(HW, width):
         rows = power_of_2(HW)
         (x,) = parts
         # A lane for every element: where waves hold copies, their sums can differ in the last bit, and either is kept.

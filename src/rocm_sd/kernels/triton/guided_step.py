@@ -7,7 +7,6 @@ for every step.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -17,23 +16,11 @@ import triton.language as tl
 from rocm_sd.kernels.sizes import ceil_div
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     import torch
 
-__all__ = ["GuidedStepConfig", "launch"]
+    from rocm_sd.kernels.configs.guided_step import GuidedStepConfig
 
-
-@dataclass(frozen=True)
-class GuidedStepConfig:
-    """`block`: values of one item a program."""
-
-    block: int
-    warps: int
-
-    @classmethod
-    def from_mapping(cls, values: Mapping[str, int]) -> GuidedStepConfig:
-        return cls(**values)
+__all__ = ["launch"]
 
 
 @triton.jit

@@ -8,7 +8,6 @@ gives the same bits.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import triton
@@ -17,24 +16,11 @@ import triton.language as tl
 from rocm_sd.kernels.sizes import ceil_div, power_of_2
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     import torch
 
-__all__ = ["LayerNormResidualConfig", "launch"]
+    from rocm_sd.kernels.configs.layer_norm_residual import LayerNormResidualConfig
 
-
-@dataclass(frozen=True)
-class LayerNormResidualConfig:
-    """`rows` and `warps` of one program, and the width in which a row is taken, a power of two."""
-
-    rows: int
-    warps: int
-    chunk: int
-
-    @classmethod
-    def from_mapping(cls, values: Mapping[str, int]) -> LayerNormResidualConfig:
-        return cls(**values)
+__all__ = ["launch"]
 
 
 @triton.jit

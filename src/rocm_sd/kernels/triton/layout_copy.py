@@ -6,7 +6,6 @@ between the two, Triton passes it through LDS.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import triton
@@ -15,24 +14,11 @@ import triton.language as tl
 from rocm_sd.kernels.sizes import ceil_div, power_of_2
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     import torch
 
-__all__ = ["LayoutCopyConfig", "launch"]
+    from rocm_sd.kernels.configs.layout_copy import LayoutCopyConfig
 
-
-@dataclass(frozen=True)
-class LayoutCopyConfig:
-    """Tile: `block_c` channels of `block_hw` pixels; with fewer channels than that, as many more pixels."""
-
-    block_c: int
-    block_hw: int
-    warps: int
-
-    @classmethod
-    def from_mapping(cls, values: Mapping[str, int]) -> LayoutCopyConfig:
-        return cls(**values)
+__all__ = ["launch"]
 
 
 @triton.jit

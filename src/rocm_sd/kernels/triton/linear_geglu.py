@@ -7,7 +7,6 @@ is rounded once.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import triton
@@ -18,30 +17,11 @@ from rocm_sd.kernels.sizes import ceil_div
 from rocm_sd.kernels.triton.geglu import _gelu
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     import torch
 
-__all__ = ["LinearGegluConfig", "launch"]
+    from rocm_sd.kernels.configs.linear_geglu import LinearGegluConfig
 
-
-@dataclass(frozen=True)
-class LinearGegluConfig:
-    """A tile of block_m x block_n outputs, twice as many sums, in steps of block_k.
-
-    `group_m` tiles that share columns of y run side by side; `stages` is how many steps are loaded ahead.
-    """
-
-    block_m: int
-    block_n: int
-    block_k: int
-    group_m: int
-    warps: int
-    stages: int
-
-    @classmethod
-    def from_mapping(cls, values: Mapping[str, int]) -> LinearGegluConfig:
-        return cls(**values)
+__all__ = ["launch"]
 
 
 @triton.jit

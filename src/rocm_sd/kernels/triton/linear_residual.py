@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,32 +17,12 @@ from triton.runtime.interpreter import InterpretedFunction
 from rocm_sd.kernels.sizes import ceil_div, power_of_2
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from rocm_sd.kernels.configs.linear_residual import LinearResidualConfig
 
-__all__ = ["LinearResidualConfig", "launch"]
+__all__ = ["launch"]
 
 # One wave, so that a lane has 4 or 8 float32 values: 16-byte loads, in waves of 64 as in waves of 32.
 _FOLD_BLOCK = 256
-
-
-@dataclass(frozen=True)
-class LinearResidualConfig:
-    """A tile of block_m x block_n, in steps of block_k; `group_m` tiles that share columns of y run side by side.
-
-    `split_k` is how many programs share a tile's K; `stages` is how many steps are loaded ahead.
-    """
-
-    block_m: int
-    block_n: int
-    block_k: int
-    group_m: int
-    split_k: int
-    warps: int
-    stages: int
-
-    @classmethod
-    def from_mapping(cls, values: Mapping[str, int]) -> LinearResidualConfig:
-        return cls(**values)
 
 
 @triton.jit

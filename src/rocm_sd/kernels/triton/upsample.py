@@ -6,7 +6,6 @@ output depend on its place among the s x s alone: they are constants of the comp
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import triton
@@ -15,24 +14,11 @@ import triton.language as tl
 from rocm_sd.kernels.sizes import ceil_div, power_of_2
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     import torch
 
-__all__ = ["UpsampleConfig", "launch"]
+    from rocm_sd.kernels.configs.upsample import UpsampleConfig
 
-
-@dataclass(frozen=True)
-class UpsampleConfig:
-    """Tile: `block_c` channels of `rows` input pixels."""
-
-    rows: int
-    block_c: int
-    warps: int
-
-    @classmethod
-    def from_mapping(cls, values: Mapping[str, int]) -> UpsampleConfig:
-        return cls(**values)
+__all__ = ["launch"]
 
 
 @triton.jit

@@ -9,7 +9,6 @@ result of a library's convolution there.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import triton
@@ -19,28 +18,11 @@ from rocm_sd.kernels.sizes import ceil_div
 from rocm_sd.kernels.triton.conv2d import interpreted, multiply_taps, place_tile
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     import torch
 
-__all__ = ["UpsampleConv2dConfig", "interleave", "launch"]
+    from rocm_sd.kernels.configs.upsample_conv2d import UpsampleConv2dConfig
 
-
-@dataclass(frozen=True)
-class UpsampleConv2dConfig:
-    """Tile sizes, as those of conv2d: a tile has block_n + block_n2 channels, and block_n2 may be 0."""
-
-    block_m: int
-    block_n: int
-    block_n2: int
-    block_k: int
-    group_m: int
-    warps: int
-    stages: int
-
-    @classmethod
-    def from_mapping(cls, values: Mapping[str, int]) -> UpsampleConv2dConfig:
-        return cls(**values)
+__all__ = ["interleave", "launch"]
 
 
 @triton.jit

@@ -1,4 +1,10 @@
-"""out = softmax(scale * q k^T) v over [B, S, H, D] as the projections leave it: no transposes, no padding copies."""
+"""out = softmax(scale * q k^T) v over [B, S, H, D] as the projections leave it: no transposes, no padding copies.
+
+It reads [B, S, H, D] views in place, also slices of a packed QKV projection. A head of 40 is multiplied as 32 + 16
+columns, 80 as 64 + 16 and 160 as 128 + 32 where that serves, instead of being padded to the next power of two; on RDNA,
+heads of 512 are read in chunks and each program owns a slice of the output's columns, since nothing else fits 256
+registers. Where there are few heads the keys are divided between programs and merged.
+"""
 
 from __future__ import annotations
 
@@ -13,19 +19,26 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from rocm_sd import arch
 from rocm_sd.arch.attention_backends import why_not_fused
 from rocm_sd.errors import Unsupported
-from rocm_sd.kernels import hip as hip_kernels
-from rocm_sd.kernels import triton as triton_kernels
+from rocm_sd.kernels import hip, triton
+from rocm_sd.kernels.configs.attention import AttentionConfig
+from rocm_sd.kernels.hip.attention import BY_HEAD
 from rocm_sd.ops.attention import libraries
 from rocm_sd.ops.attention.workload import HIP, HIP_HEADS, TUNING, VERIFICATION, problem
-from rocm_sd.ops.registry import Implementation, Op, needs_no_dispatcher, register
+from rocm_sd.ops.defining import Saved, define
+from rocm_sd.ops.definition import HALVES, Implementation, where
 from rocm_sd.tuning.choice import STOCK
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from torch import Tensor
+
+    from rocm_sd.kernels.config import Config
+    from rocm_sd.kernels.hip.attention import AttentionConfig as HipConfig
+    from rocm_sd.ops.layouts import Part
     from rocm_sd.tuning import Problem
 
-__all__ = ["OP", "attention", "scratch_bytes"]
+__all__ = ["OP", "attention", "stock_module_bytes"]
 
 
 def attention(
@@ -41,42 +54,28 @@ def attention(
     copied otherwise. scale is D**-0.5 if None; out: dense [B, S, H, D], q's dtype. `implementation` names one and never
     falls back; without it the tuning data decides.
     """
-    _validate(q, k, v)
-    if needs_no_dispatcher(q, k, v):
-        out: torch.Tensor = OP.run(problem(q, k), q.device, implementation, q, k, v, scale)
-        return out
-    result: torch.Tensor = torch.ops.rocm_sd.attention(q, k, v, scale, implementation)
-    return result
-
-
-def _validate(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.dim() != 4:
             raise Unsupported(OP.name, f"{name} of {tensor.dim()} dimensions: it takes [batch, sequence, heads, head]")
-        if tensor.dtype != q.dtype:
-            raise Unsupported(OP.name, f"q of {q.dtype} with {name} of {tensor.dtype}")
-        if tensor.device != q.device:
-            raise Unsupported(OP.name, f"q on {q.device} with {name} on {tensor.device}")
-    if q.dtype not in {torch.float16, torch.bfloat16, torch.float32, torch.float64}:
-        raise Unsupported(OP.name, f"dtype {q.dtype}", hint="Use float16, bfloat16, float32 or float64.")
     B, _, H, D = q.shape
     if k.shape != v.shape or (k.shape[0], *k.shape[2:]) != (B, H, D):
         shapes = f"q of shape {tuple(q.shape)} with k of {tuple(k.shape)} and v of {tuple(v.shape)}"
         raise Unsupported(OP.name, shapes)
     if not k.shape[1] or not D:
         raise Unsupported(OP.name, f"no keys or no columns: k of shape {tuple(k.shape)}")
+    return OP.call(q, k, v, scale, implementation=implementation)
 
 
-def _allocate(q: torch.Tensor) -> torch.Tensor:
+def _allocate(q: Tensor) -> Tensor:
     return torch.empty(q.shape, dtype=q.dtype, device=q.device)
 
 
-def _dense(out: torch.Tensor) -> torch.Tensor:
+def _dense(out: Tensor) -> Tensor:
     """[B, H, S, D] of stock torch as dense [B, S, H, D]: flash kernels already lay it out so, and cost no copy."""
     return out.transpose(1, 2).contiguous()
 
 
-def _positive(q: torch.Tensor, scale: float | None) -> tuple[torch.Tensor, float]:
+def _positive(q: Tensor, scale: float | None) -> tuple[Tensor, float]:
     """The same product with a scale above zero: kernels mask with -inf and take the largest score for the largest
     product, and stock's flash kernels give NaN where the scale is 0 or less (torch 2.11 on an H200).
     """
@@ -86,15 +85,7 @@ def _positive(q: torch.Tensor, scale: float | None) -> tuple[torch.Tensor, float
     return (-q, -scale) if scale else (torch.zeros_like(q), 1.0)
 
 
-def _stock(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    scale: float | None,
-    *,
-    config: Mapping[str, int],  # noqa: ARG001 -- stock torch has nothing to configure
-    backend: SDPBackend | None = None,
-) -> torch.Tensor:
+def _stock(q: Tensor, k: Tensor, v: Tensor, scale: float | None, *, backend: SDPBackend | None = None) -> Tensor:
     if not q.numel():
         return _allocate(q)
     q, scale = _positive(q, scale)
@@ -112,7 +103,7 @@ def _kept_from_fused(head: int, device: torch.device) -> str | None:
     return why_not_fused(arch.detect(device), head)
 
 
-def _in_slices(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+def _in_slices(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     """Torch's unfused attention, so many queries at a time that their scores are bounded."""
     out = _allocate(q)
     B, S, H = q.shape[:3]
@@ -165,18 +156,10 @@ def _backend(name: str, backend: SDPBackend) -> Implementation:
     return Implementation(name, partial(_stock, backend=backend), partial(_stock_why_not, backend=backend))
 
 
-def _library(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    scale: float | None,
-    *,
-    config: Mapping[str, int],
-    library: libraries.Library,
-) -> torch.Tensor:
+def _library(q: Tensor, k: Tensor, v: Tensor, scale: float | None, *, library: libraries.Library) -> Tensor:
     """Torch's flash attention by one named library."""
     with libraries.preferred(library):
-        return _stock(q, k, v, scale, config=config, backend=SDPBackend.FLASH_ATTENTION)
+        return _stock(q, k, v, scale, backend=SDPBackend.FLASH_ATTENTION)
 
 
 @lru_cache(maxsize=1024)
@@ -199,17 +182,15 @@ def _library_why_not(problem: Problem, device: torch.device, *, library: librari
     return None
 
 
-def _triton(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None, *, config: Mapping[str, int]
-) -> torch.Tensor:
-    from rocm_sd.kernels.triton.attention import AttentionConfig, launch  # noqa: PLC0415 -- needs Triton
+def _triton(q: Tensor, k: Tensor, v: Tensor, scale: float | None, *, config: AttentionConfig) -> Tensor:
+    from rocm_sd.kernels.triton.attention import launch  # noqa: PLC0415 -- needs Triton
 
     out = _allocate(q)
     if q.numel():
         q, scale = _positive(q, scale)
         q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
         units = arch.device_facts(q.device).compute_units or 1
-        launch(q, k, v, out, scale, AttentionConfig.from_mapping(config), units)
+        launch(q, k, v, out, scale, config, units)
     return out
 
 
@@ -217,14 +198,7 @@ def _triton(
 _SCORES = 2**24
 
 
-def _gemm_softmax(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    scale: float | None,
-    *,
-    config: Mapping[str, int],  # noqa: ARG001 -- libraries multiply, and rows of any length are one kind of work
-) -> torch.Tensor:
+def _gemm_softmax(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
     """Two products of the library with a softmax between them, so many queries at a time; scores stay in float32."""
     from rocm_sd.kernels.triton.attention import softmax_rows  # noqa: PLC0415 -- needs Triton
 
@@ -242,7 +216,7 @@ def _gemm_softmax(
     return out
 
 
-def _product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+def _product(a: Tensor, b: Tensor) -> Tensor:
     """a @ b in float32, from half precision as it is where the device can."""
     if a.device.type == "cpu":
         return a.float() @ b.float()
@@ -263,51 +237,76 @@ def _multiplies_into_float32(dtype: str, device: torch.device) -> bool:
 def _gemm_softmax_why_not(problem: Problem, device: torch.device) -> str | None:
     if int(problem["d"]) < 256 or int(problem["b"]) * int(problem["h"]) > 8:
         return f"{problem['h']} heads of {problem['d']}: their scores would be written to memory for nothing"
-    reason = _triton_why_not(problem, device)
+    reason = _half_by_triton(problem, device)
     if reason is None and not _multiplies_into_float32(str(problem["dtype"]), device):
         reason = f"torch {torch.__version__} has no product of {problem['dtype']} into float32 on this GPU"
     return reason
 
 
-def scratch_bytes(problem: Problem, device: torch.device, implementation: str) -> int:
-    """What scores take in memory, which can be more than all else in a model where a picture attends to itself."""
+def _scores_bytes(problem: Problem, *, at_most: int | None = None) -> int:
+    """What torch's unfused attention keeps of scores, in float32 at least: before the softmax and after it."""
     scores = int(problem["b"]) * int(problem["h"]) * int(problem["s"]) * int(problem["t"])
+    return (scores if at_most is None else min(scores, at_most)) * (8 if problem["dtype"] != "float64" else 16)
+
+
+def _fused_bytes(problem: Problem, device: torch.device) -> int:
+    """Nothing where one of torch's fused kernels takes it, all scores where none does."""
+    if device.type != "cuda":
+        return 0
     sizes = {name: int(problem[name]) for name in ("b", "s", "t", "h", "d")}
     dtype = str(problem["dtype"])
-    if implementation == "gemm_softmax":
-        return min(scores, _SCORES) * (4 + int(getattr(torch, dtype).itemsize))
-    # Torch's unfused attention has them twice, before the softmax and after it, in float32 at least.
-    unfused = 8 if dtype != "float64" else 16
-    if implementation == "sdpa_math":
-        return scores * unfused
-    if implementation != STOCK or device.type != "cuda":
-        return 0
-    if _kept_from_fused(sizes["d"], device):
-        return min(scores, _SCORES) * unfused
     fused = any(_backend_takes(backend, **sizes, dtype=dtype, device=device) for backend in _CAN_USE)
-    return 0 if fused else scores * unfused
+    return 0 if fused else _scores_bytes(problem)
 
 
-def _triton_why_not(problem: Problem, device: torch.device) -> str | None:
-    if problem["dtype"] not in {"float16", "bfloat16"}:
-        return f"dtype {problem['dtype']}"
-    return triton_kernels.why_not(device)
+def stock_module_bytes(problem: Problem, device: torch.device) -> int:
+    """What scores take where a model calls torch's attention itself: it can be more than all else in the model."""
+    kept = _kept_from_fused(int(problem["d"]), device)
+    return _scores_bytes(problem) if kept else _fused_bytes(problem, device)
 
 
-def _hip(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None, *, config: Mapping[str, int]
-) -> torch.Tensor:
-    from rocm_sd.kernels.hip.attention import AttentionConfig, launch  # noqa: PLC0415 -- only where used
+def _stock_bytes(arguments: tuple[Any, ...], _config: Config, device: torch.device) -> int:
+    asked = problem(*arguments)
+    if device.type == "cuda" and _kept_from_fused(int(asked["d"]), device):
+        return _scores_bytes(asked, at_most=_SCORES)
+    return _fused_bytes(asked, device)
+
+
+def _math_bytes(arguments: tuple[Any, ...], _config: Config, _device: torch.device) -> int:
+    return _scores_bytes(problem(*arguments))
+
+
+def _gemm_softmax_bytes(arguments: tuple[Any, ...], _config: Config, _device: torch.device) -> int:
+    """Scores in float32 and weights in q's dtype."""
+    q, k, *_ = arguments
+    B, S, H, _ = q.shape
+    return int(min(B * H * S * k.shape[1], _SCORES) * (4 + q.itemsize))
+
+
+def _triton_bytes(arguments: tuple[Any, ...], config: AttentionConfig, device: torch.device) -> int:
+    """The parts of results where the keys are divided, with a maximum and a sum for each row, in float32."""
+    q, k, *_ = arguments
+    B, S, H, D = q.shape
+    units = arch.device_facts(device).compute_units or 1
+    ranges, _ = config.key_ranges(B * H, S, k.shape[1], D, units)
+    return 4 * int(ranges * B * H * S * (D + 2)) if ranges > 1 else 0
+
+
+_half_by_triton = where(triton, HALVES)
+
+
+def _hip(q: Tensor, k: Tensor, v: Tensor, scale: float | None, *, config: HipConfig) -> Tensor:
+    from rocm_sd.kernels.hip.attention import launch  # noqa: PLC0415 -- only where used
 
     out = _allocate(q)
     if q.numel():
         q, scale = _positive(q, scale)
         q, k, v = (t if _in_whole_vectors(t) else t.clone(memory_format=torch.contiguous_format) for t in (q, k, v))
-        launch(q, k, v, out, scale, AttentionConfig.from_mapping(config), hip_kernels.launcher_for(q.device))
+        launch(q, k, v, out, scale, config, hip.launcher_for(q.device))
     return out
 
 
-def _in_whole_vectors(t: torch.Tensor) -> bool:
+def _in_whole_vectors(t: Tensor) -> bool:
     """Columns side by side, and every row at a multiple of 16 bytes, as the kernel reads them."""
     return (
         t.stride(-1) == 1
@@ -316,83 +315,42 @@ def _in_whole_vectors(t: torch.Tensor) -> bool:
     )
 
 
-def _hip_why_not(problem: Problem, device: torch.device) -> str | None:
-    if problem["dtype"] not in {"float16", "bfloat16"}:
-        return f"dtype {problem['dtype']}"
+def _no_such_head(problem: Problem) -> str | None:
     if problem["d"] not in HIP_HEADS:
         return f"heads of {problem['d']}: there are kernels for {', '.join(map(str, HIP_HEADS))}"
-    return hip_kernels.why_not(device)
+    return None
 
 
-OP = register(
-    Op(
-        name="attention",
-        summary="softmax(scale * q k^T) v over strided [B, S, H, D], heads of any size",
-        implementations=(
-            Implementation(STOCK, _stock, lambda _problem, _device: None),
-            Implementation("triton", _triton, _triton_why_not),
-            Implementation("hip", _hip, _hip_why_not, HIP),
-            Implementation("gemm_softmax", _gemm_softmax, _gemm_softmax_why_not),
-            _backend("sdpa_flash", SDPBackend.FLASH_ATTENTION),
-            _backend("sdpa_efficient", SDPBackend.EFFICIENT_ATTENTION),
-            _backend("sdpa_cudnn", SDPBackend.CUDNN_ATTENTION),
-            *(
-                Implementation(each.name, partial(_library, library=each), partial(_library_why_not, library=each))
-                for each in libraries.LIBRARIES
-            ),
-            Implementation("sdpa_math", partial(_stock, backend=SDPBackend.MATH), lambda _problem, _device: None),
-        ),
-        default_config={
-            "block_m": 32,
-            "block_n": 32,
-            "warps": 4,
-            "stages": 2,
-            "pieces": 3,
-            "ahead": 0,
-            "chunk": 0,
-            "columns": 0,
-            "programs_per_cu": 1,
-        },
-        verification=VERIFICATION,
-        tuning=TUNING,
-    )
-)
-
-
-@torch.library.custom_op(
-    "rocm_sd::attention",
-    mutates_args=(),
-    schema="(Tensor q, Tensor k, Tensor v, float? scale=None, str? implementation=None) -> Tensor",
-)
-def _op(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    scale: float | None = None,
-    implementation: str | None = None,
-) -> torch.Tensor:
-    out: torch.Tensor = OP.run(problem(q, k), q.device, implementation, q, k, v, scale)
-    return out
-
-
-@_op.register_fake
-def _(q: torch.Tensor, *_arguments: Any, **_named: Any) -> torch.Tensor:
-    return _allocate(q)
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:  # noqa: ARG001 -- torch's signature
-    q, k, v, scale = inputs[:4]
-    ctx.save_for_backward(q, k, v)
-    ctx.scale = scale
-
-
-def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+def _backward(saved: Saved, grad: Tensor) -> Mapping[str, Part]:
     """Recompute through stock torch, whose own backward then needs no more memory than it must."""
-    q, k, v = (t.detach().transpose(1, 2).requires_grad_() for t in ctx.saved_tensors)
+    q, k, v = (t.detach().transpose(1, 2).requires_grad_() for t in (saved.q, saved.k, saved.v))
     with torch.enable_grad():
-        out = F.scaled_dot_product_attention(q, k, v, scale=ctx.scale)
+        out = F.scaled_dot_product_attention(q, k, v, scale=saved.scale)
     d_q, d_k, d_v = torch.autograd.grad(out, (q, k, v), grad.transpose(1, 2))
-    return d_q.transpose(1, 2), d_k.transpose(1, 2), d_v.transpose(1, 2), None, None
+    return {"q": d_q.transpose(1, 2), "k": d_k.transpose(1, 2), "v": d_v.transpose(1, 2)}
 
 
-_op.register_autograd(_backward, setup_context=_setup_context)
+OP = define(
+    attention,
+    summary="softmax(scale * q k^T) v over strided [B, S, H, D], heads of any size",
+    family="attention",
+    implementations=(
+        Implementation(STOCK, _stock, scratch_bytes=_stock_bytes),
+        Implementation("triton", _triton, _half_by_triton, default=AttentionConfig(), scratch_bytes=_triton_bytes),
+        Implementation("hip", _hip, where(hip, HALVES, _no_such_head), HIP, default=BY_HEAD),
+        Implementation("gemm_softmax", _gemm_softmax, _gemm_softmax_why_not, scratch_bytes=_gemm_softmax_bytes),
+        _backend("sdpa_flash", SDPBackend.FLASH_ATTENTION),
+        _backend("sdpa_efficient", SDPBackend.EFFICIENT_ATTENTION),
+        _backend("sdpa_cudnn", SDPBackend.CUDNN_ATTENTION),
+        *(
+            Implementation(each.name, partial(_library, library=each), partial(_library_why_not, library=each))
+            for each in libraries.LIBRARIES
+        ),
+        Implementation("sdpa_math", partial(_stock, backend=SDPBackend.MATH), scratch_bytes=_math_bytes),
+    ),
+    allocate=_allocate,
+    backward=_backward,
+    same_dtype=("k", "v"),
+    verification=VERIFICATION,
+    tuning=TUNING,
+)

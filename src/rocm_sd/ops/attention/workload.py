@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from rocm_sd.arch import MatrixUnit
-from rocm_sd.kernels.hip.attention import BY_HEAD
+from rocm_sd.kernels.configs.attention import AttentionConfig
 from rocm_sd.kernels.hip.attention import TILES as HIP_TILES
 from rocm_sd.kernels.hip.attention import tiles as hip_tiles
 from rocm_sd.ops.attention import reference
-from rocm_sd.ops.registry import Beside, Bucket, KernelPromise, Kernels, Tuning, Verification, Work
+from rocm_sd.ops.definition import Also, Bucket, KernelPromise, Kernels, Tuning, Verification, Work
 from rocm_sd.ops.samples import Draw, Sample, dtype_name
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterable, Iterator, Mapping
 
     from rocm_sd.arch import Arch
+    from rocm_sd.kernels.config import Config
     from rocm_sd.tuning import Problem
 
 __all__ = ["HIP", "HIP_HEADS", "TUNING", "VERIFICATION", "problem"]
@@ -33,7 +34,9 @@ def problem(q: torch.Tensor, k: torch.Tensor, *_rest: Any) -> Problem:
     return {"b": B, "s": S, "t": k.shape[1], "h": H, "d": D, "dtype": dtype_name(q.dtype)}
 
 
-def _sample(B: int, S: int, T: int, H: int, D: int, dtype: torch.dtype = torch.float16) -> Sample:
+def _sample(
+    B: int, S: int, T: int, H: int, D: int, dtype: torch.dtype = torch.float16, scale: float | None = None
+) -> Sample:
     """Where S is T, q, k and v are views of one packed projection; otherwise k and v are, as for a text."""
 
     def build(draw: Draw) -> tuple[Any, ...]:
@@ -42,9 +45,10 @@ def _sample(B: int, S: int, T: int, H: int, D: int, dtype: torch.dtype = torch.f
         else:
             q = draw(B, S, H, D)
             k, v = draw(B, T, 2, H, D).unbind(2)
-        return q, k, v, None
+        return q, k, v, scale
 
-    return Sample(f"{B}x{S}x{H}x{D} to {T} keys, {dtype_name(dtype)}", dtype, build)
+    scaled = "" if scale is None else f", scale {scale}"
+    return Sample(f"{B}x{S}x{H}x{D} to {T} keys, {dtype_name(dtype)}{scaled}", dtype, build)
 
 
 @dataclass(frozen=True)
@@ -60,19 +64,12 @@ class _Tile:
     chunk: int = 0
     columns: int = 0
 
-    def configs(self, programs_per_cu: int) -> Iterator[Mapping[str, int]]:
+    def configs(self, programs_per_cu: int) -> Iterator[AttentionConfig]:
         for stages in self.stages:
-            yield {
-                "block_m": self.block_m,
-                "block_n": self.block_n,
-                "warps": self.warps,
-                "stages": stages,
-                "pieces": self.pieces,
-                "ahead": self.ahead,
-                "chunk": self.chunk,
-                "columns": self.columns,
-                "programs_per_cu": programs_per_cu,
-            }
+            yield AttentionConfig(
+                self.block_m, self.block_n, self.warps, stages, self.pieces, self.ahead, self.chunk, self.columns,
+                programs_per_cu,
+            )  # fmt: skip
 
 
 # By the largest head that they serve. Registers on gfx1100 (Triton 3.9) are what parts them: 64x64 in 4 warps needs 188
@@ -150,7 +147,7 @@ _TILES: Mapping[MatrixUnit, Mapping[int, tuple[_Tile, ...]]] = {
 }
 
 
-def _space(problem: Problem, arch: Arch) -> Iterator[Mapping[str, int]]:
+def _space(problem: Problem, arch: Arch) -> Iterator[AttentionConfig]:
     """Nothing where products are not known to be fast in any way: stock torch is hard to beat there."""
     d, unit = int(problem["d"]), arch.matrix_unit
     if unit is None or unit not in _TILES:
@@ -164,12 +161,12 @@ def _space(problem: Problem, arch: Arch) -> Iterator[Mapping[str, int]]:
                 yield config
 
 
-def _staged_bytes(d: int, config: Mapping[str, int]) -> int:
+def _staged_bytes(d: int, config: AttentionConfig) -> int:
     """Shared memory for the queries and every stage of keys and values, in half precision."""
-    q = 2 * (config["chunk"] or d) * config["block_m"]
-    k = 2 * (config["chunk"] or d) * config["block_n"]
-    v = 2 * (config["columns"] or d) * config["block_n"]
-    return (q + k + v) * config["stages"] if config["chunk"] else q + (k + v) * config["stages"]
+    q = 2 * (config.chunk or d) * config.block_m
+    k = 2 * (config.chunk or d) * config.block_n
+    v = 2 * (config.columns or d) * config.block_n
+    return (q + k + v) * config.stages if config.chunk else q + (k + v) * config.stages
 
 
 def _work(q: torch.Tensor, k: torch.Tensor, *_rest: Any) -> Work:
@@ -202,6 +199,8 @@ VERIFICATION = Verification(
         _sample(1, 4096, 4096, 24, 128, torch.bfloat16),
         _sample(1, 4096, 4096, 1, 512),
     ),
+    tiny=(_sample(2, 3, 4, 2, 5, torch.float64), _sample(2, 3, 3, 2, 5, torch.float64, scale=0.7)),
+    empty=(_sample(0, 4, 5, 2, 16), _sample(2, 0, 5, 2, 16)),
     promises={
         "_attend": KernelPromise(uses_dot=True),
         "_attend_wide": KernelPromise(uses_dot=True),
@@ -211,8 +210,8 @@ VERIFICATION = Verification(
             bound_by_memory=True, narrow_loads_because="maxima and sums are one number for each row of a part"
         ),
     },
-    beside=(
-        Beside(
+    also=(
+        Also(
             "gemm_softmax",
             small=(_sample(1, 5, 37, 1, 256), _sample(1, 3, 17000, 1, 256, torch.bfloat16)),
             # Few queries: the products run on the CPU here, and a row is the same however many there are.
@@ -225,15 +224,13 @@ VERIFICATION = Verification(
 HIP_HEADS = tuple(HIP_TILES[MatrixUnit.DOT])
 
 
-def _hip_space(problem: Problem, arch: Arch) -> Iterator[Mapping[str, int]]:
-    for config in hip_tiles(arch).get(int(problem["d"]), ()):
-        yield asdict(config)
+def _hip_space(problem: Problem, arch: Arch) -> Iterable[Config]:
+    return hip_tiles(arch).get(int(problem["d"]), ())
 
 
 HIP = Kernels(
     module="rocm_sd.kernels.hip.attention",
     promises={"attend": KernelPromise(uses_dot=True)},
-    default_config=asdict(BY_HEAD),
     space=_hip_space,
 )
 

@@ -16,15 +16,15 @@ def conv2d(
     residual: torch.Tensor | None = None,
     stride: int = 1,
     padding: int = 0,
-    beside: torch.Tensor | None = None,
+    concat: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """y = conv2d(x, weight) + bias + add + residual; x: [N, Cin, H, W]; weight: [Cout, Cin, k, k]; bias: [Cout].
 
-    add: [N, Cout]; residual: like y, which is [N, Cout, Ho, Wo], channels-last; `beside` has further input channels,
+    add: [N, Cout]; residual: like y, which is [N, Cout, Ho, Wo], channels-last; `concat` has further input channels,
     which follow x's. The arithmetic is float32, or float64 where x is.
     """
-    if beside is not None:
-        x = torch.cat((x, beside), 1)
+    if concat is not None:
+        x = torch.cat((x, concat), 1)
     wide = torch.promote_types(x.dtype, torch.float32)
     Cout, _, kernel, _ = weight.shape
     N, _, H, W = x.shape

@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from rocm_sd.arch import MatrixUnit
+from rocm_sd.kernels.configs.conv2d import Conv2dConfig
 from rocm_sd.kernels.hip.conv2d import NARROW_TILES as HIP_NARROW_TILES
 from rocm_sd.kernels.hip.conv2d import TILES as HIP_TILES
 from rocm_sd.kernels.hip.conv2d import tiles as hip_tiles
+from rocm_sd.kernels.sizes import ceil_div, power_of_2
 from rocm_sd.ops.conv2d import reference
-from rocm_sd.ops.registry import Beside, Bucket, KernelPromise, Kernels, Tuning, Verification, Work
+from rocm_sd.ops.definition import Also, Bucket, KernelPromise, Kernels, Tuning, Verification, Work
 from rocm_sd.ops.samples import Draw, Sample, dtype_name
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator
 
     from rocm_sd.arch import Arch
+    from rocm_sd.kernels.config import Config
     from rocm_sd.tuning import Problem
 
-__all__ = ["HIP", "TILES", "TUNING", "VERIFICATION", "fitting_stages", "output_size", "problem"]
+__all__ = ["HIP", "HIP_SMALLEST", "TILES", "TUNING", "VERIFICATION", "fitting_stages", "output_size", "problem"]
 
 
 def output_size(size: int, kernel: int, stride: int, padding: int) -> int:
@@ -36,11 +39,11 @@ def problem(
     residual: torch.Tensor | None = None,  # noqa: ARG001
     stride: int = 1,
     padding: int = 0,
-    beside: torch.Tensor | None = None,
+    concat: torch.Tensor | None = None,
 ) -> Problem:
     """`pixels` are those of the output, over the whole batch."""
     N, Cin, H, W = x.shape
-    Cin += 0 if beside is None else beside.shape[1]
+    Cin += 0 if concat is None else concat.shape[1]
     Cout, _, kernel, _ = weight.shape
     height, width = (output_size(size, kernel, stride, padding) for size in (H, W))
     return {
@@ -62,25 +65,25 @@ def _sample(
     stride: int = 1,
     parts: str = "bias add residual",
     dtype: torch.dtype = torch.float16,
-    beside: int = 0,
+    concat: int = 0,
 ) -> Sample:
-    """`beside`: how many of the input channels lie in a tensor of their own."""
+    """`concat`: how many of the input channels lie in a tensor of their own."""
     padding = kernel // 2
 
     def build(draw: Draw) -> tuple[Any, ...]:
         N, Cin, H, W = shape
         size = output_size(H, kernel, stride, padding), output_size(W, kernel, stride, padding)
-        x = draw.image(N, Cin - beside, H, W)
+        x = draw.image(N, Cin - concat, H, W)
         weight = draw.image(cout, Cin, kernel, kernel, std=(Cin * kernel * kernel) ** -0.5)
         bias = draw(cout) if "bias" in parts else None
         add = draw(N, cout) if "add" in parts else None
         residual = draw.image(N, cout, *size) if "residual" in parts else None
         given = x, weight, bias, add, residual, stride, padding
-        return (*given, draw.image(N, beside, H, W)) if beside else given
+        return (*given, draw.image(N, concat, H, W)) if concat else given
 
     name = f"{'x'.join(map(str, shape))} to {cout}, {kernel}x{kernel}"
     name += f", stride {stride}" if stride > 1 else ""
-    name += f", {beside} channels beside" if beside else ""
+    name += f", {concat} channels in another" if concat else ""
     return Sample(f"{name}, {parts or 'bare'}, {dtype_name(dtype)}", dtype, build)
 
 
@@ -133,10 +136,9 @@ TILES = {
     MatrixUnit.WMMA_GFX11: _WMMA,
     MatrixUnit.WMMA_GFX12: _WMMA,
 }
-_NAMES = ("block_m", "block_n", "block_n2", "block_k", "group_m", "split_k", "warps", "stages")
 
 
-def _space(problem: Problem, arch: Arch) -> Iterator[Mapping[str, int]]:
+def _space(problem: Problem, arch: Arch) -> Iterator[Conv2dConfig]:
     pixels, cin, cout = int(problem["pixels"]), int(problem["cin"]), int(problem["cout"])
     steps = int(problem["kernel"]) ** 2
     tensor_core = arch.matrix_unit is MatrixUnit.TENSOR_CORE
@@ -144,21 +146,23 @@ def _space(problem: Problem, arch: Arch) -> Iterator[Mapping[str, int]]:
     for tile_m, tile_n, block_n2, tile_k, warps, stages in TILES.get(arch.matrix_unit or MatrixUnit.NONE, ()):
         if block_n2 and cout % (tile_n + block_n2):
             continue
-        block_m = max(32, min(tile_m, _power_of_2(pixels)))
-        block_n = max(16, min(tile_n, _power_of_2(cout)))
-        block_k = max(16, min(tile_k, _power_of_2(cin)))
+        block_m = max(32, min(tile_m, power_of_2(pixels)))
+        block_n = max(16, min(tile_n, power_of_2(cout)))
+        block_k = max(16, min(tile_k, power_of_2(cin)))
         if cin % 16 and not tensor_core:
             # Masked loads of 2 bytes that are fetched one block ahead spill 9 to 66 SGPRs on gfx1100.
             stages = 1  # noqa: PLW2901 -- the table's figure is for whole blocks of channels
         stages = fitting_stages(stages, (block_m + block_n + block_n2) * block_k * 2, arch)  # noqa: PLW2901
         if not stages:
             continue
-        tiles = _blocks(pixels, block_m) * _blocks(cout, block_n + block_n2)
-        split_k = _split(tiles, steps * _blocks(cin, block_k), arch.compute_units or 1)
-        config = (block_m, block_n, block_n2, block_k, 8, split_k, warps, stages)
+        tiles = ceil_div(pixels, block_m) * ceil_div(cout, block_n + block_n2)
+        split_k = _split(tiles, steps * ceil_div(cin, block_k), arch.compute_units or 1)
+        config = Conv2dConfig(
+            block_m, block_n, block_n2, block_k, group_m=8, split_k=split_k, warps=warps, stages=stages
+        )
         if config not in seen:
             seen.add(config)
-            yield dict(zip(_NAMES, config, strict=True))
+            yield config
 
 
 def fitting_stages(stages: int, block_bytes: int, arch: Arch) -> int:
@@ -176,15 +180,6 @@ def _split(tiles: int, steps: int, units: int) -> int:
     return fill if fill > 1 and steps // fill >= 8 else 1
 
 
-def _blocks(size: int, block: int) -> int:
-    return -(-size // block)
-
-
-def _power_of_2(value: int) -> int:
-    """The least power of two that is not less."""
-    return 1 << max(value - 1, 0).bit_length()
-
-
 def _work(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -193,17 +188,17 @@ def _work(
     residual: torch.Tensor | None = None,
     stride: int = 1,
     padding: int = 0,
-    beside: torch.Tensor | None = None,
+    concat: torch.Tensor | None = None,
 ) -> Work:
-    pixels = int(problem(x, weight, bias, add, residual, stride, padding, beside)["pixels"])
+    pixels = int(problem(x, weight, bias, add, residual, stride, padding, concat)["pixels"])
     Cout = weight.shape[0]
     moved = x.numel() + weight.numel() + pixels * Cout
-    moved += sum(t.numel() for t in (bias, add, residual, beside) if t is not None)
+    moved += sum(t.numel() for t in (bias, add, residual, concat) if t is not None)
     return Work(2.0 * pixels * weight.numel(), float(moved * x.element_size()))
 
 
-# The shortcut of the last resolution's first block: what comes from below, and the skip connection beside it.
-_JOINED = _sample((2, 960, 64, 64), 320, 1, parts="bias", beside=320)
+# The shortcut of the last resolution's first block: what comes from below, and the skip connection after it.
+_JOINED = _sample((2, 960, 64, 64), 320, 1, parts="bias", concat=320)
 
 VERIFICATION = Verification(
     implementation="triton",
@@ -215,24 +210,31 @@ VERIFICATION = Verification(
         _sample((2, 20, 4, 5), 17, dtype=torch.bfloat16, parts="add residual"),
         _sample((1, 16, 7, 6), 16, stride=2, parts="bias"),
         _sample((2, 40, 3, 5), 20, 1),
-        _sample((2, 72, 5, 9), 40, 1, parts="bias", beside=20),
+        _sample((2, 72, 5, 9), 40, 1, parts="bias", concat=20),
         _sample((1, 4, 5, 5), 3, parts=""),
     ),
     # Of Stable Diffusion 1.5: a block of the highest and of the lowest resolution, a shortcut; and one of the VAE.
     real=(_unet(320, 320, 64), _unet(2560, 1280, 8), _unet(960, 320, 64, 1), _vae(256, 256, 512), _JOINED),
+    tiny=(
+        _sample((2, 3, 4, 3), 2, dtype=torch.float64),
+        _sample((1, 2, 5, 4), 3, stride=2, parts="", dtype=torch.float64),
+        _sample((2, 3, 2, 2), 2, 1, dtype=torch.float64),
+        _sample((2, 5, 2, 2), 2, 1, dtype=torch.float64, concat=2),
+    ),
+    empty=(_sample((0, 32, 4, 4), 8), _sample((0, 32, 4, 4), 8, 1)),
     promises={
         "_conv2d": KernelPromise(uses_dot=True),
         "_finish": KernelPromise(bound_by_memory=True),
     },
     # Small maps: the library's part runs on the CPU here.
-    beside=(
-        Beside("library_epilogue", (_sample((2, 20, 4, 5), 17),), (_unet(640, 640, 8),)),
-        Beside("library_gemm", (_sample((2, 40, 3, 5), 20, 1),), (_unet(640, 640, 8, 1),)),
+    also=(
+        Also("library_epilogue", (_sample((2, 20, 4, 5), 17),), (_unet(640, 640, 8),)),
+        Also("library_gemm", (_sample((2, 40, 3, 5), 20, 1),), (_unet(640, 640, 8, 1),)),
     ),
 )
 
 
-def _hip_space(problem: Problem, arch: Arch) -> Iterator[Mapping[str, int]]:
+def _hip_space(problem: Problem, arch: Arch) -> Iterator[Config]:
     """Each tile of the matrix unit as it is; and with the depth in parts where the tiles are too few."""
     pixels, cin, cout = int(problem["pixels"]), int(problem["cin"]), int(problem["cout"])
     taps, units = int(problem["kernel"]) ** 2, arch.compute_units or 1
@@ -240,9 +242,9 @@ def _hip_space(problem: Problem, arch: Arch) -> Iterator[Mapping[str, int]]:
     # Of more channels than are in a narrow tile, each further one would read all of x again.
     narrow = (config for config in HIP_NARROW_TILES.get(unit, ()) if cout <= config.block_n)
     for config in (*hip_tiles(arch), *narrow):
-        parts = _split(config.tiles(pixels, cout), taps * _blocks(cin, config.block_k), units)
+        parts = _split(config.tiles(pixels, cout), taps * ceil_div(cin, config.block_k), units)
         for split_k in sorted({1, parts}):
-            yield asdict(replace(config, split_k=split_k))
+            yield replace(config, split_k=split_k)
 
 
 def _hip_narrow_loads(problem: Problem) -> str | None:
@@ -254,7 +256,8 @@ def _hip_narrow_loads(problem: Problem) -> str | None:
     return f"pixels of {cin} channels begin at multiples of 8 bytes, and the next one may lie outside the picture"
 
 
-_HIP_SMALLEST = HIP_TILES[MatrixUnit.DOT][-1]
+# The tile that every matrix unit has.
+HIP_SMALLEST = HIP_TILES[MatrixUnit.DOT][-1]
 HIP = Kernels(
     module="rocm_sd.kernels.hip.conv2d",
     promises={
@@ -264,12 +267,10 @@ HIP = Kernels(
             bound_by_memory=True, narrow_loads_because="what is added is half as wide as the sums beside it"
         ),
     },
-    # The smallest tile: the one that every matrix unit has.
-    default_config=asdict(_HIP_SMALLEST),
     space=_hip_space,
     # The first and the last of a UNet: few channels come 8 bytes at a time, and go value by value.
     real=(_unet(4, 320, 64), _unet(320, 4, 64)),
-    small_configs=(asdict(replace(_HIP_SMALLEST, split_k=3)),),
+    small_configs=(replace(HIP_SMALLEST, split_k=3),),
     narrow_loads=_hip_narrow_loads,
 )
 

@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rocm_sd.kernels.configs.geglu import GegluConfig
+from rocm_sd.ops.definition import Bucket, KernelPromise, Tuning, Verification, Work
 from rocm_sd.ops.geglu import reference
-from rocm_sd.ops.registry import Bucket, KernelPromise, Tuning, Verification, Work
 from rocm_sd.ops.samples import Draw, Sample, dtype_name
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator
 
     from rocm_sd.arch import Arch
     from rocm_sd.tuning import Problem
@@ -36,13 +37,13 @@ def _real(rows: int, F: int) -> Sample:
     return _sample(rows, F, torch.float16)
 
 
-def _space(problem: Problem, arch: Arch) -> Iterator[Mapping[str, int]]:
+def _space(problem: Problem, arch: Arch) -> Iterator[GegluConfig]:
     """8 or 16 outputs a lane, so that every load is 16 bytes, in tiles that end where a row of the UNet does."""
     wave = arch.wave_size or 32
     for block_f, warps, values in product((256, 512), (2, 4, 8), (8, 16)):
         rows = values * warps * wave // block_f
         if rows >= 1 and (block_f == 256 or int(problem["f"]) % block_f == 0):
-            yield {"block_f": block_f, "rows": rows, "warps": warps}
+            yield GegluConfig(block_f, rows, warps)
 
 
 def _work(x: torch.Tensor, *_rest: Any) -> Work:
@@ -63,6 +64,8 @@ VERIFICATION = Verification(
     ),
     # The feed-forwards of Stable Diffusion 1.5 and SDXL.
     real=(_real(8192, 1280), _real(2048, 2560), _real(512, 5120), _real(2048, 5120)),
+    tiny=(_sample(6, 4, torch.float64), _sample(6, 4, torch.float64, bias=False)),
+    empty=(_sample(0, 16, torch.float16),),
     promises={"_geglu": KernelPromise(bound_by_memory=True)},
 )
 

@@ -15,14 +15,14 @@ def group_norm_silu(
     add: torch.Tensor | None = None,
     eps: float = 1e-5,
     silu: bool = True,
-    beside: torch.Tensor | None = None,
+    concat: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """y = silu(group_norm(x + add)); x: [N, C, H, W]; weight, bias: [C]; add: [N, C]; y is channels-last.
 
-    `beside` has further channels, which follow x's. The arithmetic is float32, or float64 where x is.
+    `concat` has further channels, which follow x's. The arithmetic is float32, or float64 where x is.
     """
-    if beside is not None:
-        x = torch.cat((x, beside), 1)
+    if concat is not None:
+        x = torch.cat((x, concat), 1)
     N, C, H, W = x.shape
     wide = torch.promote_types(x.dtype, torch.float32)
     h = x.to(wide)

@@ -8,12 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rocm_sd.kernels.configs.group_norm_silu import GroupNormSiluConfig
+from rocm_sd.kernels.hip.group_norm_silu import GroupNormSiluConfig as HipConfig
+from rocm_sd.kernels.sizes import power_of_2
+from rocm_sd.ops.definition import Bucket, KernelPromise, Kernels, Tuning, Verification, Work
 from rocm_sd.ops.group_norm_silu import reference
-from rocm_sd.ops.registry import Bucket, KernelPromise, Kernels, Tuning, Verification, Work
 from rocm_sd.ops.samples import Draw, Sample, dtype_name
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator
 
     from rocm_sd.arch import Arch
     from rocm_sd.tuning import Problem
@@ -29,10 +32,10 @@ def problem(
     add: torch.Tensor | None = None,  # noqa: ARG001
     eps: float = 1e-5,  # noqa: ARG001
     silu: bool = True,  # noqa: ARG001
-    beside: torch.Tensor | None = None,
+    concat: torch.Tensor | None = None,
 ) -> Problem:
     N, C, H, W = x.shape
-    C += 0 if beside is None else beside.shape[1]
+    C += 0 if concat is None else concat.shape[1]
     return {"n": N, "c": C, "hw": H * W, "groups": groups, "dtype": dtype_name(x.dtype)}
 
 
@@ -43,18 +46,18 @@ def _sample(
     *,
     affine: bool = True,
     add: bool = True,
-    beside: int = 0,
+    concat: int = 0,
 ) -> Sample:
-    """`beside`: how many of the channels lie in a tensor of their own."""
+    """`concat`: how many of the channels lie in a tensor of their own."""
 
     def build(draw: Draw) -> tuple[Any, ...]:
         N, C, H, W = shape
-        x = draw.image(N, C - beside, H, W, mean=0.7, std=2.0)
+        x = draw.image(N, C - concat, H, W, mean=0.7, std=2.0)
         weight, bias = (draw(C), draw(C)) if affine else (None, None)
         given = x, groups, weight, bias, draw(N, C) if add else None, 1e-5, affine
-        return (*given, draw.image(N, beside, H, W, mean=-0.4, std=3.0)) if beside else given
+        return (*given, draw.image(N, concat, H, W, mean=-0.4, std=3.0)) if concat else given
 
-    said = ((", no affine", not affine), (", no add", not add), (f", {beside} of them beside", beside))
+    said = ((", no affine", not affine), (", no add", not add), (f", {concat} of them in another", concat))
     parts = "".join(word for word, true in said if true)
     size = "x".join(map(str, shape))
     return Sample(f"{size} in {groups} groups, {dtype_name(dtype)}{parts}", dtype, build)
@@ -65,9 +68,9 @@ def _real(N: int, C: int, H: int, W: int) -> Sample:
     return _sample((N, C, H, W), 32, torch.float16, add=False)
 
 
-def _space(problem: Problem, arch: Arch) -> Iterator[Mapping[str, int]]:
+def _space(problem: Problem, arch: Arch) -> Iterator[GroupNormSiluConfig]:
     lanes = arch.wave_size or 32
-    group = _power_of_2(int(problem["hw"])) * _power_of_2(int(problem["c"]) // int(problem["groups"]))
+    group = power_of_2(int(problem["hw"])) * power_of_2(int(problem["c"]) // int(problem["groups"]))
     for warps in (4, 8, 16):
         # 64 values a lane: beside their addresses they stay below half of a file of 256 registers.
         if group <= 64 * warps * lanes:
@@ -78,24 +81,12 @@ def _space(problem: Problem, arch: Arch) -> Iterator[Mapping[str, int]]:
             yield _config(0, 4, channels, rows, warps, slices_per_cu)
 
 
-def _power_of_2(value: int) -> int:
-    return 1 << max(value - 1, 0).bit_length()
-
-
 def _config(
     whole_elements: int, whole_warps: int, channels: int, rows: int, warps: int, slices_per_cu: int
-) -> Mapping[str, int]:
-    return {
-        "whole_elements": whole_elements,
-        "whole_warps": whole_warps,
-        "moments_channels": channels,
-        "moments_rows": rows,
-        "moments_warps": warps,
-        "slices_per_cu": slices_per_cu,
-        "apply_channels": channels,
-        "apply_rows": rows,
-        "apply_warps": warps,
-    }
+) -> GroupNormSiluConfig:
+    """Both passes over x in tiles of one size."""
+    tile = channels, rows, warps
+    return GroupNormSiluConfig(whole_elements, whole_warps, *tile, slices_per_cu, *tile)
 
 
 def _work(x: torch.Tensor, groups: int, *rest: Any) -> Work:
@@ -105,8 +96,8 @@ def _work(x: torch.Tensor, groups: int, *rest: Any) -> Work:
     return Work(10.0 * elements, 3.0 * elements * x.element_size())
 
 
-# The last resolution's first block: what comes from below, and the skip connection beside it.
-_JOINED = _sample((2, 960, 64, 64), 32, torch.float16, add=False, beside=320)
+# The last resolution's first block: what comes from below, and the skip connection after it.
+_JOINED = _sample((2, 960, 64, 64), 32, torch.float16, add=False, concat=320)
 
 VERIFICATION = Verification(
     implementation="triton",
@@ -120,10 +111,16 @@ VERIFICATION = Verification(
         _sample((1, 32, 1, 1), 32, torch.float16),
         _sample((1, 30, 67, 64), 3, torch.bfloat16),
         _sample((1, 72, 37, 61), 2, torch.float16),
-        _sample((2, 72, 35, 59), 3, torch.float16, beside=20),
+        _sample((2, 72, 35, 59), 3, torch.float16, concat=20),
     ),
     # The widest and the narrowest norm of Stable Diffusion 1.5, and the largest of its VAE at 512x512.
     real=(_real(2, 320, 64, 64), _real(2, 2560, 8, 8), _real(1, 256, 512, 512), _JOINED),
+    tiny=(
+        _sample((2, 6, 3, 4), 3, torch.float64),
+        _sample((2, 6, 3, 4), 3, torch.float64, affine=False, add=False),
+        _sample((2, 6, 3, 4), 3, torch.float64, concat=2),
+    ),
+    empty=(_sample((0, 32, 4, 4), 8, torch.float16),),
     promises={
         "_whole": KernelPromise(narrow_loads_because="a group of 10 channels starts at any multiple of 4 bytes"),
         "_moments": KernelPromise(bound_by_memory=True),
@@ -135,10 +132,10 @@ VERIFICATION = Verification(
 )
 
 
-def _hip_space(problem: Problem, arch: Arch) -> Iterator[Mapping[str, int]]:  # noqa: ARG001 -- the signature of a space
+def _hip_space(_problem: Problem, _arch: Arch) -> Iterator[HipConfig]:
     for whole_values in (16, 32):
         for slices_per_cu in (2, 4, 8):
-            yield {"whole_values": whole_values, "slices_per_cu": slices_per_cu}
+            yield HipConfig(whole_values, slices_per_cu)
 
 
 HIP = Kernels(
@@ -153,10 +150,9 @@ HIP = Kernels(
         ),
         "group_norm_silu_apply": KernelPromise(bound_by_memory=True),
     },
-    default_config={"whole_values": 32, "slices_per_cu": 4},
     space=_hip_space,
     # No group is so small that one workgroup holds it.
-    small_configs=({"whole_values": 0, "slices_per_cu": 4},),
+    small_configs=(HipConfig(whole_values=0),),
 )
 
 TUNING = Tuning(

@@ -1,28 +1,34 @@
 """Classifier-free guidance, a scheduler's update and the scale of the next model input, in one pass.
 
-A scheduler that is linear in its inputs is a table: `tables.py` builds those of the usual ones.
+It is guidance, a scheduler's update and the scale of the next model input as one linear map whose coefficients are read
+on the device: `ops/guided_step/tables.py` writes DDIM, Euler, Euler ancestral, DPM++ 2M, PNDM, UniPC and LCM as such
+tables.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from rocm_sd.errors import Unsupported
-from rocm_sd.kernels import triton as triton_kernels
-from rocm_sd.ops.guided_step.workload import TUNING, VERIFICATION, problem
-from rocm_sd.ops.registry import Implementation, Op, needs_no_dispatcher, register
+from rocm_sd.kernels import triton
+from rocm_sd.kernels.configs.guided_step import GuidedStepConfig
+from rocm_sd.ops.defining import FLOATS, Saved, define
+from rocm_sd.ops.definition import UP_TO_FLOAT32, Implementation, where
+from rocm_sd.ops.guided_step.workload import TUNING, VERIFICATION
 from rocm_sd.tuning.choice import STOCK
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from torch import Tensor
+
+    from rocm_sd.ops.layouts import Part
     from rocm_sd.tuning import Problem
 
 __all__ = ["OP", "guided_step"]
 
-_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -34,7 +40,7 @@ def guided_step(
     guidance: torch.Tensor | float | None = None,
     noise: torch.Tensor | None = None,
     implementation: str | None = None,
-) -> Pair:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """[new_states, model_input] = table[step] @ [e, noise, states], with e = u + guidance * (c - u), in float32.
 
     prediction: [2B, ...], first u for every picture, then c, or [B, ...], e itself, where guidance is None; fp16, bf16,
@@ -51,21 +57,11 @@ def guided_step(
     if guidance is not None and not isinstance(guidance, torch.Tensor):
         guidance = float(guidance)
     _validate(prediction, states, table, step, guidance, noise)
-    scales = guidance if isinstance(guidance, torch.Tensor) else None
-    if needs_no_dispatcher(prediction, states, table, step, scales, noise):
-        return _run(prediction, states, table, step, guidance, noise, implementation)
-    scale = None if scales is not None else guidance
-    pair: Pair = torch.ops.rocm_sd.guided_step(prediction, states, table, step, scale, scales, noise, implementation)
-    return pair
+    return OP.call(prediction, states, table, step, guidance, noise, implementation=implementation)
 
 
 def _validate(
-    prediction: torch.Tensor,
-    states: torch.Tensor,
-    table: torch.Tensor,
-    step: torch.Tensor,
-    guidance: torch.Tensor | float | None,
-    noise: torch.Tensor | None,
+    prediction: Tensor, states: Tensor, table: Tensor, step: Tensor, guidance: Tensor | float | None, noise: Part
 ) -> None:
     if states.dim() < 2 or not states.shape[0]:
         raise Unsupported(OP.name, f"states of shape {tuple(states.shape)}: it takes [S, B, ...], the sample first")
@@ -77,56 +73,28 @@ def _validate(
     ]
     for name, tensor, shape in expected:
         if tensor is not None and tuple(tensor.shape) != shape:
-            told = f"{name} of shape {tuple(tensor.shape)} with states of shape {tuple(states.shape)}: it takes {shape}"
-            raise Unsupported(OP.name, told)
+            both = f"{name} of shape {tuple(tensor.shape)} with states of shape {tuple(states.shape)}"
+            raise Unsupported(OP.name, f"{both}: it takes {shape}")
     if step.numel() != 1 or step.dtype not in {torch.int32, torch.int64}:
         raise Unsupported(OP.name, f"step of shape {tuple(step.shape)} and {step.dtype}: it takes one int32 or int64")
-    _validate_values(prediction, states, table, step, guidance if isinstance(guidance, torch.Tensor) else None, noise)
-
-
-def _validate_values(
-    prediction: torch.Tensor,
-    states: torch.Tensor,
-    table: torch.Tensor,
-    step: torch.Tensor,
-    scales: torch.Tensor | None,
-    noise: torch.Tensor | None,
-) -> None:
-    B = states.shape[1]
+    scales = guidance if isinstance(guidance, torch.Tensor) else None
     if scales is not None and (scales.dim() > 1 or scales.numel() not in {1, B}):
         raise Unsupported(OP.name, f"guidance of shape {tuple(scales.shape)}: it takes one number, or {B}")
     floats = (("prediction", prediction), ("states", states), ("table", table), ("guidance", scales), ("noise", noise))
     for name, tensor in floats:
-        if tensor is not None and tensor.dtype not in _FLOATS:
+        if tensor is not None and tensor.dtype not in FLOATS:
             raise Unsupported(OP.name, f"{name} of {tensor.dtype}", hint="Use a floating dtype of 16 to 64 bits.")
-    if table.dtype not in _FLOATS[2:]:
+    if table.dtype not in {torch.float32, torch.float64}:
         raise Unsupported(OP.name, f"table of {table.dtype}", hint="Use float32.")
-    for name, tensor in (*floats, ("step", step)):
-        if tensor is not None and tensor.device != prediction.device:
-            raise Unsupported(OP.name, f"prediction on {prediction.device} with {name} on {tensor.device}")
 
 
-def _run(
-    prediction: torch.Tensor,
-    states: torch.Tensor,
-    table: torch.Tensor,
-    step: torch.Tensor,
-    guidance: torch.Tensor | float | None,
-    noise: torch.Tensor | None,
-    implementation: str | None,
-) -> Pair:
-    arguments = prediction, states, table, step, guidance, noise
-    pair: Pair = OP.run(problem(*arguments), prediction.device, implementation, *arguments)
-    return pair
-
-
-def _channels_last(prediction: torch.Tensor) -> bool:
+def _channels_last(prediction: Tensor) -> bool:
     if prediction.dim() != 4 or prediction.is_contiguous():
         return False
     return prediction.is_contiguous(memory_format=torch.channels_last)
 
 
-def _allocate(prediction: torch.Tensor, states: torch.Tensor) -> Pair:
+def _allocate(prediction: Tensor, states: Tensor) -> Pair:
     if not _channels_last(prediction):
         return states.new_empty(states.shape), prediction.new_empty(prediction.shape)
     S, B, C, H, W = states.shape
@@ -134,7 +102,7 @@ def _allocate(prediction: torch.Tensor, states: torch.Tensor) -> Pair:
     return new_states, torch.empty_like(prediction, memory_format=torch.channels_last)
 
 
-def _guided(prediction: torch.Tensor, guidance: torch.Tensor | float | None, wide: torch.dtype) -> torch.Tensor:
+def _guided(prediction: Tensor, guidance: Tensor | float | None, wide: torch.dtype) -> Tensor:
     if guidance is None:
         return prediction.to(wide)
     unconditional, conditional = prediction.to(wide).chunk(2)
@@ -143,23 +111,16 @@ def _guided(prediction: torch.Tensor, guidance: torch.Tensor | float | None, wid
     return unconditional + _for_each(guidance.to(wide), prediction) * (conditional - unconditional)
 
 
-def _for_each(scales: torch.Tensor, images: torch.Tensor) -> torch.Tensor:
+def _for_each(scales: Tensor, images: Tensor) -> Tensor:
     return scales.reshape(-1, *[1] * (images.dim() - 1))
 
 
-def _wide(*tensors: torch.Tensor) -> torch.dtype:
+def _wide(*tensors: Tensor) -> torch.dtype:
     return torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
 
 
 def _stock(
-    prediction: torch.Tensor,
-    states: torch.Tensor,
-    table: torch.Tensor,
-    step: torch.Tensor,
-    guidance: torch.Tensor | float | None,
-    noise: torch.Tensor | None,
-    *,
-    config: Mapping[str, int],  # noqa: ARG001 -- stock torch has nothing to configure
+    prediction: Tensor, states: Tensor, table: Tensor, step: Tensor, guidance: Tensor | float | None, noise: Part
 ) -> Pair:
     wide = _wide(prediction, states)
     new_states, model_input = _allocate(prediction, states)
@@ -186,9 +147,9 @@ def _triton(
     guidance: torch.Tensor | float | None,
     noise: torch.Tensor | None,
     *,
-    config: Mapping[str, int],
+    config: GuidedStepConfig,
 ) -> Pair:
-    from rocm_sd.kernels.triton.guided_step import GuidedStepConfig, launch  # noqa: PLC0415 -- needs Triton
+    from rocm_sd.kernels.triton.guided_step import launch  # noqa: PLC0415 -- needs Triton
 
     new_states, model_input = _allocate(prediction, states)
     if prediction.numel():
@@ -202,74 +163,28 @@ def _triton(
             None if noise is None else _dense(noise, channels_last),
             new_states,
             model_input,
-            GuidedStepConfig.from_mapping(config),
+            config,
         )
     return new_states, model_input
 
 
-def _dense(images: torch.Tensor, channels_last: bool) -> torch.Tensor:
+def _dense(images: Tensor, channels_last: bool) -> Tensor:
     """The same values in memory in the order of the layout; what is so already is not copied."""
     return images.movedim(-3, -1).contiguous() if channels_last else images.contiguous()
 
 
-def _triton_why_not(problem: Problem, device: torch.device) -> str | None:
-    if "float64" in {problem["dtype"], problem["state_dtype"]}:
-        return "dtype float64"
+def _refuse(problem: Problem) -> str | None:
+    if problem["state_dtype"] not in UP_TO_FLOAT32:
+        return f"dtype {problem['state_dtype']}"
     if int(problem["states"]) > 8:
         return f"{problem['states']} states: above 8 their coefficients outgrow the scalar registers"
-    return triton_kernels.why_not(device)
+    return None
 
 
-OP = register(
-    Op(
-        name="guided_step",
-        summary="guidance, a linear scheduler's update and the next model input, from a table on the device",
-        implementations=(
-            Implementation(STOCK, _stock, lambda _problem, _device: None),
-            Implementation("triton", _triton, _triton_why_not),
-        ),
-        default_config={"block": 512, "warps": 2},
-        verification=VERIFICATION,
-        tuning=TUNING,
-    )
-)
-
-
-@torch.library.custom_op(
-    "rocm_sd::guided_step",
-    mutates_args=(),
-    schema=(
-        "(Tensor prediction, Tensor states, Tensor table, Tensor step, float? scale, Tensor? scales, Tensor? noise, "
-        "str? implementation=None) -> (Tensor, Tensor)"
-    ),
-)
-def _op(
-    prediction: torch.Tensor,
-    states: torch.Tensor,
-    table: torch.Tensor,
-    step: torch.Tensor,
-    scale: float | None,
-    scales: torch.Tensor | None,
-    noise: torch.Tensor | None,
-    implementation: str | None = None,
-) -> Pair:
-    return _run(prediction, states, table, step, scale if scales is None else scales, noise, implementation)
-
-
-@_op.register_fake
-def _(prediction: torch.Tensor, states: torch.Tensor, *_arguments: Any, **_named: Any) -> Pair:
-    return _allocate(prediction, states)
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Pair) -> None:  # noqa: ARG001 -- torch's signature
-    prediction, states, table, step, ctx.scale, scales, noise = inputs[:7]
-    ctx.save_for_backward(prediction, states, table, step, scales, noise)
-
-
-def _backward(ctx: Any, d_states: torch.Tensor, d_input: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+def _backward(saved: Saved, d_states: Tensor, d_input: Tensor) -> Mapping[str, Part]:
     """The transpose of the step's rows, then of the guidance; in float32 or wider."""
-    prediction, states, table, step, scales, noise = ctx.saved_tensors
-    guidance = ctx.scale if scales is None else scales
+    prediction, states, table, step = saved.prediction, saved.states, saved.table, saved.step
+    guidance, noise = saved.guidance, saved.noise
     wide = _wide(prediction, states)
     d_last = d_input.to(wide)
     if guidance is not None:
@@ -278,28 +193,38 @@ def _backward(ctx: Any, d_states: torch.Tensor, d_input: torch.Tensor) -> tuple[
     rows = table.to(wide).index_select(0, step.reshape(1))[0]
     d_known = (rows.T.reshape(*rows.T.shape, *[1] * d_last.dim()) * d_new).sum(dim=1)
     d_e = d_known[0]
-    d_prediction, d_scales = d_e, None
+    d_prediction, d_guidance = d_e, None
     if guidance is not None:
         unconditional, conditional = prediction.to(wide).chunk(2)
-        by = guidance if scales is None else _for_each(scales.to(wide), d_e)
+        by = _for_each(guidance.to(wide), d_e) if isinstance(guidance, torch.Tensor) else guidance
         d_prediction = torch.cat([d_e * (1 - by), d_e * by])
-        if scales is not None:
+        if isinstance(guidance, torch.Tensor):
             each = (d_e * (conditional - unconditional)).flatten(1).sum(dim=1)
-            d_scales = each.sum().reshape(scales.shape) if scales.numel() == 1 else each.reshape(scales.shape)
+            d_guidance = (each.sum() if guidance.numel() == 1 else each).reshape(guidance.shape)
     e = _guided(prediction, guidance, wide)
     known = torch.cat([torch.stack([e, torch.zeros_like(e) if noise is None else noise.to(wide)]), states.to(wide)])
     d_rows = (d_new[:, None] * known[None]).flatten(2).sum(dim=2)
     d_table = torch.zeros_like(table).index_copy(0, step.reshape(1).long(), d_rows[None].to(table.dtype))
-    return (
-        d_prediction.to(prediction.dtype),
-        d_known[2:].to(states.dtype),
-        d_table,
-        None,
-        None,
-        None if d_scales is None else d_scales.to(scales.dtype),
-        None if noise is None else d_known[1].to(noise.dtype),
-        None,
-    )
+    return {
+        "prediction": d_prediction,
+        "states": d_known[2:],
+        "table": d_table,
+        "guidance": d_guidance,
+        "noise": d_known[1],
+    }
 
 
-_op.register_autograd(_backward, setup_context=_setup_context)
+OP = define(
+    guided_step,
+    summary="guidance, a linear scheduler's update and the next model input, from a table on the device",
+    family="elementwise",
+    implementations=(
+        Implementation(STOCK, _stock),
+        Implementation("triton", _triton, where(triton, UP_TO_FLOAT32, _refuse), default=GuidedStepConfig()),
+    ),
+    allocate=_allocate,
+    backward=_backward,
+    results=("new_states", "model_input"),
+    verification=VERIFICATION,
+    tuning=TUNING,
+)

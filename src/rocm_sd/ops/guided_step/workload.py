@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rocm_sd.kernels.configs.guided_step import GuidedStepConfig
+from rocm_sd.ops.definition import Bucket, KernelPromise, Tuning, Verification, Work
 from rocm_sd.ops.guided_step import reference
-from rocm_sd.ops.registry import Bucket, KernelPromise, Tuning, Verification, Work
 from rocm_sd.ops.samples import Draw, Sample, dtype_name
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator
 
     from rocm_sd.arch import Arch
     from rocm_sd.tuning import Problem
@@ -47,37 +48,42 @@ def _sample(
     guidance: str = "number",
     noise: bool = False,
     channels_last: bool = True,
-    state_dtype: torch.dtype = torch.float32,
+    state_dtype: torch.dtype | None = None,
 ) -> Sample:
-    """shape: of the latents, one for each picture; `guidance` is a number, each (one a picture) or none."""
+    """shape: of the latents, one for each picture; `guidance`: a number, one (in a tensor), each (picture) or none."""
 
     def build(draw: Draw) -> tuple[Any, ...]:
         B, C, H, W = shape
+        wide = torch.promote_types(draw.dtype, torch.float32)
         model = (B if guidance == "none" else 2 * B, C, H, W)
         prediction = draw.image(*model) if channels_last else draw(*model)
         if channels_last:
-            known = draw(states, B, H, W, C, dtype=state_dtype).permute(0, 1, 4, 2, 3)
+            known = draw(states, B, H, W, C, dtype=state_dtype or wide).permute(0, 1, 4, 2, 3)
         else:
-            known = draw(states, B, C, H, W, dtype=state_dtype)
-        table = draw(3, states + 1, states + 2, dtype=torch.float32)
+            known = draw(states, B, C, H, W, dtype=state_dtype or wide)
+        table = draw(3, states + 1, states + 2, dtype=wide)
         step = torch.full((), 1, dtype=torch.int64, device=draw.device)
-        scale: torch.Tensor | float | None = {"none": None, "number": 7.5, "each": None}[guidance]
-        if guidance == "each":
-            scale = draw(B, mean=7.5, dtype=torch.float32)
-        return prediction, known, table, step, scale, draw(*shape, dtype=torch.float32) if noise else None
+        scale: torch.Tensor | float | None = 7.5 if guidance == "number" else None
+        if guidance in {"one", "each"}:
+            scale = draw(*(() if guidance == "one" else (B,)), mean=7.5, dtype=wide)
+        return prediction, known, table, step, scale, draw(*shape, dtype=wide) if noise else None
 
     size = "x".join(map(str, shape))
     parts = f"{states} states, guidance {guidance}{', noise' if noise else ''}"
     return Sample(f"{size}, {parts}, {dtype_name(dtype)}", dtype, build)
 
 
-def _space(problem: Problem, arch: Arch) -> Iterator[Mapping[str, int]]:  # noqa: ARG001 -- latents are small everywhere
+def _tiny(guidance: str, *, noise: bool) -> Sample:
+    return _sample((2, 2, 2, 3), 2, torch.float64, guidance=guidance, noise=noise, channels_last=noise)
+
+
+def _space(_problem: Problem, arch: Arch) -> Iterator[GuidedStepConfig]:
     wave = arch.wave_size or 32
     # 8 values a thread are one 16-byte load of a prediction in half precision; 4 spread a small batch wider.
     for block in (256, 512, 1024, 2048):
         for warps in (1, 2, 4, 8):
             if block // (warps * wave) in (4, 8):
-                yield {"block": block, "warps": warps}
+                yield GuidedStepConfig(block, warps)
 
 
 def _work(
@@ -113,6 +119,13 @@ VERIFICATION = Verification(
         _sample((1, 4, 128, 128), 4),
         _sample((8, 4, 64, 64), 4, noise=True),
     ),
+    tiny=(
+        _tiny("each", noise=True),
+        _tiny("one", noise=False),
+        _tiny("number", noise=True),
+        _tiny("none", noise=False),
+    ),
+    empty=(_sample((0, 4, 4, 4), 2), _sample((0, 4, 4, 4), 2, guidance="each")),
     promises={"_guided_step": KernelPromise(bound_by_memory=True)},
 )
 

@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rocm_sd.kernels.configs.layer_norm_residual import LayerNormResidualConfig
+from rocm_sd.kernels.hip.layer_norm_residual import LayerNormResidualConfig as HipConfig
+from rocm_sd.ops.definition import Bucket, KernelPromise, Kernels, Tuning, Verification, Work
 from rocm_sd.ops.layer_norm_residual import reference
-from rocm_sd.ops.registry import Bucket, KernelPromise, Kernels, Tuning, Verification, Work
 from rocm_sd.ops.samples import Draw, Sample, dtype_name
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator
 
     from rocm_sd.arch import Arch
     from rocm_sd.tuning import Problem
@@ -39,7 +41,7 @@ def _real(rows: int, C: int, *, residual: bool = True) -> Sample:
     return _sample(rows, C, torch.float16, residual=residual)
 
 
-def _space(problem: Problem, arch: Arch) -> Iterator[Mapping[str, int]]:
+def _space(problem: Problem, arch: Arch) -> Iterator[LayerNormResidualConfig]:
     """One 16-byte load a lane for each chunk: chunks that divide the row, or its half or its whole with idle lanes."""
     wave = arch.wave_size or 32
     m, c = int(problem["m"]), int(problem["c"])
@@ -53,7 +55,7 @@ def _space(problem: Problem, arch: Arch) -> Iterator[Mapping[str, int]]:
         rows = 8 * warps * wave // chunk
         # A few hundred rows in eights would leave most of the compute units idle.
         if rows >= 1 and rows * 64 <= m:
-            yield {"rows": rows, "warps": warps, "chunk": chunk}
+            yield LayerNormResidualConfig(rows, warps, chunk)
 
 
 def _work(x: torch.Tensor, residual: torch.Tensor | None = None, *_rest: Any) -> Work:
@@ -84,19 +86,24 @@ VERIFICATION = Verification(
         _real(154, 2048),
         _real(8192, 320, residual=False),
     ),
+    tiny=(
+        _sample(6, 6, torch.float64),
+        _sample(6, 6, torch.float64, affine=False),
+        _sample(3, 8, torch.float64, residual=False),
+    ),
+    empty=(_sample(0, 32, torch.float16), _sample(0, 32, torch.float16, residual=False)),
     promises={"_layer_norm_residual": KernelPromise(bound_by_memory=True)},
 )
 
 
-def _hip_space(problem: Problem, arch: Arch) -> Iterator[Mapping[str, int]]:  # noqa: ARG001 -- the signature of a space
+def _hip_space(_problem: Problem, _arch: Arch) -> Iterator[HipConfig]:
     for threads in (64, 128, 256, 512):
-        yield {"threads": threads}
+        yield HipConfig(threads)
 
 
 HIP = Kernels(
     module="rocm_sd.kernels.hip.layer_norm_residual",
     promises={"layer_norm_residual": KernelPromise(bound_by_memory=True)},
-    default_config={"threads": 128},
     space=_hip_space,
 )
 

@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rocm_sd.kernels.configs.layout_copy import LayoutCopyConfig
+from rocm_sd.ops.definition import Bucket, KernelPromise, Kernels, Tuning, Verification, Work
 from rocm_sd.ops.layout_copy import reference
-from rocm_sd.ops.registry import Bucket, KernelPromise, Kernels, Tuning, Verification, Work
 from rocm_sd.ops.samples import Draw, Sample, dtype_name
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator
 
     from rocm_sd.arch import Arch
     from rocm_sd.tuning import Problem
@@ -39,14 +40,14 @@ def _both(*shape: int) -> tuple[Sample, Sample]:
     return _sample((N, C, H, W), True), _sample((N, C, H, W), False)
 
 
-def _space(problem: Problem, arch: Arch) -> Iterator[Mapping[str, int]]:
+def _space(problem: Problem, arch: Arch) -> Iterator[LayoutCopyConfig]:
     wave = arch.wave_size or 32
     if int(problem["c"]) <= 8:
         # Latents and pictures: too little for tiles as big as a feature map's.
         for block_hw in (64, 128, 256):
             for warps in (1, 2, 4):
                 if 4 <= 8 * block_hw // (warps * wave) <= 16:
-                    yield {"block_c": 8, "block_hw": block_hw, "warps": warps}
+                    yield LayoutCopyConfig(8, block_hw, warps)
         return
     size = 4 if problem["dtype"] == "float32" else 2
     line = 128 // size
@@ -56,7 +57,7 @@ def _space(problem: Problem, arch: Arch) -> Iterator[Mapping[str, int]]:
             values = block_c * block_hw // (warps * wave)
             # One 16-byte access a thread at least; 4 KiB of LDS a wave leave half the waves in place everywhere.
             if values * size >= 16 and values * size * wave <= 4096:
-                yield {"block_c": block_c, "block_hw": block_hw, "warps": warps}
+                yield LayoutCopyConfig(block_c, block_hw, warps)
 
 
 def _work(x: torch.Tensor, channels_last: bool) -> Work:  # noqa: ARG001 -- the op's own arguments
@@ -77,6 +78,8 @@ VERIFICATION = Verification(
         _sample((1, 40, 6, 6), False, torch.float32),
     ),
     real=(*_both(2, 320, 64, 64), *_both(2, 1280, 16, 16), *_both(1, 128, 512, 512)),
+    tiny=(_sample((2, 3, 2, 4), True, torch.float64), _sample((2, 3, 2, 4), False, torch.float64)),
+    empty=(_sample((0, 32, 4, 4), True), _sample((0, 32, 4, 4), False)),
     promises={"_transpose": KernelPromise(bound_by_memory=True)},
 )
 

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from rocm_sd.arch import MatrixUnit
-from rocm_sd.kernels.hip.linear_geglu import BY_UNIT
+from rocm_sd.kernels.configs.linear_geglu import LinearGegluConfig
 from rocm_sd.kernels.hip.linear_geglu import tiles as hip_tiles
 from rocm_sd.ops.conv2d.workload import fitting_stages
+from rocm_sd.ops.definition import Bucket, KernelPromise, Kernels, Tuning, Verification, Work
 from rocm_sd.ops.linear_geglu import reference
-from rocm_sd.ops.registry import Bucket, KernelPromise, Kernels, Tuning, Verification, Work
 from rocm_sd.ops.samples import Draw, Sample, dtype_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from rocm_sd.arch import Arch
+    from rocm_sd.kernels.config import Config
     from rocm_sd.tuning import Problem
 
 __all__ = ["HIP", "TUNING", "VERIFICATION", "problem"]
@@ -83,7 +83,7 @@ _TILES: Mapping[MatrixUnit, tuple[tuple[int, int, int, int, int], ...]] = {
 }
 
 
-def _space(problem: Problem, arch: Arch) -> Iterator[Mapping[str, int]]:
+def _space(problem: Problem, arch: Arch) -> Iterator[LinearGegluConfig]:
     units = arch.compute_units or 1
     for block_m, block_n, block_k, warps, most_stages in _TILES.get(arch.matrix_unit or MatrixUnit.NONE, ()):
         tiles = -(-int(problem["m"]) // block_m) * -(-int(problem["f"]) // block_n)
@@ -91,14 +91,7 @@ def _space(problem: Problem, arch: Arch) -> Iterator[Mapping[str, int]]:
         stages = fitting_stages(most_stages, (block_m + 2 * block_n) * block_k * 2, arch)
         # A tile so large that an eighth of the GPU works loses to a smaller one.
         if tiles * 8 >= units and stages:
-            yield {
-                "block_m": block_m,
-                "block_n": block_n,
-                "block_k": block_k,
-                "group_m": 8,
-                "warps": warps,
-                "stages": stages,
-            }
+            yield LinearGegluConfig(block_m, block_n, block_k, group_m=8, warps=warps, stages=stages)
 
 
 def _work(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Work:
@@ -124,22 +117,23 @@ VERIFICATION = Verification(
     ),
     # The feed-forwards of Stable Diffusion 1.5 and SDXL.
     real=(_feed_in(8192, 320), _feed_in(2048, 640), _feed_in(512, 1280), _feed_in(128, 1280), _feed_in(2048, 1280)),
+    tiny=(_sample(6, 4, 5, torch.float64), _sample(6, 4, 5, torch.float64, bias=False)),
+    empty=(_sample(0, 16, 32),),
     promises={"_linear_geglu": KernelPromise(uses_dot=True)},
 )
 
 
-def _hip_space(problem: Problem, arch: Arch) -> Iterator[Mapping[str, int]]:
+def _hip_space(problem: Problem, arch: Arch) -> Iterator[Config]:
     """Each tile of the matrix unit, but those so large that an eighth of the GPU works."""
     units = arch.compute_units or 1
     for config in hip_tiles(arch):
         if config.tiles(int(problem["m"]), 2 * int(problem["f"])) * 8 >= units:
-            yield asdict(config)
+            yield config
 
 
 HIP = Kernels(
     module="rocm_sd.kernels.hip.linear_geglu",
     promises={"linear_geglu": KernelPromise(uses_dot=True)},
-    default_config=asdict(BY_UNIT),
     space=_hip_space,
 )
 

@@ -1,4 +1,7 @@
-"""y = x @ weight.T + bias + residual: the linears of every transformer block, with the add after them."""
+"""y = x @ weight.T + bias + residual: the linears of every transformer block, with the add after them.
+
+It is a GEMM with bias and residual in its epilogue; `pack_linears` makes one weight of Q, K and V.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +12,22 @@ import torch
 import torch.nn.functional as F
 
 from rocm_sd.errors import Unsupported
-from rocm_sd.kernels import hip as hip_kernels
-from rocm_sd.kernels import triton as triton_kernels
+from rocm_sd.kernels import hip, triton
+from rocm_sd.kernels.configs.linear_residual import LinearResidualConfig
+from rocm_sd.ops.defining import Saved, define
+from rocm_sd.ops.definition import HALVES, Implementation, where
+from rocm_sd.ops.layouts import as_rows, dense
 from rocm_sd.ops.linear_residual import libraries
-from rocm_sd.ops.linear_residual.workload import HIP, TUNING, VERIFICATION, problem
-from rocm_sd.ops.registry import Implementation, Op, needs_no_dispatcher, register
+from rocm_sd.ops.linear_residual.workload import HIP, HIP_SMALLEST, TUNING, VERIFICATION, problem
 from rocm_sd.tuning.choice import STOCK
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from torch import Tensor
+
+    from rocm_sd.kernels.hip.linear_residual import LinearResidualConfig as HipConfig
+    from rocm_sd.ops.layouts import Part
     from rocm_sd.tuning import Problem
 
 __all__ = ["OP", "linear_residual"]
@@ -36,58 +45,26 @@ def linear_residual(
     x, weight and residual have one dtype, fp16, bf16, fp32 or fp64; y: [..., N], dense. `implementation` names one and
     never falls back; without it the tuning data decides.
     """
-    _validate(x, weight, bias, residual)
-    if needs_no_dispatcher(x, weight, bias, residual):
-        arguments = (x, weight, bias, residual)
-        out: torch.Tensor = OP.run(problem(*arguments), x.device, implementation, *arguments)
-        return out
-    y: torch.Tensor = torch.ops.rocm_sd.linear_residual(x, weight, bias, residual, implementation)
-    return y
-
-
-def _validate(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None) -> None:
-    if x.dtype not in {torch.float16, torch.bfloat16, torch.float32, torch.float64}:
-        raise Unsupported(OP.name, f"dtype {x.dtype}", hint="Use float16, bfloat16, float32 or float64.")
     if not x.dim() or not x.shape[-1]:
         raise Unsupported(OP.name, f"x of shape {tuple(x.shape)}: it takes [..., K] with K of at least 1")
     if weight.dim() != 2 or weight.shape[1] != x.shape[-1] or not weight.shape[0]:
         raise Unsupported(OP.name, f"weight of shape {tuple(weight.shape)}: it takes [N, {x.shape[-1]}]")
-    N = weight.shape[0]
-    for name, tensor, shape in (("bias", bias, (N,)), ("residual", residual, (*x.shape[:-1], N))):
-        if tensor is not None and tuple(tensor.shape) != shape:
-            raise Unsupported(OP.name, f"{name} of shape {tuple(tensor.shape)}: it takes {shape}")
-    for name, tensor in (("weight", weight), ("bias", bias), ("residual", residual)):
-        if tensor is not None and tensor.device != x.device:
-            raise Unsupported(OP.name, f"x on {x.device} with {name} on {tensor.device}")
-        if tensor is not None and tensor.dtype != x.dtype:
-            raise Unsupported(OP.name, f"x of {x.dtype} with {name} of {tensor.dtype}")
+    OP.require_shape("bias", bias, weight.shape[:1])
+    OP.require_shape("residual", residual, (*x.shape[:-1], weight.shape[0]))
+    return OP.call(x, weight, bias, residual, implementation=implementation)
 
 
-def _allocate(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def _allocate(x: Tensor, weight: Tensor) -> Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
-def _stock(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    residual: torch.Tensor | None,
-    *,
-    config: Mapping[str, int],  # noqa: ARG001 -- stock torch has nothing to configure
-) -> torch.Tensor:
+def _stock(x: Tensor, weight: Tensor, bias: Part, residual: Part) -> Tensor:
     y = F.linear(x, weight, bias)
     return (y if residual is None else y + residual).contiguous()
 
 
-def _addmm(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    residual: torch.Tensor | None,
-    *,
-    config: Mapping[str, int],  # noqa: ARG001 -- torch has nothing to configure
-) -> torch.Tensor:
-    """The GEMM accumulates onto the residual (beta = 1); a bias beside it is added to the residual first."""
+def _addmm(x: Tensor, weight: Tensor, bias: Part, residual: Part) -> Tensor:
+    """The GEMM accumulates onto the residual (beta = 1); a bias is added to the residual first."""
     if residual is None:
         return F.linear(x, weight, bias).contiguous()
     y = residual.contiguous() if bias is None else (residual + bias).contiguous()
@@ -97,155 +74,77 @@ def _addmm(
     return out.view(y.shape)
 
 
-def _library(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    residual: torch.Tensor | None,
-    *,
-    config: Mapping[str, int],
-    library: libraries.Library,
-) -> torch.Tensor:
+def _library(x: Tensor, weight: Tensor, bias: Part, residual: Part, *, library: libraries.Library) -> Tensor:
     """As `_addmm`, by one named library. Where that cannot add a bias, torch would take another for it: not here."""
     with libraries.preferred(library):
         if residual is None and bias is not None and not library.adds_bias:
             return F.linear(x, weight).add_(bias)
-        return _addmm(x, weight, bias, residual, config=config)
+        return _addmm(x, weight, bias, residual)
 
 
 def _library_why_not(problem: Problem, device: torch.device, *, library: libraries.Library) -> str | None:
-    if problem["dtype"] not in ("float16", "bfloat16"):
+    if problem["dtype"] not in HALVES:
         return f"dtype {problem['dtype']}"
     return libraries.why_not(library, device)
 
 
-def _triton(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    residual: torch.Tensor | None,
-    *,
-    config: Mapping[str, int],
-) -> torch.Tensor:
-    from rocm_sd.kernels.triton.linear_residual import LinearResidualConfig, launch  # noqa: PLC0415 -- needs Triton
+def _triton(x: Tensor, weight: Tensor, bias: Part, residual: Part, *, config: LinearResidualConfig) -> Tensor:
+    from rocm_sd.kernels.triton.linear_residual import launch  # noqa: PLC0415 -- needs Triton
 
     y = _allocate(x, weight)
     if y.numel():
-        launch(
-            _rows(x), _rows(weight), None if bias is None else bias.contiguous(),
-            None if residual is None else _rows(residual), y.view(-1, y.shape[-1]),
-            LinearResidualConfig.from_mapping(config),
-        )  # fmt: skip
+        added = None if residual is None else as_rows(residual)
+        launch(as_rows(x), as_rows(weight), dense(bias), added, y.view(-1, y.shape[-1]), config)
     return y
 
 
-def _rows(x: torch.Tensor) -> torch.Tensor:
-    """[M, K] with the values of a row side by side; a view where that can be."""
-    rows = x.reshape(-1, x.shape[-1])
-    return rows if rows.stride(1) == 1 else rows.contiguous()
-
-
-def _triton_why_not(problem: Problem, device: torch.device) -> str | None:
-    if problem["dtype"] not in ("float16", "bfloat16"):
-        return f"dtype {problem['dtype']}"
-    return triton_kernels.why_not(device)
-
-
-def _hip(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    residual: torch.Tensor | None,
-    *,
-    config: Mapping[str, int],
-) -> torch.Tensor:
-    from rocm_sd.kernels.hip.linear_residual import LinearResidualConfig, launch  # noqa: PLC0415 -- only where used
+def _hip(x: Tensor, weight: Tensor, bias: Part, residual: Part, *, config: HipConfig) -> Tensor:
+    from rocm_sd.kernels.hip.linear_residual import launch  # noqa: PLC0415 -- only where used
 
     y = _allocate(x, weight)
     if y.numel():
-        launch(
-            _rows(x), _rows(weight), None if bias is None else bias.contiguous(),
-            None if residual is None else _rows(residual), y.view(-1, y.shape[-1]),
-            LinearResidualConfig.from_mapping(config), hip_kernels.launcher_for(x.device),
-        )  # fmt: skip
+        added, rows = None if residual is None else as_rows(residual), y.view(-1, y.shape[-1])
+        launch(as_rows(x), as_rows(weight), dense(bias), added, rows, config, hip.launcher_for(x.device))
     return y
 
 
-def _hip_why_not(problem: Problem, device: torch.device) -> str | None:
-    if problem["dtype"] not in ("float16", "bfloat16"):
-        return f"dtype {problem['dtype']}"
-    return hip_kernels.why_not(device)
+def _parts_bytes(arguments: tuple[Any, ...], config: LinearResidualConfig | HipConfig, _device: torch.device) -> int:
+    """The sums of the parts into which `split_k` cuts K, in float32."""
+    asked = problem(*arguments)
+    return 4 * config.split_k * int(asked["m"]) * int(asked["n"]) if config.split_k > 1 else 0
 
 
-OP = register(
-    Op(
-        name="linear_residual",
-        summary="GEMM with bias and residual in its epilogue; packed QKV and packed text K and V",
-        implementations=(
-            Implementation(STOCK, _stock, lambda _problem, _device: None),
-            Implementation("addmm", _addmm, lambda _problem, _device: None),
-            *(
-                Implementation(
-                    library.name, partial(_library, library=library), partial(_library_why_not, library=library)
-                )
-                for library in libraries.LIBRARIES
-            ),
-            Implementation("triton", _triton, _triton_why_not),
-            Implementation("hip", _hip, _hip_why_not, HIP),
-        ),
-        default_config={
-            "block_m": 64,
-            "block_n": 64,
-            "block_k": 32,
-            "group_m": 8,
-            "split_k": 1,
-            "warps": 4,
-            "stages": 2,
-        },
-        verification=VERIFICATION,
-        tuning=TUNING,
-    )
-)
-
-
-@torch.library.custom_op(
-    "rocm_sd::linear_residual",
-    mutates_args=(),
-    schema="(Tensor x, Tensor weight, Tensor? bias, Tensor? residual, str? implementation=None) -> Tensor",
-)
-def _op(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    residual: torch.Tensor | None,
-    implementation: str | None = None,
-) -> torch.Tensor:
-    arguments = (x, weight, bias, residual)
-    out: torch.Tensor = OP.run(problem(*arguments), x.device, implementation, *arguments)
-    return out
-
-
-@_op.register_fake
-def _(x: torch.Tensor, weight: torch.Tensor, *_arguments: Any, **_named: Any) -> torch.Tensor:
-    return _allocate(x, weight)
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:  # noqa: ARG001 -- torch's signature
-    x, weight = inputs[:2]
-    ctx.save_for_backward(x, weight)
-
-
-def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    x, weight = ctx.saved_tensors
-    for_x, for_weight, for_bias, for_residual = ctx.needs_input_grad[:4]
+def _backward(saved: Saved, grad: Tensor) -> Mapping[str, Part]:
+    x, weight, wanted = saved.x, saved.weight, saved.wanted
     rows = grad.reshape(-1, grad.shape[-1])
-    return (
-        (grad @ weight) if for_x else None,
-        (rows.T @ x.reshape(-1, x.shape[-1])) if for_weight else None,
-        rows.sum(dim=0) if for_bias else None,
-        grad if for_residual else None,
-        None,
-    )
+    return {
+        "x": grad @ weight if "x" in wanted else None,
+        "weight": rows.T @ x.reshape(-1, x.shape[-1]) if "weight" in wanted else None,
+        "bias": rows.sum(dim=0) if "bias" in wanted else None,
+        "residual": grad,
+    }
 
 
-_op.register_autograd(_backward, setup_context=_setup_context)
+OP = define(
+    linear_residual,
+    summary="GEMM with bias and residual in its epilogue; packed QKV and packed text K and V",
+    family="GEMM",
+    implementations=(
+        Implementation(STOCK, _stock),
+        Implementation("addmm", _addmm),
+        *(
+            Implementation(each.name, partial(_library, library=each), partial(_library_why_not, library=each))
+            for each in libraries.LIBRARIES
+        ),
+        Implementation(
+            "triton", _triton, where(triton, HALVES), default=LinearResidualConfig(), scratch_bytes=_parts_bytes
+        ),
+        Implementation("hip", _hip, where(hip, HALVES), HIP, default=HIP_SMALLEST, scratch_bytes=_parts_bytes),
+    ),
+    allocate=_allocate,
+    backward=_backward,
+    same_dtype=("weight", "bias", "residual"),
+    saves=("x", "weight"),
+    verification=VERIFICATION,
+    tuning=TUNING,
+)

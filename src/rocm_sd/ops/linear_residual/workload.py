@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from rocm_sd.arch import MatrixUnit
+from rocm_sd.kernels.configs.linear_residual import LinearResidualConfig
 from rocm_sd.kernels.hip.linear_residual import TILES as HIP_TILES
 from rocm_sd.kernels.hip.linear_residual import tiles as hip_tiles
+from rocm_sd.ops.definition import Bucket, KernelPromise, Kernels, Tuning, Verification, Work
 from rocm_sd.ops.linear_residual import reference
-from rocm_sd.ops.registry import Bucket, KernelPromise, Kernels, Tuning, Verification, Work
 from rocm_sd.ops.samples import Draw, Sample, dtype_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
     from rocm_sd.arch import Arch
+    from rocm_sd.kernels.config import Config
     from rocm_sd.tuning import Problem
 
-__all__ = ["HIP", "TUNING", "VERIFICATION", "problem"]
+__all__ = ["HIP", "HIP_SMALLEST", "TUNING", "VERIFICATION", "problem"]
 
 
 def problem(
@@ -106,7 +108,7 @@ _TILES: Mapping[MatrixUnit, tuple[tuple[int, int, int, int, int], ...]] = {
 }
 
 
-def _space(problem: Problem, arch: Arch) -> Iterator[Mapping[str, int]]:
+def _space(problem: Problem, arch: Arch) -> Iterator[LinearResidualConfig]:
     """Each tile of the matrix unit as it is; and with K shared by several programs where the tiles are too few."""
     m, n, k = int(problem["m"]), int(problem["n"]), int(problem["k"])
     units = arch.compute_units or 1
@@ -120,15 +122,9 @@ def _space(problem: Problem, arch: Arch) -> Iterator[Mapping[str, int]]:
         if spills and problem["residual"]:
             continue
         for split_k in (1, *_splits(tiles, k, block_k, units)[-1:]):
-            yield {
-                "block_m": block_m,
-                "block_n": block_n,
-                "block_k": block_k,
-                "group_m": 8,
-                "split_k": split_k,
-                "warps": warps,
-                "stages": stages,
-            }
+            yield LinearResidualConfig(
+                block_m, block_n, block_k, group_m=8, split_k=split_k, warps=warps, stages=stages
+            )
 
 
 def _splits(tiles: int, k: int, block_k: int, units: int) -> tuple[int, ...]:
@@ -160,6 +156,8 @@ VERIFICATION = Verification(
     ),
     # Each linear of a transformer block of Stable Diffusion 1.5, and the narrowest maps, whose tiles are few.
     real=(_out(8192, 320), _qkv(2048, 640), _feed_in(512, 1280), _feed_out(128, 1280), _text(320, 768)),
+    tiny=(_sample(6, 4, 5, torch.float64), _sample(6, 4, 5, torch.float64, bias=False, residual=False)),
+    empty=(_sample(0, 16, 32),),
     promises={
         "_product": KernelPromise(uses_dot=True),
         "_fold": KernelPromise(bound_by_memory=True),
@@ -167,7 +165,7 @@ VERIFICATION = Verification(
 )
 
 
-def _hip_space(problem: Problem, arch: Arch) -> Iterator[Mapping[str, int]]:
+def _hip_space(problem: Problem, arch: Arch) -> Iterator[Config]:
     """Each tile of the matrix unit, but those so large that an eighth of the GPU works; whole, and with K in parts."""
     m, n, k = int(problem["m"]), int(problem["n"]), int(problem["k"])
     units = arch.compute_units or 1
@@ -176,10 +174,11 @@ def _hip_space(problem: Problem, arch: Arch) -> Iterator[Mapping[str, int]]:
         if tiles * 8 < units:
             continue
         for split_k in (1, *_splits(tiles, k, config.block_k, units)):
-            yield asdict(replace(config, split_k=split_k))
+            yield replace(config, split_k=split_k)
 
 
-_HIP_SMALLEST = HIP_TILES[MatrixUnit.DOT][-1]
+# The tile that every matrix unit has.
+HIP_SMALLEST = HIP_TILES[MatrixUnit.DOT][-1]
 HIP = Kernels(
     module="rocm_sd.kernels.hip.linear_residual",
     promises={
@@ -189,10 +188,8 @@ HIP = Kernels(
             bound_by_memory=True, narrow_loads_because="what is added is half as wide as the sums beside it"
         ),
     },
-    # The smallest tile: the one that every matrix unit has.
-    default_config=asdict(_HIP_SMALLEST),
     space=_hip_space,
-    small_configs=(asdict(replace(_HIP_SMALLEST, split_k=3)),),
+    small_configs=(replace(HIP_SMALLEST, split_k=3),),
 )
 
 TUNING = Tuning(

@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rocm_sd.ops.registry import Bucket, KernelPromise, Kernels, Tuning, Verification, Work
+from rocm_sd.kernels.configs.upsample import UpsampleConfig
+from rocm_sd.ops.definition import Bucket, KernelPromise, Kernels, Tuning, Verification, Work
 from rocm_sd.ops.samples import Draw, Sample, dtype_name
 from rocm_sd.ops.upsample import reference
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator
 
     from rocm_sd.arch import Arch
     from rocm_sd.tuning import Problem
@@ -32,14 +33,14 @@ def _sample(shape: tuple[int, int, int, int], mode: str, scale: int = 2, dtype: 
     return Sample(f"{size}, {mode} {scale}x, {dtype_name(dtype)}", dtype, build)
 
 
-def _space(problem: Problem, arch: Arch) -> Iterator[Mapping[str, int]]:
+def _space(problem: Problem, arch: Arch) -> Iterator[UpsampleConfig]:
     wave = arch.wave_size or 32
     for rows, block_c in ((8, 128), (16, 64), (32, 64), (16, 128), (32, 128)):
         for warps in (2, 4, 8):
             values = rows * block_c // (warps * wave)
             # One or two 16-byte accesses a thread; bilinear holds three columns in float32 at a time, so one.
             if values in ((8, 16) if problem["mode"] == "nearest" else (4, 8)):
-                yield {"rows": rows, "block_c": block_c, "warps": warps}
+                yield UpsampleConfig(rows, block_c, warps)
 
 
 def _work(x: torch.Tensor, scale: int, mode: str) -> Work:
@@ -62,6 +63,10 @@ VERIFICATION = Verification(
         _sample((1, 16, 1, 1), "bilinear", 2, torch.bfloat16),
     ),
     real=tuple(_sample(shape, mode) for shape in _SHAPES for mode in ("nearest", "bilinear")),
+    tiny=tuple(
+        _sample((2, 3, 2, 4), mode, scale, torch.float64) for mode in ("nearest", "bilinear") for scale in (1, 2, 3)
+    ),
+    empty=(_sample((0, 8, 4, 4), "nearest"), _sample((0, 8, 4, 4), "bilinear")),
     promises={"_nearest": KernelPromise(bound_by_memory=True), "_bilinear": KernelPromise(bound_by_memory=True)},
 )
 

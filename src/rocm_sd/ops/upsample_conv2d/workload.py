@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from rocm_sd.arch import MatrixUnit
+from rocm_sd.kernels.configs.upsample_conv2d import UpsampleConv2dConfig
 from rocm_sd.kernels.hip.upsample_conv2d import TILES as HIP_TILES
 from rocm_sd.kernels.hip.upsample_conv2d import tiles as hip_tiles
 from rocm_sd.ops.conv2d.workload import TILES, fitting_stages
-from rocm_sd.ops.registry import Beside, Bucket, KernelPromise, Kernels, Tuning, Verification, Work
+from rocm_sd.ops.definition import Also, Bucket, KernelPromise, Kernels, Tuning, Verification, Work
 from rocm_sd.ops.samples import Draw, Sample, dtype_name
 from rocm_sd.ops.upsample_conv2d import reference
 from rocm_sd.ops.upsample_conv2d.parity import parity_weights
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator
 
     from rocm_sd.arch import Arch
+    from rocm_sd.kernels.config import Config
     from rocm_sd.tuning import Problem
 
-__all__ = ["HIP", "TUNING", "VERIFICATION", "problem"]
+__all__ = ["HIP", "HIP_SMALLEST", "TUNING", "VERIFICATION", "problem"]
 
 
 def problem(x: torch.Tensor, weight: torch.Tensor, *_rest: Any) -> Problem:
@@ -49,21 +50,13 @@ def _real(n: int, channels: int, size: int) -> Sample:
     return _sample((n, channels, size, size), channels)
 
 
-def _space(problem: Problem, arch: Arch) -> Iterator[Mapping[str, int]]:
+def _space(problem: Problem, arch: Arch) -> Iterator[UpsampleConv2dConfig]:
     for block_m, block_n, block_n2, block_k, warps, stages in TILES.get(arch.matrix_unit or MatrixUnit.NONE, ()):
         if block_n2 and int(problem["cout"]) % (block_n + block_n2):
             continue
         fitting = fitting_stages(stages, (block_m + block_n + block_n2) * block_k * 2, arch)
         if fitting:
-            yield {
-                "block_m": block_m,
-                "block_n": block_n,
-                "block_n2": block_n2,
-                "block_k": block_k,
-                "group_m": 8,
-                "warps": warps,
-                "stages": fitting,
-            }
+            yield UpsampleConv2dConfig(block_m, block_n, block_n2, block_k, group_m=8, warps=warps, stages=fitting)
 
 
 def _work(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, *_rest: Any) -> Work:
@@ -86,28 +79,33 @@ VERIFICATION = Verification(
     ),
     # The smallest and the largest of the UNet of Stable Diffusion 1.5, and the largest of its VAE.
     real=(_real(2, 1280, 8), _real(2, 640, 32), _real(1, 256, 256)),
+    tiny=(
+        _sample((2, 3, 2, 3), 2, dtype=torch.float64),
+        _sample((2, 3, 2, 3), 2, bias=False, dtype=torch.float64),
+    ),
+    empty=(_sample((0, 32, 4, 4), 8),),
     promises={
         "_upsample_conv2d": KernelPromise(uses_dot=True),
         "_interleave": KernelPromise(bound_by_memory=True),
     },
     # A small map: the library's part runs on the CPU here.
-    beside=(Beside("parity_library", (_sample((2, 20, 3, 2), 17),), (_real(2, 640, 8),)),),
+    also=(Also("parity_library", (_sample((2, 20, 3, 2), 17),), (_real(2, 640, 8),)),),
 )
 
 
-def _hip_space(problem: Problem, arch: Arch) -> Iterator[Mapping[str, int]]:
+def _hip_space(problem: Problem, arch: Arch) -> Iterator[Config]:
     """Each tile of the matrix unit, but those so large that an eighth of the GPU works: four are for each place."""
     pixels, cout, units = int(problem["pixels"]), int(problem["cout"]), arch.compute_units or 1
     for config in hip_tiles(arch):
         if 4 * config.tiles(pixels, cout) * 8 >= units:
-            yield asdict(config)
+            yield config
 
 
+# The tile that every matrix unit has.
+HIP_SMALLEST = HIP_TILES[MatrixUnit.DOT][-1]
 HIP = Kernels(
     module="rocm_sd.kernels.hip.upsample_conv2d",
     promises={"upsample_conv2d": KernelPromise(uses_dot=True)},
-    # The smallest tile: the one that every matrix unit has.
-    default_config=asdict(HIP_TILES[MatrixUnit.DOT][-1]),
     space=_hip_space,
 )
 

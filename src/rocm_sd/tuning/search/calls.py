@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rocm_sd.ops import OPS
 from rocm_sd.ops.samples import dtype_name
-from rocm_sd.ops.upsample_conv2d.op import parity_weights
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
+
+    from rocm_sd.ops.registry import Op
 
 __all__ = ["OpCall", "TensorSpec", "Traced", "argument_names", "describe", "make"]
 
@@ -130,9 +132,15 @@ def make(call: OpCall, device: torch.device, seed: int = 0) -> tuple[Any, ...]:
         filled[a.storage].as_strided(a.shape, a.strides, a.offset) if isinstance(a, TensorSpec) else a
         for a in call.arguments
     ]
-    for place, derive in _DERIVED.get(call.op, {}).items():
+    return _with_derived(OPS[call.op], arguments) if call.op in OPS else tuple(arguments)
+
+
+def _with_derived(op: Op, arguments: list[Any]) -> tuple[Any, ...]:
+    """What follows from other arguments is made anew: at random it would be wrong."""
+    for name, derive in op.derived.items():
+        place = argument_names(op.implementations[0].run).index(name)
         if len(arguments) > place and arguments[place] is not None:
-            arguments[place] = derive(arguments)
+            arguments[place] = derive(*arguments).to(arguments[place].dtype)
     return tuple(arguments)
 
 
@@ -143,12 +151,3 @@ def _filled(size: int, spec: TensorSpec, device: torch.device, random: torch.Gen
     if not dtype.is_floating_point:
         return torch.zeros(size, dtype=dtype, device=device)
     return (torch.randn(size, generator=random, device=device) * spec.std).to(dtype)
-
-
-def _parity_weight(arguments: list[Any]) -> torch.Tensor:
-    sums: torch.Tensor = parity_weights(arguments[1]).to(arguments[3].dtype)
-    return sums
-
-
-# Arguments that follow from others: at random they would be wrong.
-_DERIVED: dict[str, dict[int, Callable[[list[Any]], torch.Tensor]]] = {"upsample_conv2d": {3: _parity_weight}}

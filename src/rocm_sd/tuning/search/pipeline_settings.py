@@ -16,13 +16,14 @@ import torch
 import torch.nn.functional as F
 
 from rocm_sd.arch.convolution_libraries import convolution_library
-from rocm_sd.ops.registry import Implementation, Op, Verification
+from rocm_sd.ops.definition import Implementation, Verification, anywhere
+from rocm_sd.ops.registry import Op
 from rocm_sd.tuning.choice import STOCK
 from rocm_sd.tuning.search.calls import OpCall, TensorSpec
 
 if TYPE_CHECKING:
     from collections import Counter
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Callable, Iterator
 
     from rocm_sd.tuning import Problem
 
@@ -84,7 +85,7 @@ def _reference(*arguments: Any) -> tuple[torch.Tensor, ...]:
     return _convolved(arguments, once=True)
 
 
-def _as_is(*arguments: Any, config: Mapping[str, int]) -> tuple[torch.Tensor, ...]:  # noqa: ARG001 -- nothing to configure
+def _as_is(*arguments: Any) -> tuple[torch.Tensor, ...]:
     return _convolved(arguments)
 
 
@@ -110,18 +111,14 @@ def _library(device: torch.device, *, enabled: bool, benchmark: bool) -> Iterato
         yield
 
 
-def _searched(*arguments: Any, config: Mapping[str, int]) -> tuple[torch.Tensor, ...]:  # noqa: ARG001
+def _searched(*arguments: Any) -> tuple[torch.Tensor, ...]:
     with _library(arguments[0].device, enabled=True, benchmark=True):
         return _convolved(arguments)
 
 
-def _without(*arguments: Any, config: Mapping[str, int]) -> tuple[torch.Tensor, ...]:  # noqa: ARG001
+def _without(*arguments: Any) -> tuple[torch.Tensor, ...]:
     with _library(arguments[0].device, enabled=False, benchmark=False):
         return _convolved(arguments)
-
-
-def _anywhere(_problem: Problem, _device: torch.device) -> str | None:
-    return None
 
 
 def _searched_why_not(_problem: Problem, device: torch.device) -> str | None:
@@ -130,20 +127,20 @@ def _searched_why_not(_problem: Problem, device: torch.device) -> str | None:
 
 def _setting(name: str, summary: str, *implementations: Implementation) -> Op:
     verification = Verification(STOCK, "", _reference, lambda *_arguments: {}, (), (), {})
-    return Op(name, summary, implementations, {}, verification)
+    return Op(name, summary, implementations, verification)
 
 
 MEMORY_FORMAT = _setting(
     "memory_format",
     "contiguous or channels-last convolutions, for a whole pipeline",
-    Prepared(STOCK, _as_is, _anywhere, prepare=_laid_out(torch.contiguous_format)),
-    Prepared("channels_last", _as_is, _anywhere, prepare=_laid_out(torch.channels_last)),
+    Prepared(STOCK, _as_is, anywhere, prepare=_laid_out(torch.contiguous_format)),
+    Prepared("channels_last", _as_is, anywhere, prepare=_laid_out(torch.channels_last)),
 )
 CONVOLUTION_LIBRARY = _setting(
     "convolution_library",
     "the library that convolves, searched or not, for a whole pipeline",
-    Implementation(STOCK, _as_is, _anywhere),
+    Implementation(STOCK, _as_is, anywhere),
     Implementation("searched", _searched, _searched_why_not),
-    Implementation("none", _without, _anywhere),
+    Implementation("none", _without, anywhere),
 )
 SETTINGS = (MEMORY_FORMAT, CONVOLUTION_LIBRARY)

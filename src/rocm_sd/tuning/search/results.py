@@ -47,7 +47,7 @@ class TuningResult:
             "op": self.op,
             "problem": dict(self.problem),
             "count": self.count,
-            "chosen": {"implementation": self.chosen.implementation, "config": dict(self.chosen.config)},
+            "chosen": {"implementation": self.chosen.implementation, "config": self.chosen.config.to_dict()},
             "us": self.us,
             "stock_us": self.stock_us,
             "times_stock": self.times_stock,

@@ -85,7 +85,8 @@ class _ProblemSearch:
         return self.traced.call
 
     def key(self, candidate: Candidate) -> Key:
-        return (hash_of(self.op, candidate.implementation), candidate.implementation, frozenset(candidate.config))
+        config = frozenset(candidate.config.to_dict().items())
+        return (hash_of(self.op, candidate.implementation), candidate.implementation, config)
 
     def entry(self, candidate: Candidate) -> Entry | None:
         return self.entries.get(self.key(candidate))
@@ -237,7 +238,7 @@ class Tuner:
         times = _times(answer)
         entry = Entry(
             search.op.name, dict(search.call.problem), self.environment, key[0], candidate.implementation,
-            dict(candidate.config), *times, answer.get("failed") or answer["numerics"], now(),
+            candidate.config.to_dict(), *times, answer.get("failed") or answer["numerics"], now(),
         )  # fmt: skip
         search.entries[key] = entry
         self.database.put([entry])

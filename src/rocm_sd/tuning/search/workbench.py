@@ -56,8 +56,7 @@ class Workbench:
     def call(self, candidate: Candidate) -> Callable[[], Any]:
         found = self.op.implementation(candidate.implementation)
         arguments = found.prepare(self.arguments) if isinstance(found, Prepared) else self.arguments
-        config = dict(candidate.config)
-        return lambda: found.run(*arguments, config=config)
+        return lambda: found(*arguments, config=candidate.config)
 
     def prepare_check(self) -> None:
         """The exact result, and one in the call's dtype whose error is the yardstick: stock's, unless it is wrong."""

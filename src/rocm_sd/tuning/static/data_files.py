@@ -75,14 +75,14 @@ class BucketResult:
             "error": self.error,
             "ranked": [
                 {
-                    "config": dict(c.config),
+                    "config": c.config.to_dict(),
                     "modelled_us": c.modelled_us,
                     "fails": list(c.blemishes),
                     "figures": dict(c.figures),
                 }
                 for c in self.ranked
             ],
-            "unusable": [{"config": dict(c.config), "because": c.dropped} for c in self.candidates if c.dropped],
+            "unusable": [{"config": c.config.to_dict(), "because": c.dropped} for c in self.candidates if c.dropped],
         }
 
 
@@ -147,7 +147,7 @@ def write_others(found: Sequence[BucketResult], folder: Path, version: str) -> P
 
 def _static(chosen: RatedConfig, served: int, buckets: int, with_: str) -> dict[str, Any]:
     why = f"nearest to the best in {served} of {buckets} buckets, by modelled times"
-    return {"config": dict(chosen.config), "why": f"{why}; compiled by {with_} without spills, never timed"}
+    return {"config": chosen.config.to_dict(), "why": f"{why}; compiled by {with_} without spills, never timed"}
 
 
 def _searched(found: Sequence[BucketResult], compiler: str, version: str) -> dict[str, Any]:
@@ -181,7 +181,7 @@ def _entry(found: BucketResult, implementation: str, with_: str) -> dict[str, An
     return {
         "when": dict(found.when),
         "implementation": implementation,
-        "config": dict(best.config),
+        "config": best.config.to_dict(),
         "why": (
             f"modelled {best.modelled_us:.1f} us, {behind}, of {_number(len(found.candidates))} compiled by {with_}; "
             f"{figures['vgprs']} VGPRs, no spills, {figures['waves_per_simd']} waves a SIMD; never timed"

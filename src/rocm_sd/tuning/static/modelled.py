@@ -8,9 +8,10 @@ from rocm_sd.tuning.ranking import RatedConfig, model
 from rocm_sd.verify.hip_programs import CountedHipLaunch
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
 
     from rocm_sd.arch import Arch
+    from rocm_sd.kernels.config import Config
     from rocm_sd.tuning.static.tasks import CompiledLaunch
     from rocm_sd.verify.programs import CountedLaunch
 
@@ -21,7 +22,7 @@ _COMPILED = ("vgprs", "lds", "waves_per_simd", "wide_loads", "matrix_in_main")
 
 def modelled_config(
     arch: Arch,
-    config: Mapping[str, int],
+    config: Config,
     launches: Sequence[CompiledLaunch],
     workgroups: Sequence[CountedLaunch],
     blemishes: tuple[str, ...],
@@ -52,4 +53,4 @@ def modelled_config(
         "kernels": kernels,
         "left_out": list(left_out),
     }
-    return RatedConfig(dict(config), round(total * 1e6, 3), None, blemishes, figures)
+    return RatedConfig(config, round(total * 1e6, 3), None, blemishes, figures)

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import rocm_sd.tuning
 from rocm_sd import arch as archs
 from rocm_sd.errors import MissingDependency, RocmSdError, Unsupported, require_known
+from rocm_sd.kernels.config import NO_CONFIG
 from rocm_sd.kernels.hip import toolchain
 from rocm_sd.ops import OPS
 from rocm_sd.tuning.choice import within
@@ -38,7 +39,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from rocm_sd.arch import Arch
-    from rocm_sd.ops.registry import Kernels, Op
+    from rocm_sd.kernels.config import Config
+    from rocm_sd.ops.definition import Kernels
+    from rocm_sd.ops.registry import Op
     from rocm_sd.tuning import Problem
     from rocm_sd.tuning.static.tasks import Built
 
@@ -47,8 +50,6 @@ __all__ = ["DATA", "SweepPlan", "plan", "tune"]
 DATA = Path(rocm_sd.tuning.__file__).parent / "data"
 TIMEOUT_S = 600.0  # one config: several kernels at several sizes, each allowed 180 s by the compiler
 UNUSABLE = ("spills", "scratch", "lds", "matrix")  # gates that no config may fail; the others come before the time
-
-Config = tuple[tuple[str, int], ...]
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ class _BucketSweep:
         return self.op, self.implementation, self.arch
 
 
-Counted = tuple[str, "str | None", str, Config]
+Counted = tuple[str, "str | None", str, "Config"]
 Counts = Mapping[str, Sequence[CountedLaunch]]  # of the launches on each architecture
 
 
@@ -155,17 +156,17 @@ def _buckets(op: Op, implementation: str | None, architectures: Iterable[Arch]) 
         for index, (when, bucket) in enumerate(zip(limits, op.tuning.buckets, strict=True)):
             samples = dict.fromkeys((bucket.sample.name, *calls.get(index, ())))
             # A space may come upon the same config twice.
-            configs = dict.fromkeys(tuple(config.items()) for config in _space(op, kernels, problems[index], arch))
+            configs = dict.fromkeys(_space(op, kernels, problems[index], arch))
             found.append(_BucketSweep(op.name, arch.name, when, tuple(samples), tuple(configs), implementation))
     return found
 
 
-def _space(op: Op, kernels: Kernels | None, problem: Problem, arch: Arch) -> Iterable[Mapping[str, int]]:
+def _space(op: Op, kernels: Kernels | None, problem: Problem, arch: Arch) -> Iterable[Config]:
     assert op.tuning is not None
     if kernels is None:
         return op.tuning.space(problem, arch)
     # Where there is nothing to configure there is one config, whose figures are worth as much.
-    return kernels.space(problem, arch) if kernels.space is not None else (kernels.default_config,)
+    return kernels.space(problem, arch) if kernels.space is not None else (NO_CONFIG,)
 
 
 def _first(limits: Iterable[Mapping[str, Any]], problem: Problem) -> int | None:
@@ -189,7 +190,7 @@ def tune(
     for index, bucket in enumerate(planned.buckets):
         left[bucket.file] += len(bucket.configs)
         for config in bucket.configs:
-            task = (bucket.op, bucket.implementation, bucket.arch, dict(config), bucket.samples)
+            task = (bucket.op, bucket.implementation, bucket.arch, config, bucket.samples)
             futures[pool(interpret=False, size=jobs).submit(build, *task, timeout=TIMEOUT_S)] = (index, config)
     found = [
         each for file, configs in left.items() if not configs for each in _written(planned, file, rated, versions, out)
@@ -225,7 +226,7 @@ def _written(
     for index, each in enumerate(planned.buckets):
         if each.file == file:
             order = {config: place for place, config in enumerate(each.configs)}
-            tried = sorted(rated[index], key=lambda c, o=order: o[tuple(c.config.items())])  # type: ignore[misc]
+            tried = sorted(rated[index], key=lambda c, o=order: o[c.config])  # type: ignore[misc]
             found.append(
                 BucketResult(each.op, each.arch, each.when, each.samples[0], tuple(tried), each.implementation)
             )
@@ -255,7 +256,7 @@ def _counted(planned: SweepPlan, jobs: int | None, progress: Callable[[str], obj
         op, implementation, sample, config = key
         # The emulator executes what is compiled, so it runs where that is not interpreted.
         workers = pool(interpret=implementation is None, size=jobs)
-        task = (op, implementation, sample, dict(config), architectures)
+        task = (op, implementation, sample, config, architectures)
         futures[workers.submit(count, *task, timeout=TIMEOUT_S)] = key
     with cancelling(futures):
         for future in as_completed(futures):
@@ -281,7 +282,7 @@ def _rated(
     except MissingDependency:
         raise
     except RocmSdError as error:
-        return RatedConfig(dict(config), dropped=f"compiler: {error.message}")
+        return RatedConfig(config, dropped=f"compiler: {error.message}")
     versions.add(built.version)
     failed: dict[str, str] = {}
     for name, launches in built.calls.items():
@@ -290,11 +291,11 @@ def _rated(
                 failed.setdefault(gate, f"{gate}: {launch.kernel} ({name}): {sentence}")
     for gate in UNUSABLE:
         if gate in failed:
-            return RatedConfig(dict(config), dropped=failed[gate])
+            return RatedConfig(config, dropped=failed[gate])
     counter = "interpreter" if bucket.implementation is None else "emulator"
     if isinstance(counts, str):
-        return RatedConfig(dict(config), dropped=f"{counter}: {counts}")
+        return RatedConfig(config, dropped=f"{counter}: {counts}")
     calls, programs = built.calls[bucket.samples[0]], counts[bucket.arch]
     if [(c.kernel, c.grid) for c in calls] != [(p.kernel, p.grid) for p in programs]:
-        return RatedConfig(dict(config), dropped=f"{counter}: it launched other kernels or grids than were compiled")
-    return modelled_config(archs.get(bucket.arch), dict(config), calls, programs, tuple(failed.values()))
+        return RatedConfig(config, dropped=f"{counter}: it launched other kernels or grids than were compiled")
+    return modelled_config(archs.get(bucket.arch), config, calls, programs, tuple(failed.values()))

@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from contextlib import AbstractContextManager
 
-    from rocm_sd.ops.registry import KernelPromise, Op
+    from rocm_sd.kernels.config import Config
+    from rocm_sd.ops.definition import KernelPromise
+    from rocm_sd.ops.registry import Op
     from rocm_sd.ops.samples import Sample
     from rocm_sd.verify.isa import Report
     from rocm_sd.verify.programs import CountedLaunch
@@ -62,12 +64,12 @@ def _sample(op: Op, name: str) -> Sample:
 
 
 def count(
-    op: str, implementation: str | None, sample: str, config: Mapping[str, int], architectures: Sequence[str]
+    op: str, implementation: str | None, sample: str, config: Config, architectures: Sequence[str]
 ) -> dict[str, Sequence[CountedLaunch]]:
     """What a counting worker runs: for each architecture, its launches and what a workgroup of each does."""
     subject = OPS[op]
     assert subject.verification is not None
-    run = subject.implementation(implementation or subject.verification.implementation).run
+    run = subject.implementation(implementation or subject.verification.implementation)
     known: dict[Any, Any] = {}
     found = {}
     for arch in architectures:
@@ -80,12 +82,12 @@ def count(
     return found
 
 
-def build(op: str, implementation: str | None, arch: str, config: Mapping[str, int], samples: Sequence[str]) -> Built:
+def build(op: str, implementation: str | None, arch: str, config: Config, samples: Sequence[str]) -> Built:
     """What a compiling worker runs: the machine code of each call's launches, in figures, with the gates it fails."""
     subject = OPS[op]
     assert subject.verification is not None
     kernels = None if implementation is None else subject.implementation(implementation).kernels
-    run = subject.implementation(implementation or subject.verification.implementation).run
+    run = subject.implementation(implementation or subject.verification.implementation)
     promises = subject.verification.promises if kernels is None else kernels.promises
     calls = {}
     for name in samples:

@@ -1,0 +1,1 @@
+"""The configs of the Triton kernels, a file for each op; importing them needs no Triton."""
