@@ -12,6 +12,7 @@ import pytest
 
 import docs_site
 import docs_tables
+import page_names
 from pipelines import tiny_pipeline
 from rocm_sd.verify.proofs import RUNGS, Proof
 
@@ -47,7 +48,7 @@ def test_every_table_stands_in_a_document():
     assert placed == set(docs_tables.TABLES)
 
 
-def test_a_stale_table_is_seen_and_mended():
+def test_a_stale_table_is_seen_and_filled():
     stale = "before\n<!-- table: settings -->\nyesterday\n<!-- end of table -->\nafter\n"
     filled = docs_tables.fill(stale)
     assert "yesterday" not in filled
@@ -70,7 +71,7 @@ def test_amd_counts_as_run_only_where_a_card_was():
     assert docs_tables._on_amd([compiled, nvidia, amd]).startswith("Run on AMD silicon: gfx1100.")
 
 
-def test_a_recorded_run_is_told_with_its_card_and_its_speed(monkeypatch, tmp_path):
+def test_a_run_on_a_card_is_shown_with_the_card_and_its_speed(monkeypatch, tmp_path):
     rows = [{"against_stock": {"ratio": ratio}} for ratio in (0.9, 2.5)]
     record = {"machine": {"gpu": "NVIDIA H200"}, "geomean": {"against_stock": 1.5}, "rows": rows}
     (tmp_path / "run.json").write_text(json.dumps(record))
@@ -93,6 +94,51 @@ def test_links_lead_to_files(page):
     for target in re.findall(r"\]\(([^)\s#]+)[^)]*\)", text):
         if "://" not in target:
             assert (page.parent / target).exists(), target
+
+
+# What has changed may name what was there before.
+CURRENT_PAGES = [page for page in PAGES if page.name not in {"CHANGELOG.md", "changelog.md"}]
+
+
+@pytest.mark.parametrize("page", CURRENT_PAGES, ids=page_id)
+def test_what_a_page_names_exists(page):
+    text = page.read_text(encoding="utf-8")
+    wrong = [
+        f"{' '.join(each)}: {why}" for each in page_names.commands(text) if (why := page_names.why_no_command(each))
+    ]
+    wrong += [path for path in page_names.paths(text) if not page_names.exists(path)]
+    wrong += [why for name in page_names.modules(text) if (why := page_names.why_no_module(name))]
+    assert wrong == []
+
+
+@pytest.mark.parametrize(
+    ("planted", "why"),
+    [
+        ("```sh\nrocm-sd dance     # now\n```\n", "no verb dance"),
+        ("Type `rocm-sd tune --everything`.", "no option --everything"),
+        ("Type `FOO=1 make pancakes`.", "no target pancakes"),
+        ("Type `.venv/bin/python benchmarks/gone.py --out x`.", "benchmarks/gone.py does not exist"),
+        ("```sh\ncd x && python benchmarks/ops.py --gone\n```\n", "no option --gone"),
+        ("```sh\npython -m training.emoji_sd.gone\n```\n", "no module"),
+        ("Type `python -m pytest tests/gone`.", "tests/gone does not exist"),
+    ],
+)
+def test_a_command_that_does_not_exist_is_seen(planted, why):
+    (words,) = page_names.commands(planted)
+    assert why in page_names.why_no_command(words)
+
+
+def test_paths_and_modules_that_do_not_exist_are_seen():
+    planted = "`src/rocm_sd/gone.py` `engine/gone/` `tuning/data/<gfx>/gone.json` `/dev/kfd` `out/`, `engine/capture/`"
+    named = page_names.paths(planted)
+    assert [path for path in named if not page_names.exists(path)] == named[:3]
+    assert [
+        page_names.why_no_module(name) for name in page_names.modules("`rocm_sd.ops.gone` `rocm_sd.arch.ARCHS`")
+    ] == [
+        "rocm_sd.ops has no gone",
+        None,
+    ]
+    assert page_names.why_no_module("rocm_sd.candidates") is None  # a group of entry points
 
 
 def test_included_pages_link_to_pages(tmp_path):
