@@ -12,8 +12,9 @@ import torch
 
 import benchmarks_page
 import projection_data
+import work_items
 from rocm_sd import arch
-from rocm_sd.bench import architectures, projection, work_items
+from rocm_sd.bench import architectures, projection
 from rocm_sd.bench.workloads import WORKLOADS
 from rocm_sd.errors import InvalidOption, Unsupported
 
