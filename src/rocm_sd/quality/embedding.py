@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import interpolate, normalize, relu
 
 from rocm_sd.errors import CorruptModel, ModelNotFound
-from rocm_sd.models.emoji import EMBEDDING_FILE, EMOJI, nearest_colour
+from rocm_sd.models.emoji import EMBEDDING_FILE, EMOJI, REINSTALL, nearest_colour
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -96,17 +96,13 @@ def load_embedding(path: str | Path | None = None, device: str | torch.device = 
     """The shipped embedding, or the one in `path` (.safetensors), ready for use in float32."""
     file = Path(path) if path is not None else EMBEDDING_FILE
     if not file.is_file():
-        raise ModelNotFound(
-            f"The image embedding is missing: {file}.", hint="Type: pip install --force-reinstall rocm-sd"
-        )
+        raise ModelNotFound(f"The image embedding is missing: {file}.", hint=REINSTALL)
     try:
         state = {name: tensor if name == "classes" else tensor.float() for name, tensor in load_file(file).items()}
         model = EmojiEmbedding(classes=state["classes"].tolist())
         model.load_state_dict(state)
     except (SafetensorError, KeyError, RuntimeError, OSError) as error:
-        raise CorruptModel(
-            f"The image embedding cannot be read: {file} ({error}).", hint="Type: pip install --force-reinstall rocm-sd"
-        ) from error
+        raise CorruptModel(f"The image embedding cannot be read: {file} ({error}).", hint=REINSTALL) from error
     return model.to(device).eval().requires_grad_(requires_grad=False)
 
 
