@@ -56,9 +56,9 @@ def _memory_bars(record: Record, batch: int, found: list[tuple[Measurement, floa
     rows = []
     for m, first, second in found:
         kind = "ours" if m.engine == OURS else "other"
-        told = f"{shown(second)} MiB" if second is not None else "only a first run"
-        told += f" · first {shown(first)}" if first is not None else ""
-        rows.append(Bar(m.engine, second if second is not None else first, told, kind=kind, outline=first))
+        text = f"{shown(second)} MiB" if second is not None else "only a first run"
+        text += f" · first {shown(first)}" if first is not None else ""
+        rows.append(Bar(m.engine, second if second is not None else first, text, kind=kind, outline=first))
     table = Table.of(
         title,
         ("engine", "first-run MiB", "second-run MiB", "first picture s"),
@@ -69,8 +69,8 @@ def _memory_bars(record: Record, batch: int, found: list[tuple[Measurement, floa
 
 def _over_time(record: Record) -> list[Figure]:
     """record.extra["memory_over_time"]: [[seconds, MiB], ...], or one such list for each engine by name."""
-    told = record.extra.get("memory_over_time")
-    named: dict[str, Any] = told if isinstance(told, dict) else {OURS: told} if told else {}
+    kept = record.extra.get("memory_over_time")
+    named: dict[str, Any] = kept if isinstance(kept, dict) else {OURS: kept} if kept else {}
     series = {str(name): points for name, raw in named.items() if (points := _points(raw))}
     if not series:
         return []

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 
 from rocm_sd import __version__
 from rocm_sd.bench.report import ladders, memory, pictures, projections, rooflines, speed
-from rocm_sd.bench.report.parts import Page, Picture
-from rocm_sd.bench.report.svg import Svg
+from rocm_sd.bench.report.parts import Page, Picture, Svg
 from rocm_sd.errors import optional_module
 
 if TYPE_CHECKING:

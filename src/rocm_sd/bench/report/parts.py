@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from rocm_sd.bench.report.svg import Svg
-
 __all__ = [
     "MODELLED",
     "Card",
@@ -19,6 +17,7 @@ __all__ = [
     "Page",
     "Picture",
     "Section",
+    "Svg",
     "Table",
     "ratio_words",
     "shown",
@@ -26,6 +25,15 @@ __all__ = [
 ]
 
 MODELLED = "modelled"
+
+
+class Svg(str):
+    """Markup that is finished: what it holds was escaped when it was made. Templates take it as it is."""
+
+    __slots__ = ()
+
+    def __html__(self) -> str:
+        return self
 
 
 @dataclass(frozen=True)
@@ -50,7 +58,7 @@ class Table:
         marked: Iterable[int] = (),
         label: str | None = None,
     ) -> Table:
-        """Every column is one of figures but those named in `text`. A column with no value in any row is left out."""
+        """Every column is one of figures but those named in `text`. A column with no value in any row is dropped."""
         names = tuple(headings)
         cells = [tuple("" if cell is None else str(cell) for cell in row) for row in rows]
         kept = [place for place in range(len(names)) if any(row[place] for row in cells)]
@@ -67,7 +75,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Figure:
-    """A chart, a table, or both. `folded` tables wait behind a line that opens them: the chart tells the story."""
+    """A chart, a table, or both. `folded` tables wait behind a line that opens them: the chart comes first."""
 
     title: str
     chart: Svg | None = None
@@ -150,7 +158,7 @@ def shown(value: float | None, unit: str = "") -> str:
 
 
 def ratio_words(ratio: float) -> str:
-    """Two places: a ratio of 0.997 that is told in three reads as more than it is."""
+    """Two places: a ratio of 0.997 in three places reads as more than it is."""
     return f"{ratio:.2f}" if ratio < 9.995 else f"{ratio:.1f}"
 
 

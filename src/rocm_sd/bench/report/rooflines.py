@@ -108,8 +108,8 @@ def _dots(c: _Call) -> Iterable[Dot]:
         if us:
             tflops = c.work.flops / us / 1e6
             who = "stock" if kind == "other" else f"rocm-sd ({c.timing.implementation})"
-            told = f"{c.timing.op} {c.timing.call}, {who}: {shown(us)} µs, {shown(tflops)} TFLOP/s"
-            yield Dot(c.work.flops / c.work.bytes, tflops, kind, told)
+            text = f"{c.timing.op} {c.timing.call}, {who}: {shown(us)} µs, {shown(tflops)} TFLOP/s"
+            yield Dot(c.work.flops / c.work.bytes, tflops, kind, text)
 
 
 def _every_call(title: str, calls: list[_Call]) -> Table:
@@ -137,7 +137,7 @@ def _by_op(title: str, calls: list[_Call]) -> Table:
         here = [c for c in calls if c.timing.op == op]
         ratios = [c.timing.stock / c.timing.ours for c in here if c.timing.ours and c.timing.stock]
         shares = [c.share for c in here if c.share]
-        left = [c.timing.left_out for c in here if c.timing.left_out]
+        skipped = [c.timing.why_skipped for c in here if c.timing.why_skipped]
         rows.append(
             (
                 op,
@@ -145,7 +145,7 @@ def _by_op(title: str, calls: list[_Call]) -> Table:
                 ratio_words(geometric_mean(ratios)) if ratios else "",
                 f"{ratio_words(min(ratios))} to {ratio_words(max(ratios))}" if ratios else "",
                 shown(100 * median(shares)) if shares else "",
-                f"no speed for {len(left)}: {left[0]}" if left else "",
+                f"no speed for {len(skipped)}: {skipped[0]}" if skipped else "",
             )
         )
     headings = ("op", "calls", "times stock", "from, to", "median % of roof", "note")
