@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rocm_sd.bench.records import Comparison, Machine, Measurement, Record, WorkloadFacts
-from rocm_sd.bench.report import ladders, pictures
+from rocm_sd.bench.report import other_cards, pictures
 from rocm_sd.cli import main
 from rocm_sd.verify import ladder
 from rocm_sd.verify.ladder import Outcome
@@ -121,7 +121,7 @@ def test_pictures_are_drawn_by_stock_and_by_rocm_sd(tmp_path, monkeypatch):
 def test_the_ladder_is_climbed_when_asked(tmp_path, monkeypatch):
     pytest.importorskip("triton", reason="AMD code is compiled by Triton")
     pytest.importorskip("tinygrad", reason="instructions are decoded by its tables")
-    monkeypatch.setattr(ladders, "KERNELS", ("geglu",))
+    monkeypatch.setattr(other_cards, "KERNELS", ("geglu",))
     monkeypatch.setattr(ladder, "EMULATED", ("gfx1201", "gfx942"))
     monkeypatch.chdir(tmp_path)
     assert rocm_sd("--ladder", "run") == 0

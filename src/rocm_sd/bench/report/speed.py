@@ -203,7 +203,8 @@ def ablation(records: Sequence[Record]) -> Section:
 
 _CARD_TIME = (
     "How long the card was busy with one batch, without the gaps: what a row saves the card, whether or not it waits "
-    "for the host. One batch was recorded by torch.profiler, after all turns; it has no interval, and no end here is pale."
+    "for the host. One batch was recorded by torch.profiler, after all turns; it has no interval, and no end here is "
+    "pale."
 )
 
 
