@@ -9,8 +9,7 @@ import torch
 
 from pipelines import CASES, call, exactly, require_as_exact_as_stock, tiny_pipeline
 from rocm_sd.bench import ablation
-from rocm_sd.bench.records import Record
-from rocm_sd.bench.resuming import record_file
+from rocm_sd.bench.records import Record, record_file
 from rocm_sd.bench.workloads import make
 from rocm_sd.engine import report
 from rocm_sd.ops.registry import Op

@@ -14,12 +14,11 @@ from torch.profiler import ProfilerActivity
 
 from rocm_sd.bench import ablation, runner
 from rocm_sd.bench.engines import Engine
-from rocm_sd.bench.gate import Gate
+from rocm_sd.bench.gate import PictureGate
 from rocm_sd.bench.machine import machine
-from rocm_sd.bench.profiling import capture
-from rocm_sd.bench.profiling.capture import Recording, busy_ms, card_ms
-from rocm_sd.bench.records import Measurement, Record
-from rocm_sd.bench.resuming import record_file
+from rocm_sd.bench.profiling import recording as profiling
+from rocm_sd.bench.profiling.recording import Recording, busy_ms, card_ms
+from rocm_sd.bench.records import Measurement, Record, record_file
 from rocm_sd.bench.runner import run
 from rocm_sd.bench.workloads import make
 
@@ -99,19 +98,19 @@ def test_a_card_is_busy_for_a_part_of_the_time():
 )
 def test_only_the_device_is_recorded(monkeypatch, there, host, wanted):
     asked = []
-    real = capture.profile
+    real = profiling.profile
 
     def profile(*, activities, record_shapes):
         asked.append((activities, record_shapes))
         return real(activities=[ProfilerActivity.CPU], record_shapes=record_shapes)
 
-    monkeypatch.setattr(capture, "profile", profile)
-    monkeypatch.setattr(capture, "synchronize", lambda: None)
-    monkeypatch.setattr(capture.torch.cuda, "is_available", lambda: there)
+    monkeypatch.setattr(profiling, "profile", profile)
+    monkeypatch.setattr(profiling, "synchronize", lambda: None)
+    monkeypatch.setattr(profiling.torch.cuda, "is_available", lambda: there)
     with Recording(host=host) as recording:
         torch.ones(2) + 1
     assert asked == [(wanted, host)]
-    assert any(event.get("name") == capture.REGION for event in recording.trace["traceEvents"]) is host
+    assert any(event.get("name") == profiling.REGION for event in recording.trace["traceEvents"]) is host
 
 
 def test_after_ctrl_c_no_trace_is_written_and_the_profiler_is_off():
@@ -148,7 +147,7 @@ def work():
     return make("sd15-512", CPU, tiny=True, steps=1)
 
 
-gate_of = functools.cache(Gate)
+gate_of = functools.cache(PictureGate)
 
 
 def engine(name, prepare=lambda pipe: pipe):
@@ -177,7 +176,7 @@ class Profiler:
                     us = next(busy) * 1000
                     self.trace = recorded((0, us), (0, us / 2)) if kernels else recorded()
 
-        monkeypatch.setattr(capture, "Recording", Played)
+        monkeypatch.setattr(profiling, "Recording", Played)
         real = runner.interleaved
 
         def noted(calls, watch, *, on_turn, **options):
@@ -194,7 +193,7 @@ class Profiler:
 def quick(monkeypatch):
     real = runner.settled
     monkeypatch.setattr(runner, "settled", lambda call, watch, **_: real(call, watch, least=1, most=1))
-    monkeypatch.setattr(runner, "Gate", gate_of)
+    monkeypatch.setattr(runner, "PictureGate", gate_of)
     monkeypatch.setattr(runner, "free_memory", lambda: None)
 
 
@@ -247,7 +246,7 @@ def test_a_resumed_run_fills_in_what_is_missing_and_times_nothing_again(work, tm
     half = replace(whole, complete=False, measurements=(whole.measurements[0], known, *whole.measurements[2:]))
     half.save(record_file(tmp_path, work.name, "ablation"))
     profiler = Profiler(monkeypatch)
-    monkeypatch.setattr(runner, "Gate", lambda *_: pytest.fail("it passed the gate before"))
+    monkeypatch.setattr(runner, "PictureGate", lambda *_: pytest.fail("it passed the gate before"))
     prepared = []
     engines = [engine(name, lambda pipe, name=name: prepared.append(name) or pipe) for name in "ab"]
     again = measure(work, tmp_path, engines, batches)

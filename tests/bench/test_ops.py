@@ -7,8 +7,7 @@ import torch
 
 from rocm_sd.bench import ops
 from rocm_sd.bench.gate import WRONG
-from rocm_sd.bench.records import Record
-from rocm_sd.bench.resuming import record_file
+from rocm_sd.bench.records import Record, record_file
 from rocm_sd.errors import InvalidOption
 from rocm_sd.ops import OPS
 

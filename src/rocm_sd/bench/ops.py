@@ -10,11 +10,10 @@ import torch.nn.functional as F
 
 import rocm_sd
 from rocm_sd import arch, numerics
-from rocm_sd.bench.failures import told
 from rocm_sd.bench.gate import WRONG, free_memory
 from rocm_sd.bench.machine import machine
-from rocm_sd.bench.records import OURS, STOCK, Measurement, Record, WorkloadFacts
-from rocm_sd.bench.resuming import continued, now, record_file
+from rocm_sd.bench.records import OURS, STOCK, Measurement, Record, WorkloadFacts, continued, now, record_file
+from rocm_sd.bench.turns import failure_line
 from rocm_sd.bench.workloads import OP_PREFIX
 from rocm_sd.errors import NumericsFailure, Unsupported, require_one_of
 from rocm_sd.measuring import Stopwatch, compare, interleaved
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from rocm_sd.bench.effort import Progress
+    from rocm_sd.bench.turns import Progress
     from rocm_sd.ops.registry import Op
     from rocm_sd.ops.samples import Sample
     from rocm_sd.tuning import Choice
@@ -151,7 +150,7 @@ def _measured(
             OURS, left_out=f"{WRONG}: {failure.message}"
         )
     except Exception as failure:  # noqa: BLE001 -- one call that cannot run: the others go on
-        why = told(failure)
+        why = failure_line(failure)
         return made(STOCK, left_out=why), made(OURS, left_out=why)
     floor = _floor_ms(op, sample, arguments, device)
     return (

@@ -15,16 +15,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from rocm_sd import arch
-from rocm_sd.bench.effort import Effort
-from rocm_sd.bench.failures import Failed, told, without_folders
-from rocm_sd.bench.gate import Gate, free_memory
+from rocm_sd.bench.gate import PictureGate, free_memory
 from rocm_sd.bench.machine import machine
 from rocm_sd.bench.peaks import PeakMemory, Points
-from rocm_sd.bench.pipelines import Pipelines, forget_compiled, is_short
-from rocm_sd.bench.profiling.capture import card_ms
-from rocm_sd.bench.records import OURS, STOCK, Comparison, Measurement, Record
-from rocm_sd.bench.resuming import continued, now, record_file
+from rocm_sd.bench.profiling.recording import card_ms
+from rocm_sd.bench.records import OURS, STOCK, Comparison, Measurement, Record, continued, now, record_file
 from rocm_sd.bench.sensors import Readings, watch
+from rocm_sd.bench.turns import Effort, Failed, Pipelines, failure_line, forget_compiled, is_short, without_folders
 from rocm_sd.measuring import Stopwatch, compare, interleaved, settled
 
 if TYPE_CHECKING:
@@ -33,8 +30,8 @@ if TYPE_CHECKING:
 
     import torch
 
-    from rocm_sd.bench.effort import Progress
     from rocm_sd.bench.engines import Engine
+    from rocm_sd.bench.turns import Progress
     from rocm_sd.bench.workloads import Workload
 
 __all__ = ["default_repeats", "run"]
@@ -84,10 +81,10 @@ def run(
     )
     file = record_file(out, workload.name, kind)
     record = continued(file, record, resume=resume)
-    return _Run(workload, engines, batches, repeats, cold, against, card_times, record, file, progress).go()
+    return _EngineRun(workload, engines, batches, repeats, cold, against, card_times, record, file, progress).go()
 
 
-class _Run:
+class _EngineRun:
     def __init__(
         self,
         workload: Workload,
@@ -163,10 +160,10 @@ class _Run:
             return {}
         self._effort.advance(0, f"batch {batch}: exact latents")
         try:
-            gate = Gate(self.workload, batch)
+            gate = PictureGate(self.workload, batch)
         except Exception as error:  # noqa: BLE001 -- out of memory most likely: without a reference nothing is timed
             for engine in todo:
-                self._leave_out(engine.name, batch, f"nothing to compare it with: {told(error)}")
+                self._skip(engine.name, batch, f"nothing to compare it with: {failure_line(error)}")
             free_memory()
             return {}
         self._effort.advance(self._effort.gate * batch, f"batch {batch}")
@@ -188,7 +185,7 @@ class _Run:
         found = self.measured.get((engine, batch))
         return found is not None and (found.left_out is not None or len(found.ms) >= self.repeats)
 
-    def _prepare(self, engine: Engine, batch: int, gate: Gate, pipelines: Pipelines) -> None:
+    def _prepare(self, engine: Engine, batch: int, gate: PictureGate, pipelines: Pipelines) -> None:
         """Add the engine's pipeline to those that take turns, or skip it."""
         last = self.measured.get((pipelines.names[-1], batch)) if pipelines.names else None
         free_memory()
@@ -204,9 +201,9 @@ class _Run:
             if failed is None:
                 self._one_at_a_time(batch, pipelines)
         if failed is not None:
-            self._leave_out(engine.name, batch, failed.why)
+            self._skip(engine.name, batch, failed.why)
 
-    def _tried(self, engine: Engine, batch: int, gate: Gate, pipelines: Pipelines) -> Failed | None:
+    def _tried(self, engine: Engine, batch: int, gate: PictureGate, pipelines: Pipelines) -> Failed | None:
         try:
             pipe = self._prepared(engine, batch, gate)
         except Exception as error:  # noqa: BLE001 -- whatever ails one engine, the others go on
@@ -235,7 +232,7 @@ class _Run:
         self._effort.advance(self._effort.anew * batch, f"batch {batch}: {name} is ready")
         return pipe
 
-    def _prepared(self, engine: Engine, batch: int, gate: Gate) -> Any | None:
+    def _prepared(self, engine: Engine, batch: int, gate: PictureGate) -> Any | None:
         """The engine's pipeline after its warm-up and the gate, or None where it is skipped."""
         steps = self.workload.facts.steps
 
@@ -259,7 +256,7 @@ class _Run:
         verdict = gate.check(pipe)
         self._effort.advance(self._effort.check * batch, f"batch {batch}: {engine.name}, warming up")
         if verdict.wrong:
-            self._leave_out(engine.name, batch, verdict.wrong, verdict.error, gate.stock_error)
+            self._skip(engine.name, batch, verdict.wrong, verdict.error, gate.stock_error)
             return None
         started = time.perf_counter()
         with watch(self.device) as readings:
@@ -319,7 +316,7 @@ class _Run:
                 pipelines.give_up()
             else:
                 pipelines.remove(name)
-                self._leave_out(name, batch, why)
+                self._skip(name, batch, why)
 
     def _made_ready(self, name: str, pipelines: Pipelines) -> None:
         try:
@@ -363,7 +360,7 @@ class _Run:
                     while time.perf_counter() < until:
                         self.stopwatch.milliseconds(call)
             except Failed as failed:
-                self._leave_out(name, batch, failed.why)
+                self._skip(name, batch, failed.why)
                 continue
             self.measured[name, batch] = _with_readings(self.measured[name, batch], readings)
 
@@ -378,7 +375,7 @@ class _Run:
             try:
                 taken = self._card_ms(engine, batch, ready.get(engine.name))
             except Exception as error:  # noqa: BLE001 -- whatever ails it here, its turns stand
-                why = told(error)
+                why = failure_line(error)
             if ready:
                 free_memory()
             else:
@@ -401,7 +398,7 @@ class _Run:
             settled(drawn, self.stopwatch, budget_s=self._warm_up_budget_s)
         return card_ms(drawn)
 
-    def _leave_out(
+    def _skip(
         self, name: str, batch: int, why: str, error: float | None = None, stock_error: float | None = None
     ) -> None:
         log.warning("%s is skipped at batch %d: %s", name, batch, why)

@@ -163,7 +163,7 @@ def _planned(asked: _Asked, device: torch.device) -> Callable[[Any], tuple[Recor
     """Everything that can be wrong with the options is said here, before anything is timed."""
     from rocm_sd.bench import ops
     from rocm_sd.bench.engines import chosen, default_names
-    from rocm_sd.bench.resuming import record_file
+    from rocm_sd.bench.records import record_file
     from rocm_sd.bench.runner import run as run_engines
     from rocm_sd.bench.workloads import make
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     import torch
 
-__all__ = ["Part", "Written", "checkpoint_weights", "read_part", "write_checkpoint"]
+__all__ = ["Component", "Written", "checkpoint_weights", "read_part", "write_checkpoint"]
 
 _UNET_RESNET = {
     "norm1": "in_layers.0",
@@ -69,7 +69,7 @@ _WEIGHT_FILES = ("diffusion_pytorch_model", "model")
 
 
 @dataclass(frozen=True)
-class Part:
+class Component:
     """One component of a pipeline: its config.json and its weights by Diffusers' names."""
 
     config: Mapping[str, Any]
@@ -102,7 +102,7 @@ def write_checkpoint(folder: Path, file: Path, *, name: str, force: bool = False
     return Written(file, len(weights), with_size)
 
 
-def checkpoint_weights(unet: Part, vae: Part, text_encoder: Part) -> dict[str, torch.Tensor]:
+def checkpoint_weights(unet: Component, vae: Component, text_encoder: Component) -> dict[str, torch.Tensor]:
     """The three components' weights under the original's names; a layer that has none there is an error."""
     if unet.config.get("use_linear_projection"):
         # Its original text encoder is OpenCLIP's, whose layers have another layout: a host would not find them.
@@ -125,12 +125,12 @@ def checkpoint_weights(unet: Part, vae: Part, text_encoder: Part) -> dict[str, t
     return weights
 
 
-def read_part(folder: Path, part: str) -> Part:
+def read_part(folder: Path, part: str) -> Component:
     inside = folder / part
     weights: dict[str, torch.Tensor] = {}
     for file in _weight_files(inside):
         weights |= _tensors(file)
-    return Part(_json(inside / "config.json"), weights)
+    return Component(_json(inside / "config.json"), weights)
 
 
 def _tensors(file: Path) -> dict[str, torch.Tensor]:
@@ -159,7 +159,7 @@ def _json(file: Path) -> dict[str, Any]:
     return read
 
 
-def _metadata(folder: Path, name: str, unet: Part, vae: Part) -> dict[str, str]:
+def _metadata(folder: Path, name: str, unet: Component, vae: Component) -> dict[str, str]:
     """What a reader cannot tell from the weights alone; safetensors keeps text by text."""
     scheduler = _json(folder / "scheduler" / "scheduler_config.json")
     facts = {key: scheduler.get(key) for key in ("prediction_type", "beta_schedule", "beta_start", "beta_end")}

@@ -31,7 +31,7 @@ def look_ids() -> list[int]:
     return [emoji.id for emoji in EMOJI if emoji.look == emoji.id]
 
 
-class _Block(nn.Module):
+class _Residual(nn.Module):
     """y = relu(x' + bn(conv(relu(bn(conv(x)))))); x' is x, or its strided 1x1 projection where the shape changes."""
 
     def __init__(self, channels_in: int, channels_out: int, stride: int) -> None:
@@ -60,7 +60,11 @@ class EmojiEmbedding(nn.Module):
         self.stem = nn.Conv2d(3, 32, 5, 2, 2, bias=False)
         self.stem_norm = nn.BatchNorm2d(32)
         self.blocks = nn.Sequential(
-            _Block(32, 48, 2), _Block(48, 96, 2), _Block(96, 96, 1), _Block(96, 160, 2), _Block(160, 160, 1)
+            _Residual(32, 48, 2),
+            _Residual(48, 96, 2),
+            _Residual(96, 96, 1),
+            _Residual(96, 160, 2),
+            _Residual(160, 160, 1),
         )
         self.head = nn.Linear(2 * 160, EMBEDDING_SIZE)
         self.prototypes = nn.Parameter(torch.randn(len(ids), EMBEDDING_SIZE) * EMBEDDING_SIZE**-0.5)

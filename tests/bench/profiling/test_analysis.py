@@ -12,8 +12,7 @@ from traces import GpuTrace
 
 from rocm_sd import arch
 from rocm_sd.bench.profiling import ROCmSDProfiler, analyse, findings, load, read, tables
-from rocm_sd.bench.profiling.analysis import Analysis, Part, family_work, pieces
-from rocm_sd.bench.profiling.capture import Recording
+from rocm_sd.bench.profiling.analysis import Analysis, TimePart, family_work, pieces
 from rocm_sd.bench.profiling.families import (
     ATTENTION,
     CONVOLUTION,
@@ -24,6 +23,7 @@ from rocm_sd.bench.profiling.families import (
     NORM,
     OTHER,
 )
+from rocm_sd.bench.profiling.recording import Recording
 from rocm_sd.bench.profiling.trace import UnreadableTrace, union
 
 CONV_FLOPS = 2.0 * 2 * 320 * 64 * 64 * 320 * 9  # of the convolution in `vae_picture`
@@ -146,18 +146,18 @@ def test_a_gpu_that_waits_between_graphs_is_not_told_to_capture_them():
 def h200_profile():
     """Figures as wide as those of SDXL, eight pictures at once, on an H200."""
     families = (
-        Part("GEMM", 1423.67, 0.414, 2232, 278944.2e9, 1281.97, 1423.67, "compute"),
-        Part("layout copies", 1.07, 0.001, 142),
-        Part("convolution", 279.66, 0.273, 313, 182969.1e9, 186.49, 200.0, "compute"),
-        Part(IDLE, 27.61, 0.027, 0),
+        TimePart("GEMM", 1423.67, 0.414, 2232, 278944.2e9, 1281.97, 1423.67, "compute"),
+        TimePart("layout copies", 1.07, 0.001, 142),
+        TimePart("convolution", 279.66, 0.273, 313, 182969.1e9, 186.49, 200.0, "compute"),
+        TimePart(IDLE, 27.61, 0.027, 0),
     )
     both = {"elementwise": 2.0, "convolution": 1.1}
     name = "void at::native::elementwise_kernel<128, 4, at::native::gpu_kernel_impl_nocast<at::native::direct_copy>>"
     kernels = (
-        Part("nvjet_sm90_hsh_256x128_64x4_1x2_h_bz_coopA_TNT", 1147.58, 0.144, 12240, families={"GEMM": 147.58}),
-        Part(name, 3.10, 0.003, 39, 1.0, 0.12, 0.5, "memory", families=both),
+        TimePart("nvjet_sm90_hsh_256x128_64x4_1x2_h_bz_coopA_TNT", 1147.58, 0.144, 12240, families={"GEMM": 147.58}),
+        TimePart(name, 3.10, 0.003, 39, 1.0, 0.12, 0.5, "memory", families=both),
     )
-    modules = (Part("unet.down_blocks.0", 1099.56, 0.618, 1, families={"GEMM": 400.0, "norm": 300.0}),)
+    modules = (TimePart("unet.down_blocks.0", 1099.56, 0.618, 1, families={"GEMM": 400.0, "norm": 300.0}),)
     return Analysis("NVIDIA H200", "sm_90", 1021.4, 1021.4, 993.7, families, modules, kernels, on_gpu=True)
 
 

@@ -6,9 +6,9 @@ import torch
 import rocm_sd
 from pipelines import tiny_pipeline
 from rocm_sd.bench.engines import chosen
-from rocm_sd.bench.profiling import picture, profile_picture
-from rocm_sd.bench.profiling.capture import Recording, module_ranges
+from rocm_sd.bench.profiling import profile_picture, session
 from rocm_sd.bench.profiling.families import CONVOLUTION, NORM
+from rocm_sd.bench.profiling.recording import Recording, module_ranges
 from rocm_sd.bench.profiling.trace import MODULE
 from rocm_sd.errors import Unsupported
 from rocm_sd.rewrite import resblock
@@ -97,7 +97,7 @@ def test_ctrl_c_keeps_what_was_recorded(pipeline, monkeypatch):
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(picture, "optimize_with", interrupted)
+    monkeypatch.setattr(session, "optimize_with", interrupted)
     told, _ = profiled(pipeline, "rocm-sd", ELSEWHERE)
     assert told.analysis.family(CONVOLUTION).ms > 0
     assert "interrupted before its modules were known" in told.analysis.notes

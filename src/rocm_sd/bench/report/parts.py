@@ -11,9 +11,9 @@ if TYPE_CHECKING:
 
 __all__ = [
     "MODELLED",
-    "Card",
     "Figure",
     "Headline",
+    "MachineFacts",
     "Page",
     "Picture",
     "Section",
@@ -119,7 +119,7 @@ class Headline:
 
 
 @dataclass(frozen=True)
-class Card:
+class MachineFacts:
     """A machine, as pairs of a word and a value."""
 
     title: str
@@ -131,7 +131,7 @@ class Page:
     title: str
     subtitle: str
     headlines: tuple[Headline, ...]
-    cards: tuple[Card, ...]
+    cards: tuple[MachineFacts, ...]
     notes: tuple[str, ...]
     sections: tuple[Section, ...]
     version: str = field(default="")

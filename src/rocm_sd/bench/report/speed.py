@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from rocm_sd.bench.records import BESIDE, INTERVALS, OURS, STOCK
 from rocm_sd.bench.report.charts import Bar, WaterfallRow, bars, waterfall
-from rocm_sd.bench.report.parts import Card, Figure, Headline, Section, Table, ratio_words, shown, times
+from rocm_sd.bench.report.parts import Figure, Headline, MachineFacts, Section, Table, ratio_words, shown, times
 from rocm_sd.comparison import TURNS_FOR_95, Comparison
 
 if TYPE_CHECKING:
@@ -72,9 +72,9 @@ def _headline(record: Record, c: Comparison) -> Headline:
     return Headline(times(c.ratio), sentence, detail, verdict=c.verdict)
 
 
-def cards(records: Sequence[Record]) -> tuple[Card, ...]:
+def cards(records: Sequence[Record]) -> tuple[MachineFacts, ...]:
     """Each machine once, with its versions."""
-    found: dict[str, Card] = {}
+    found: dict[str, MachineFacts] = {}
     for record in records:
         m = record.machine
         facts = [("architecture", m.arch)]
@@ -85,7 +85,7 @@ def cards(records: Sequence[Record]) -> tuple[Card, ...]:
         if m.driver:
             facts.append(("driver", str(m.driver)))
         facts += [("system", str(m.system)), *((str(k), str(v)) for k, v in m.versions.items() if v)]
-        found.setdefault(repr((m.device, facts)), Card(m.device, tuple(facts)))
+        found.setdefault(repr((m.device, facts)), MachineFacts(m.device, tuple(facts)))
     return tuple(found.values())
 
 

@@ -1,7 +1,7 @@
-"""Recording: torch.profiler around a region, with a range for every module of the models that are given.
+"""torch.profiler around a region, with a range for every module of the models that are given.
 
-Of the device alone it tells how long the card itself is busy with a picture: what an optimisation saves it, whatever
-the host needs to launch.
+`card_ms` records the device alone: how long the card itself is busy with a picture. That is what an optimisation saves
+it, whatever the host needs to launch.
 """
 
 from __future__ import annotations
