@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from rocm_sd import arch
 from rocm_sd.bench import kpis, projection
 from rocm_sd.bench.ablation import STOCK_ROW
-from rocm_sd.bench.records import BESIDE, FORMAT, Measurement, Record
+from rocm_sd.bench.records import COMPILE, FORMAT, Measurement, Record
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -109,7 +109,7 @@ def _ablation() -> str:
         rows: list[list[str]] = []
         before: dict[int, float] = {}
         for engine in record.engines:
-            is_row = engine != BESIDE
+            is_row = engine != COMPILE
             row = [f"{engine}: stock as it comes" if engine == STOCK_ROW else engine if is_row else f"beside: {engine}"]
             for batch in record.batches:
                 measured = record.measurement(engine, batch)

@@ -1,4 +1,4 @@
-"""What each optimisation brings: a row for each, in which it is added to all those before it.
+"""What each optimisation gives: a row for each, in which it is added to all those before it.
 
 The rows are engines like any other: the runner prepares them, gates their numerics and times them in turns.
 """
@@ -13,15 +13,13 @@ import torch
 
 from rocm_sd.bench import runner
 from rocm_sd.bench.engines import BUILT_IN, Engine, stock
-from rocm_sd.bench.records import BESIDE, OURS
+from rocm_sd.bench.records import COMPILE, OURS
 from rocm_sd.engine import EVERYTHING, Parts, optimize_with
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from pathlib import Path
 
     from rocm_sd.bench.records import Record
-    from rocm_sd.bench.turns import Progress
     from rocm_sd.bench.workloads import Workload
 
 __all__ = ["ROWS", "STOCK_ROW", "AblationRow", "prepare", "rows", "run"]
@@ -106,38 +104,18 @@ ROWS: tuple[AblationRow, ...] = (
 )
 
 
-_BESIDE = tuple(engine for engine in BUILT_IN if engine.name == BESIDE)
+_COMPILED = tuple(engine for engine in BUILT_IN if engine.name == COMPILE)
 
 
-def run(
-    workload: Workload,
-    batches: Sequence[int],
-    *,
-    out: Path,
-    repeats: int | None = None,
-    resume: bool = True,
-    cold: bool = False,
-    command: str = "",
-    progress: Progress | None = None,
-) -> Record:
-    """All rows in turns, and torch.compile beside them on a GPU; every one is compared with stock as it comes."""
-    device = workload.device
-    engines = [_engine(row) for row in rows(device)]
-    return runner.run(
-        workload,
-        (*engines, *(_BESIDE if device.type != "cpu" else ())),
-        batches,
-        out=out,
-        kind="ablation",
-        repeats=repeats,
-        resume=resume,
-        cold=cold,
-        command=command,
-        against=STOCK_ROW,
-        # On a fast card the rows before the graph wait for the host: what they save the card is not in their latency.
-        card_times=device.type != "cpu",
-        progress=progress,
-    )
+def run(workload: Workload, batches: Sequence[int], **options: Any) -> Record:
+    """All rows in turns, and torch.compile as well on a GPU; every one is compared with stock as it comes.
+
+    `options` are those of `runner.run`.
+    """
+    on_gpu = workload.device.type != "cpu"
+    engines = [*(_engine(row) for row in rows(workload.device)), *(_COMPILED if on_gpu else ())]
+    # On a fast card the rows before the graph wait for the host: what they save the card is not in their latency.
+    return runner.run(workload, engines, batches, kind="ablation", against=STOCK_ROW, card_times=on_gpu, **options)
 
 
 def _engine(row: AblationRow) -> Engine:

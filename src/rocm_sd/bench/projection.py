@@ -148,21 +148,18 @@ def _roofline_us(card: arch.Arch, flops: float, moved: float) -> float:
 
 def fit(card: arch.Arch, rows: Iterable[tuple[float, float, float]]) -> Fit:
     """Of (flops, bytes, us) rows: least squares of the relative error, with no negative fixed cost."""
-    points = [(_roofline_us(card, flops, moved), us) for flops, moved, us in rows]
+    points = [(1 / us**2, _roofline_us(card, flops, moved), us) for flops, moved, us in rows]
     if not points:
         raise Unsupported("A projection", "a family of ops of which no call was timed")
-    weights = [1 / us**2 for _, us in points]
-    total = sum(weights)
-    x_mean = sum(w * x for w, (x, _) in zip(weights, points, strict=True)) / total
-    y_mean = sum(w * y for w, (_, y) in zip(weights, points, strict=True)) / total
-    spread = sum(w * (x - x_mean) ** 2 for w, (x, _) in zip(weights, points, strict=True))
-    slope = sum(w * (x - x_mean) * (y - y_mean) for w, (x, y) in zip(weights, points, strict=True))
-    slope = slope / spread if spread else 0.0
+    total = sum(w for w, _, _ in points)
+    x_mean = sum(w * x for w, x, _ in points) / total
+    y_mean = sum(w * y for w, _, y in points) / total
+    spread = sum(w * (x - x_mean) ** 2 for w, x, _ in points)
+    slope = sum(w * (x - x_mean) * (y - y_mean) for w, x, y in points) / spread if spread else 0.0
     fixed = y_mean - slope * x_mean
     if slope <= 0 or fixed < 0:
         # All of one size, or no fixed cost to be seen: a plain share.
-        squares = sum(w * x * x for w, (x, _) in zip(weights, points, strict=True))
-        slope = sum(w * x * y for w, (x, y) in zip(weights, points, strict=True)) / squares
+        slope = sum(w * x * y for w, x, y in points) / sum(w * x * x for w, x, _ in points)
         fixed = 0.0
     return Fit(fixed, 1 / slope, len(points))
 

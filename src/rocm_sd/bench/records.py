@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 __all__ = [
-    "BESIDE", "FORMAT", "INTERVALS", "OURS", "RULES", "STOCK", "Comparison", "Machine", "Measurement", "Record",
+    "COMPILE", "FORMAT", "INTERVALS", "OURS", "RULES", "STOCK", "Comparison", "Machine", "Measurement", "Record",
     "UnreadableRecord", "WorkloadFacts", "continued", "now", "record_file",
 ]  # fmt: skip
 
@@ -33,7 +33,7 @@ FORMAT = "rocm-sd-bench/1"
 # The engines that every other is compared with.
 STOCK, OURS = "stock", "rocm-sd"
 # In an ablation it is no row, but what the last one is held against.
-BESIDE = "compile"
+COMPILE = "compile"
 INTERVALS = "Intervals are of 95% from eight turns on; of fewer they are the extremes that the turns allow."
 
 _COUNT, _NOT_NEGATIVE, _POSITIVE = {"minimum": 1}, {"minimum": 0}, {"exclusiveMinimum": 0}

@@ -197,19 +197,14 @@ def _unet_name(name: str, layers: int, with_attention: list[bool]) -> str:
         rest = name.removeprefix(f"{prefix}.")
         return f"{_UNET_ENDS[prefix]}.{_resnet_part(name, rest) if '.resnets.' in name else rest}"
     side, block, kind, layer, rest = found[1], int(found[2]), found[3], int(found[4]), found[5]
-    if side == "down":
-        # One number for each layer and one for the downsampler, after the first convolution.
-        first = 1 + block * (layers + 1)
-        places = {"resnets": f"{first + layer}.0", "attentions": f"{first + layer}.1"}
-        place = places.get(kind, f"{first + layers}.0")
-        rest = rest.replace("conv.", "op.", 1) if kind == "downsamplers" else rest
-        whole = f"input_blocks.{place}"
-    else:
-        first = block * (layers + 1)
-        places = {"resnets": f"{first + layer}.0", "attentions": f"{first + layer}.1"}
-        place = places.get(kind, f"{first + layers}.{2 if with_attention[block] else 1}")
-        whole = f"output_blocks.{place}"
-    return f"{whole}.{_resnet_part(name, rest) if kind == 'resnets' else rest}"
+    # One number for each layer and one for the sampler; on the way down after that of the first convolution.
+    first = block * (layers + 1) + (side == "down")
+    sampler = 0 if side == "down" else 2 if with_attention[block] else 1
+    places = {"resnets": f"{first + layer}.0", "attentions": f"{first + layer}.1"}
+    place = places.get(kind, f"{first + layers}.{sampler}")
+    rest = rest.replace("conv.", "op.", 1) if kind == "downsamplers" else rest
+    rest = _resnet_part(name, rest) if kind == "resnets" else rest
+    return f"{'input' if side == 'down' else 'output'}_blocks.{place}.{rest}"
 
 
 def _resnet_part(name: str, rest: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from rocm_sd.bench.profiling.families import (
@@ -264,23 +264,23 @@ class _TimeParts:
         families: dict[str, float] = defaultdict(float)
         for piece in members:
             families[piece.family] += piece.us / 1e3
-        counted = [(piece.us, works[id(piece)]) for piece in members if id(piece) in works]
-        flops = sum(work.flops for _, work in counted) if counted else None
-        floor, bound = self._floor([work for _, work in counted])
-        return TimePart(
-            name, us / 1e3, us / self.total if self.total else 0.0, len(members), flops,
-            None if floor is None else floor * 1e3, None if floor is None else sum(us for us, _ in counted) / 1e3,
-            bound, dict(sorted(families.items(), key=lambda item: -item[1])),
+        plain = TimePart(
+            name, us / 1e3, us / self.total if self.total else 0.0, len(members),
+            families=dict(sorted(families.items(), key=lambda item: -item[1])),
         )  # fmt: skip
+        counted = [(piece.us, works[id(piece)]) for piece in members if id(piece) in works]
+        return self._with_work(plain, [work for _, work in counted], sum(us for us, _ in counted) / 1e3)
 
     def by_reference(self, part: TimePart, works: Sequence[OpWork]) -> TimePart:
-        if part.name not in ARITHMETIC or not works:
-            return TimePart(part.name, part.ms, part.share, part.calls, families=part.families)
+        plain = replace(part, flops=None, floor_ms=None, counted_ms=None, bound=None)
+        return self._with_work(plain, works, part.ms) if part.name in ARITHMETIC else plain
+
+    def _with_work(self, part: TimePart, works: Sequence[OpWork], ms: float) -> TimePart:
+        """`ms` is the time that this work took."""
         floor, bound = self._floor(works)
-        return TimePart(
-            part.name, part.ms, part.share, part.calls, sum(work.flops for work in works),
-            None if floor is None else floor * 1e3, None if floor is None else part.ms, bound, part.families,
-        )  # fmt: skip
+        if floor is not None:
+            part = replace(part, floor_ms=floor * 1e3, counted_ms=ms, bound=bound)
+        return replace(part, flops=sum(work.flops for work in works)) if works else part
 
     def _floor(self, works: Iterable[OpWork]) -> tuple[float | None, str | None]:
         times: dict[str, float] = defaultdict(float)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from rocm_sd.bench.records import BESIDE, INTERVALS, OURS, STOCK
+from rocm_sd.bench.records import COMPILE, INTERVALS, OURS, STOCK
 from rocm_sd.bench.report.charts import Bar, WaterfallRow, bars, waterfall
 from rocm_sd.bench.report.parts import Figure, Headline, MachineFacts, Section, Table, ratio_words, shown, times
 from rocm_sd.comparison import TURNS_FOR_95, Comparison
@@ -196,8 +196,8 @@ def ablation(records: Sequence[Record]) -> Section:
         "One optimisation is added a row. Grey is the time that is left, colour is what the row took away. A pale end "
         f"is a difference inside the spread: nothing can be said about it. {INTERVALS}"
     )
-    if any(BESIDE in record.engines for record in chosen):
-        lead += f" {BESIDE} is no such row: it was timed beside them."
+    if any(COMPILE in record.engines for record in chosen):
+        lead += f" {COMPILE} is no such row: it was timed in the same turns."
     return Section("ablation", title, lead, tuple(f for f in figures if f), commands=commands_of(chosen))
 
 
@@ -222,7 +222,7 @@ def _waterfall(record: Record, batch: int, *, of_card: bool) -> Figure | None:
             if not of_card:
                 rows.append((m.engine, *[None] * 7, f"no speed: {m.left_out or 'not timed yet'}"))
             continue
-        above = None if m.engine == BESIDE else before
+        above = None if m.engine == COMPILE else before
         gained = _gain(record, m, above, of_card=of_card) if above else None
         whole = _gain(record, m, first, of_card=of_card) if first else None
         decided = gained is None or gained.verdict != "no difference"
