@@ -72,8 +72,8 @@ def _card_ms(measured: Measurement) -> str:
 def _compared(record: Record, measured: Measurement, against: str) -> str:
     for one in record.comparisons:
         if (one.engine, one.against, one.batch) == (measured.engine, against, measured.batch):
-            told = "no difference" if one.verdict == "no difference" else f"{one.ratio:.2f}"
-            return f"{told} ({one.low:.2f} to {one.high:.2f})"
+            ratio = "no difference" if one.verdict == "no difference" else f"{one.ratio:.2f}"
+            return f"{ratio} ({one.low:.2f} to {one.high:.2f})"
     return ""
 
 
@@ -86,12 +86,12 @@ def _engines() -> str:
     rows: list[tuple[object, ...]] = []
     for name, record in _records("engine-*/*.json"):
         facts = record.workload
-        told = f"{facts.name}, {facts.steps} steps, {facts.dtype}, {facts.weights} weights"
+        text = f"{facts.name}, {facts.steps} steps, {facts.dtype}, {facts.weights} weights"
         for measured in record.measurements:
             if measured.ms:
                 first = "" if measured.first_picture_s is None else f"{measured.first_picture_s:.1f}"
                 rows.append(
-                    (told, record.machine.device, measured.engine, measured.batch, f"{measured.p50_ms:.0f}",
+                    (text, record.machine.device, measured.engine, measured.batch, f"{measured.p50_ms:.0f}",
                      _compared(record, measured, "stock"), first, _mib(_peak(measured)), _file(name, record))
                 )  # fmt: skip
     return _table(headings, rows, ("workload", "card", "engine", "record")) if rows else "Nothing is recorded yet.\n"
@@ -123,9 +123,9 @@ def _ablation() -> str:
                 row += [gain, _compared(record, measured, STOCK_ROW), *peaks]
             rows.append(row)
         facts = record.workload
-        told = f"{facts.name}, {facts.steps} steps, {facts.weights} weights, on {record.machine.device}"
+        text = f"{facts.name}, {facts.steps} steps, {facts.weights} weights, on {record.machine.device}"
         versions = _versions(record.machine.versions)
-        parts.append(f"{told} ({versions}); {_file(name, record)}.\n\n{_table(headings, rows, ('added',))}")
+        parts.append(f"{text} ({versions}); {_file(name, record)}.\n\n{_table(headings, rows, ('added',))}")
     return "\n".join(parts) if parts else "No ablation is recorded yet.\n"
 
 
@@ -219,7 +219,7 @@ def _kpis() -> str:
         found = kpis.kpis(record)
         if found:
             headings, rows = kpis.table(found)
-            words = ("engine", "beside", "target", "what differs")
+            words = ("engine", "compared with", "target", "what differs")
             parts.append(
                 f"{record.workload.name} on {record.machine.device}; `{name}`.\n\n{_table(headings, rows, words)}"
             )
@@ -229,7 +229,7 @@ def _kpis() -> str:
 
 
 def _targets() -> str:
-    headings = ("on", "beside", "target", "fastest published figures")
+    headings = ("on", "compared with", "target", "fastest published figures")
     rows = []
     for target in kpis.targets():
         best: dict[str, kpis.Baseline] = {}
@@ -238,8 +238,8 @@ def _targets() -> str:
             if figure.hardware in target.hardware and rate is not None and figure.batch == 1:
                 held = best.get(figure.model)
                 best[figure.model] = figure if held is None or rate > (held.steps_per_s or 0) else held
-        told = ", ".join(f"{m}: [{f.steps_per_s:.1f} it/s, {f.engine}]({f.source})" for m, f in sorted(best.items()))
-        rows.append((", ".join(target.families), " or ".join(target.hardware), f"{target.percent:.0f}%", told))
+        text = ", ".join(f"{m}: [{f.steps_per_s:.1f} it/s, {f.engine}]({f.source})" for m, f in sorted(best.items()))
+        rows.append((", ".join(target.families), " or ".join(target.hardware), f"{target.percent:.0f}%", text))
     return _table(headings, rows, headings)
 
 

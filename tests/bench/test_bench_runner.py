@@ -79,7 +79,7 @@ def test_engines_side_by_side(work, tmp_path, quick):
     ours = engines()["rocm-sd"]
     record = run(
         work, [stock, ours], [1, 2], out=tmp_path, repeats=4, command="rocm-sd bench it",
-        progress=lambda *told: seen.append(told),
+        progress=lambda *step: seen.append(step),
     )  # fmt: skip
     assert record.complete
     assert [(m.engine, m.batch) for m in record.measurements] == [
@@ -227,8 +227,8 @@ def test_engines_that_do_not_fit_at_once_have_the_memory_one_at_a_time(work, tmp
     for module in (turns, runner):
         monkeypatch.setattr(module, "forget_compiled", card.compiled.clear)
     engines_there = [card.engine(name) for name in ("stock", "b", "rocm-sd")]
-    told = {"progress": lambda *step: seen.append(step), "card_times": True}
-    record = run(work, engines_there, [1], out=tmp_path, repeats=4, **told)
+    options = {"progress": lambda *step: seen.append(step), "card_times": True}
+    record = run(work, engines_there, [1], out=tmp_path, repeats=4, **options)
     assert [len(m.ms) for m in record.measurements] == [4, 4, 4]
     assert record.complete
     assert record.notes == (SHORT,)

@@ -207,7 +207,7 @@ def measure(work, folder, engines=TWO, batches=(1,), **more):
 
 def test_it_is_measured_once_a_row_after_every_turn(work, tmp_path, quick, monkeypatch):
     profiler, seen = Profiler(monkeypatch), []
-    record = measure(work, tmp_path, batches=(1, 2), progress=lambda *told: seen.append(told))
+    record = measure(work, tmp_path, batches=(1, 2), progress=lambda *step: seen.append(step))
     assert profiler.events == ["turn"] * 8 + ["recorded"] * 4
     # The last batch size comes first: its pipelines are warm.
     assert {(m.engine, m.batch): m.card_ms for m in record.measurements} == {
@@ -275,7 +275,7 @@ def test_where_no_later_batch_has_turns_left_the_warm_pipelines_are_recorded(wor
     }  # fmt: skip
 
 
-def test_ctrl_c_keeps_the_turns_and_what_the_card_had_told(work, tmp_path, quick, monkeypatch):
+def test_ctrl_c_keeps_the_turns_and_what_the_card_had_given(work, tmp_path, quick, monkeypatch):
     profiler = Profiler(monkeypatch)
     with monkeypatch.context() as patch:
         # The first is recorded, the second interrupted.

@@ -126,7 +126,7 @@ def test_waves_come_from_the_compiler_and_only_for_our_kernels():
     assert (projection._waves("gfx1100", "group_norm_silu", norm) or 0) >= 1
     conv = (("pixels", 8192), ("cin", 320), ("cout", 320), ("kernel", 3), ("stride", 1), ("padding", 1),
             ("dtype", "float16"))  # fmt: skip
-    # Untimed, convolutions run in the vendor's library there, whose occupancy nobody told.
+    # Untimed, convolutions run in the vendor's library there, whose occupancy nobody knows.
     assert projection._waves("gfx1100", "conv2d", conv) is None
     assert projection._waves("sm_90", "no such op", norm) is None
 

@@ -80,7 +80,7 @@ def test_without_stock_the_margin_is_wider():
     assert "40.02 ms -> 46.02 ms" in str(found)
 
 
-def test_stock_that_is_left_out_is_as_if_it_were_missing():
+def test_stock_that_is_skipped_is_as_if_it_were_missing():
     gone = record(measured("stock", 1, (), left_out="out of memory"), measured("rocm-sd", 1, steady(43)))
     assert regressions(pair(40), gone) == ()
     slower = record(measured("stock", 1, (), left_out="out of memory"), measured("rocm-sd", 1, steady(46)))
@@ -117,11 +117,11 @@ def test_errors_with_other_weights_say_nothing():
     assert regressions(pair(40, error=1e-3), replace(now, workload=replace(WORKLOAD, weights="emoji-sd"))) == ()
 
 
-def test_what_was_timed_and_is_left_out_now():
+def test_what_was_timed_and_is_skipped_now():
     now = record(measured("stock", 1, steady(100)), measured("rocm-sd", 1, (), left_out="its result is wrong"))
     (found,) = regressions(pair(40), now)
-    assert found.what == "left out: its result is wrong"
-    assert "left out: its result is wrong" in str(found)
+    assert found.what == "skipped: its result is wrong"
+    assert "skipped: its result is wrong" in str(found)
     assert "40" in str(found)
     never_timed = record(measured("stock", 1, steady(100)), measured("rocm-sd", 1, (), left_out="no GPU"))
     assert regressions(never_timed, now) == ()

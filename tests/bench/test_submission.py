@@ -120,7 +120,7 @@ def signed(path: Path, change) -> Path:
         (lambda v: v["record"]["comparisons"][0].update(verdict="great"), "verdict should be one of"),
     ],
 )
-def test_a_form_that_is_not_the_schema_s_is_told_in_words(tmp_path, change, words):
+def test_a_form_that_is_not_the_schema_s_is_explained_in_words(tmp_path, change, words):
     problems = submission.validate(signed(tmp_path, change))
     assert any(words in problem for problem in problems), problems
 
@@ -170,7 +170,7 @@ def test_figures_that_cannot_be_are_neither_written_nor_listed(tmp_path, changes
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_engine_that_was_left_out_with_a_reason_may_be():
+def test_an_engine_that_was_skipped_with_a_reason_may_be():
     left = replace(measured("compile", 1.0), ms=(), error=None, left_out="it does not compile here")
     assert submission.implausible(record(measurements=(*record().measurements, left))) == ()
 

@@ -1,4 +1,4 @@
-"""The numerics gate of whole pictures: no speed is told for a result that is further from exact than stock's is."""
+"""The numerics gate of whole pictures: no speed is given for a result that is further from exact than stock's is."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PICTURES = len(SEEDS) + 1
 LATENTS_TIMES = 1.5
 # One picture, whose error is by chance half as large again; of a wrong VAE it is hundreds of times.
 PICTURE_TIMES = 2.0
-# What the reason starts with where an engine is left out for it.
+# What the reason starts with where an engine is skipped for it.
 WRONG = "wrong result"
 
 
@@ -112,7 +112,7 @@ class PictureGate:
 
 @contextmanager
 def _full_precision() -> Iterator[None]:
-    """Convolutions and products of float32 keep all their bits: on a GPU the former keep 10 unless told."""
+    """Convolutions and products of float32 keep all their bits: on a GPU the former keep 10 by default."""
     before = torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
     try:

@@ -1,4 +1,4 @@
-"""How a record stands beside published figures: percent of the speed, and whether the project's target is reached.
+"""How a record compares with published figures: percent of the speed, and whether the project's target is reached.
 
 80% of an RTX 4090 on RDNA3, 90% of an H100 on CDNA3, 70% of an RTX 3090 on older RDNA. A figure counts where the model
 and the size of the picture are the same. Whatever else differs (steps, engine, dtype, year) is named with the result.
@@ -132,7 +132,7 @@ def kpis(record: Record, engine: str = OURS) -> tuple[Kpi, ...]:
 def _rates(measured: Measurement, baseline: Baseline, facts: WorkloadFacts) -> tuple[float, float, str] | None:
     """(ours, theirs, unit); None where a comparison would mean nothing."""
     if baseline.unit == "pictures/s":
-        # A submitter's throughput stands beside ours at any batch, of pictures of as many steps.
+        # A submitter's throughput compares with ours at any batch, of pictures of as many steps.
         return (measured.images_per_s, baseline.result, "pictures/s") if baseline.steps == facts.steps else None
     theirs = baseline.steps_per_s
     if theirs is None or baseline.batch != measured.batch:
@@ -177,7 +177,7 @@ def _with_hardest(found: list[Kpi]) -> tuple[Kpi, ...]:
 
 def table(found: Iterable[Kpi]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """Headings and rows for a document or a terminal; the sources are links."""
-    headings = ("engine", "batch", "beside", "year", "theirs", "ours", "percent", "target", "what differs")
+    headings = ("engine", "batch", "compared with", "year", "theirs", "ours", "percent", "target", "what differs")
     rows: list[tuple[str, ...]] = []
     for kpi in found:
         target = (

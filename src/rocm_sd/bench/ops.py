@@ -1,4 +1,4 @@
-"""Single ops: what dispatch chooses here beside what stock torch runs, on every call of the op's workload."""
+"""Single ops: what dispatch chooses here against what stock torch runs, on every call of the op's workload."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 class PeakMemory:
-    """On a GPU what torch has allocated; on a CPU the resident set, where the system tells its peak (Linux)."""
+    """On a GPU what torch has allocated; on a CPU the resident set, where the system knows its peak (Linux)."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -206,7 +206,7 @@ class _EngineRun:
     def _tried(self, engine: Engine, batch: int, gate: PictureGate, pipelines: Pipelines) -> Failed | None:
         try:
             pipe = self._prepared(engine, batch, gate)
-        except Exception as error:  # noqa: BLE001 -- whatever ails one engine, the others go on
+        except Exception as error:  # noqa: BLE001 -- whatever fails in one engine, the others go on
             failed = Failed(engine.name, error)
         else:
             if pipe is not None:
@@ -321,7 +321,7 @@ class _EngineRun:
                 self._skip(name, batch, why)
 
     def _draw(self, name: str, batch: int | None, pipelines: Pipelines) -> None:
-        """A picture; with no batch the pipeline is only made ready. Whatever ails the engine is raised as `Failed`."""
+        """A picture; with no batch the pipeline is only made ready. Whatever fails is raised as `Failed`."""
         try:
             pipe = pipelines.of(name)
             if batch is not None:
@@ -335,7 +335,7 @@ class _EngineRun:
         Of an engine whose warm-up was long enough they are known from there.
         """
         with watch(self.device) as readings:
-            pass  # it reads once at each end, which tells whether there is anything to read
+            pass  # it reads once at each end, which shows whether there is anything to read
         if readings.power_watt is None and readings.clock_mhz is None and readings.temperature_c is None:
             if self.device.type != "cpu":
                 self._note(*map(without_folders, readings.notes))
@@ -366,7 +366,7 @@ class _EngineRun:
             taken, why = None, "torch.profiler recorded nothing of a device"
             try:
                 taken = self._card_ms(engine, batch, ready.get(engine.name))
-            except Exception as error:  # noqa: BLE001 -- whatever ails it here, its turns stand
+            except Exception as error:  # noqa: BLE001 -- whatever fails here, its turns stand
                 why = failure_line(error)
             if ready:
                 free_memory()

@@ -66,7 +66,7 @@ class Pipelines:
 
 
 def is_short(device: torch.device, last_mib: float | None) -> bool:
-    """Whether there is too little memory beside what is kept for one more, of the size of the last one."""
+    """Whether there is too little memory left for one more, of the size of the last one."""
     free = engine.free_memory(device)
     return free is not None and last_mib is not None and free < _ROOM * last_mib * 2**20
 

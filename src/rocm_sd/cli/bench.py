@@ -92,7 +92,7 @@ def bench(
         raise InvalidOption("workload", "", [], hint="Type: rocm-sd bench --list, or: rocm-sd bench emoji")
     formats = [name for name, asked in (("--csv", as_csv), ("--markdown", as_markdown), ("--json", as_json)) if asked]
     if len(formats) > 1:
-        raise InvalidOption(formats[1], f"beside {formats[0]}", [], hint=f"All are written to {out}; print one.")
+        raise InvalidOption(formats[1], f"with {formats[0]}", [], hint=f"All are written to {out}; print one.")
     # Read before the run, which may write to the same place.
     before = Record.load(against) if against else None
     if submit is not None:
@@ -202,7 +202,7 @@ def _require_plain_op(asked: _Asked) -> None:
     given |= {"--ablation": asked.ablation or None}
     for name in (name for name, value in given.items() if value is not None):
         raise Unsupported(
-            f"bench {asked.workload}", name, hint="An op is timed call by call beside stock torch: leave it out."
+            f"bench {asked.workload}", name, hint="An op is timed call by call against stock torch: leave it out."
         )
 
 
@@ -222,7 +222,7 @@ def _show_published(console: Console, record: Record) -> None:
     found = kpis(record)
     if found:
         header, rows = table(found)
-        shown = Table(*header, title="Beside published figures", title_justify="left")
+        shown = Table(*header, title="Compared with published figures", title_justify="left")
         for row in rows:
             shown.add_row(*map(escape, row))
         console.print(shown)

@@ -1,6 +1,6 @@
 """A small image embedding trained on emoji: which emoji does a picture show, and on which background?
 
-Trained beside emoji-sd by training/emoji_sd/train_embedding.py; about 1.7 million parameters, shipped as fp16.
+Trained along with emoji-sd by training/emoji_sd/train_embedding.py; about 1.7 million parameters, shipped as fp16.
 """
 
 from __future__ import annotations

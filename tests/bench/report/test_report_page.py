@@ -256,7 +256,7 @@ def test_memory_over_time_keeps_its_peak():
 
 
 @pytest.mark.parametrize("extra", [{"memory_over_time": 3}, {"memory_over_time": [["a", 1]]}, {"projection": "soon"}])
-def test_extras_of_another_shape_are_left_alone(extra):
+def test_extras_of_another_shape_are_ignored(extra):
     assert html_of(made_up.engines(extra=extra))
 
 

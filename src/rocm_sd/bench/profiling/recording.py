@@ -100,7 +100,7 @@ def card_ms(draw: Callable[[], object]) -> float | None:
 
 
 def busy_ms(trace: Mapping[str, Any]) -> float | None:
-    """The time in which at least one kernel, copy or fill was under way; what runs beside another counts once.
+    """The time in which at least one kernel, copy or fill was under way; what runs at the same time counts once.
 
     None, and not 0, where the trace has nothing of a device: then it was not measured.
     """

@@ -21,7 +21,7 @@ __all__ = ["Bar", "Dot", "Scale", "WaterfallRow", "bars", "lines", "roof", "tag"
 
 ROW, BAR, AXIS, KEY = 46, 14, 30, 22
 GUTTER = 10.0  # percent: where the values of an upright axis stand, clear of what is drawn
-LONGEST = 30  # characters of a name that fit beside its value on a phone
+LONGEST = 30  # characters of a name that fit next to its value on a phone
 NARROWEST = 0.3  # percent: a bar of next to nothing is still seen
 SHADES = ("dark", "medium", "light")  # of lines that are not ours; a fourth is light, too
 

@@ -37,7 +37,7 @@ def memory(records: Sequence[Record]) -> Section:
         return Section(
             "memory",
             title,
-            missing="No memory was recorded. It is where a record has a GPU, or a system that tells it.",
+            missing="No memory was recorded. It is where a record has a GPU, or a system that reports it.",
         )
     lead = (
         "Peak memory of the first picture, compilation and search included, and of the second, which is what stays: "

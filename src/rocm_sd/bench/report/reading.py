@@ -123,7 +123,7 @@ def _json(path: Path, *, named: bool) -> Any:
 
 
 def _op_run(record: Record) -> OpRun:
-    """Of a record of kind "op": the case that each batch number stands for, ours beside stock."""
+    """Of a record of kind "op": the case that each batch number stands for, ours and stock."""
     whole = record.workload.name.removeprefix("op:")
     timings = []
     for batch in record.batches:
