@@ -15,7 +15,7 @@ import torch
 from rocm_sd.bench import runner, turns
 from rocm_sd.bench.engines import Engine, engines, stock
 from rocm_sd.bench.gate import WRONG, PictureGate
-from rocm_sd.bench.peaks import PeakMemory
+from rocm_sd.bench.machine import PeakMemory
 from rocm_sd.bench.records import Measurement, Record, _keep_older, record_file
 from rocm_sd.bench.runner import run
 from rocm_sd.bench.sensors import Readings

@@ -27,20 +27,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
 __all__ = [
-    "LABEL",
-    "TARGETS",
-    "Deviation",
-    "Fit",
-    "Projection",
-    "WorkItem",
-    "deviation",
-    "fit",
-    "fits",
-    "project",
-    "project_items",
-    "projections",
-    "rows",
-]
+    "LABEL", "TARGETS", "Deviation", "Fit", "Projection", "WorkItem", "deviation", "fit", "fits", "project",
+    "project_items", "projections", "rows",
+]  # fmt: skip
 
 LABEL = "modelled"
 TARGETS = ("gfx942", "gfx1100", "gfx1200", "gfx1201")

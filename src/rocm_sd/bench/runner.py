@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from rocm_sd import arch
 from rocm_sd.bench.gate import PictureGate, free_memory
-from rocm_sd.bench.machine import machine
-from rocm_sd.bench.peaks import PeakMemory, Points
+from rocm_sd.bench.machine import PeakMemory, Points, machine
 from rocm_sd.bench.profiling.recording import card_ms
 from rocm_sd.bench.records import OURS, STOCK, Comparison, Measurement, Record, continued, now, record_file
 from rocm_sd.bench.sensors import Readings, watch

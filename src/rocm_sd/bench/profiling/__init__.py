@@ -6,18 +6,6 @@ from rocm_sd.bench.profiling.session import Profiled, ROCmSDProfiler, profile_pi
 from rocm_sd.bench.profiling.trace import Trace, UnreadableTrace, load, read, read_rocprof
 
 __all__ = [
-    "Analysis",
-    "Profiled",
-    "ROCmSDProfiler",
-    "SlowPath",
-    "TimePart",
-    "Trace",
-    "UnreadableTrace",
-    "analyse",
-    "findings",
-    "load",
-    "profile_picture",
-    "profiler",
-    "read",
-    "read_rocprof",
-]
+    "Analysis", "Profiled", "ROCmSDProfiler", "SlowPath", "TimePart", "Trace", "UnreadableTrace", "analyse", "findings",
+    "load", "profile_picture", "profiler", "read", "read_rocprof",
+]  # fmt: skip

@@ -16,25 +16,9 @@ if TYPE_CHECKING:
     from rocm_sd.ops.registry import Op
 
 __all__ = [
-    "ATTENTION",
-    "BOOKKEEPING",
-    "CONVOLUTION",
-    "COPIES",
-    "ELEMENTWISE",
-    "FAMILIES",
-    "GEMM",
-    "IDLE",
-    "KERNEL_RULES",
-    "MEMSET",
-    "NORM",
-    "OP_RULES",
-    "OTHER",
-    "TRANSFERS",
-    "Rule",
-    "kernel_family",
-    "op_family",
-    "shared_kernels",
-]
+    "ATTENTION", "BOOKKEEPING", "CONVOLUTION", "COPIES", "ELEMENTWISE", "FAMILIES", "GEMM", "IDLE", "KERNEL_RULES",
+    "MEMSET", "NORM", "OP_RULES", "OTHER", "TRANSFERS", "Rule", "kernel_family", "op_family", "shared_kernels",
+]  # fmt: skip
 
 CONVOLUTION, GEMM, ATTENTION, NORM = "convolution", "GEMM", "attention", "norm"
 ELEMENTWISE, COPIES, TRANSFERS, MEMSET = "elementwise", "layout copies", "host transfers", "memset"

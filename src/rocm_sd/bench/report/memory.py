@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from rocm_sd.bench.records import OURS, Measurement, Record
+from rocm_sd.bench.records import OURS
 from rocm_sd.bench.report.charts import Bar, bars, lines
 from rocm_sd.bench.report.parts import Figure, Section, Table, shown
 from rocm_sd.bench.report.speed import commands_of
@@ -13,6 +13,7 @@ from rocm_sd.bench.report.speed import commands_of
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from rocm_sd.bench.records import Record
 
 __all__ = ["memory"]
 
@@ -21,18 +22,12 @@ def memory(records: Sequence[Record]) -> Section:
     title = "Memory"
     figures: list[Figure] = []
     chosen: list[Record] = []
-    for record in records:
-        if record.kind != "engines":
-            continue
-        before = len(figures)
-        for batch in record.batches:
-            found = [m for m in record.measurements if m.batch == batch]
-            drawn = [(m, m.first_run_mib, m.second_run_mib) for m in found if _peak(m) is not None]
-            if drawn:
-                figures.append(_memory_bars(record, batch, drawn))
-        figures += _over_time(record)
-        if len(figures) > before:
+    for record in (record for record in records if record.kind == "engines"):
+        drawn = [_memory_bars(record, batch) for batch in record.batches]
+        found = [*(figure for figure in drawn if figure), *_over_time(record)]
+        if found:
             chosen.append(record)
+        figures += found
     if not figures:
         return Section(
             "memory",
@@ -46,25 +41,21 @@ def memory(records: Sequence[Record]) -> Section:
     return Section("memory", title, lead, tuple(figures), commands=commands_of(chosen))
 
 
-def _peak(m: Measurement) -> float | None:
-    known = [value for value in (m.first_run_mib, m.second_run_mib) if value is not None]
-    return max(known, default=None)
-
-
-def _memory_bars(record: Record, batch: int, found: list[tuple[Measurement, float | None, float | None]]) -> Figure:
+def _memory_bars(record: Record, batch: int) -> Figure | None:
     title = f"{record.workload.name}, batch {batch}, on {record.machine.device}"
-    rows = []
-    for m, first, second in found:
-        kind = "ours" if m.engine == OURS else "other"
+    found = [m for m in record.measurements if m.batch == batch and (m.first_run_mib, m.second_run_mib) != (None, None)]
+    if not found:
+        return None
+    drawn = []
+    for m in found:
+        first, second = m.first_run_mib, m.second_run_mib
         text = f"{shown(second)} MiB" if second is not None else "only a first run"
         text += f" · first {shown(first)}" if first is not None else ""
-        rows.append(Bar(m.engine, second if second is not None else first, text, kind=kind, outline=first))
-    table = Table.of(
-        title,
-        ("engine", "first-run MiB", "second-run MiB", "first picture s"),
-        [(m.engine, shown(first), shown(second), shown(m.first_picture_s)) for m, first, second in found],
-    )
-    return Figure(title, bars(title, rows, unit="MiB"), table)
+        kind = "ours" if m.engine == OURS else "other"
+        drawn.append(Bar(m.engine, second if second is not None else first, text, kind=kind, outline=first))
+    headings = ("engine", "first-run MiB", "second-run MiB", "first picture s")
+    rows = [(m.engine, *map(shown, (m.first_run_mib, m.second_run_mib, m.first_picture_s))) for m in found]
+    return Figure(title, bars(title, drawn, unit="MiB"), Table.of(title, headings, rows))
 
 
 def _over_time(record: Record) -> list[Figure]:

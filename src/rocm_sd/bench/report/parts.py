@@ -3,26 +3,16 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
 __all__ = [
-    "MODELLED",
-    "Figure",
-    "Headline",
-    "MachineFacts",
-    "Page",
-    "Picture",
-    "Section",
-    "Svg",
-    "Table",
-    "ratio_words",
-    "shown",
-    "times",
-]
+    "MODELLED", "Figure", "Headline", "MachineFacts", "Page", "Picture", "Section", "Svg", "Table", "ratio_words",
+    "shown", "times",
+]  # fmt: skip
 
 MODELLED = "modelled"
 
@@ -134,7 +124,7 @@ class Page:
     cards: tuple[MachineFacts, ...]
     notes: tuple[str, ...]
     sections: tuple[Section, ...]
-    version: str = field(default="")
+    version: str = ""
 
 
 def shown(value: float | None, unit: str = "") -> str:
