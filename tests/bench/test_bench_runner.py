@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import functools
 import gc
 import itertools
 import json
@@ -19,17 +18,8 @@ from rocm_sd.bench.machine import PeakMemory
 from rocm_sd.bench.records import Measurement, Record, _keep_older, record_file
 from rocm_sd.bench.runner import run
 from rocm_sd.bench.sensors import Readings
-from rocm_sd.bench.workloads import make
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module")
-def work():
-    return make("sd15-512", CPU, tiny=True, steps=1)
-
-
-gate_of = functools.cache(PictureGate)
 
 
 def engine(name, prepare=lambda pipe: pipe, version="1"):
@@ -63,15 +53,6 @@ def broken_after(left, error):
         return pipe
 
     return prepare
-
-
-@pytest.fixture
-def quick(monkeypatch):
-    """The warm-up of a model this small says nothing: one picture will do, and exact latents are made once for all."""
-    real = runner.settled
-    monkeypatch.setattr(runner, "settled", lambda call, watch, **_: real(call, watch, least=1, most=1))
-    monkeypatch.setattr(runner, "PictureGate", gate_of)
-    monkeypatch.setattr(runner, "free_memory", lambda: None)
 
 
 def test_engines_side_by_side(work, tmp_path, quick):

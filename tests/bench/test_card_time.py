@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import json
 from dataclasses import replace
@@ -14,7 +13,6 @@ from torch.profiler import ProfilerActivity
 
 from rocm_sd.bench import ablation, runner
 from rocm_sd.bench.engines import Engine
-from rocm_sd.bench.gate import PictureGate
 from rocm_sd.bench.machine import machine
 from rocm_sd.bench.profiling import recording as profiling
 from rocm_sd.bench.profiling.recording import Recording, busy_ms, card_ms
@@ -122,16 +120,15 @@ def test_after_ctrl_c_no_trace_is_written_and_the_profiler_is_off():
     assert not torch.autograd.profiler._is_profiler_enabled
 
 
-def test_a_record_without_the_field_is_read(tmp_path):
-    plain = run_of_nothing(tmp_path)
+def test_a_record_without_the_field_is_read(work, tmp_path):
+    plain = run_of_nothing(work, tmp_path)
     values = json.loads(plain.read_text())
     del values["measurements"][0]["card_ms"]
     plain.write_text(json.dumps(values))
     assert Record.load(plain).measurements[0].card_ms is None
 
 
-def run_of_nothing(folder):
-    work = make("sd15-512", CPU, tiny=True, steps=1)
+def run_of_nothing(work, folder):
     measured = Measurement("a", "1", "it", 1, (1.0,), 1, card_ms=0.5)
     file = folder / "record.json"
     Record("ablation", work.facts, machine(CPU), "", "2026-01-01", (measured,)).save(file)
@@ -140,14 +137,6 @@ def run_of_nothing(folder):
 
 
 # In a run.
-
-
-@pytest.fixture(scope="module")
-def work():
-    return make("sd15-512", CPU, tiny=True, steps=1)
-
-
-gate_of = functools.cache(PictureGate)
 
 
 def engine(name, prepare=lambda pipe: pipe):
@@ -187,14 +176,6 @@ class Profiler:
             return real(calls, watch, on_turn=heard, **options)
 
         monkeypatch.setattr(runner, "interleaved", noted)
-
-
-@pytest.fixture
-def quick(monkeypatch):
-    real = runner.settled
-    monkeypatch.setattr(runner, "settled", lambda call, watch, **_: real(call, watch, least=1, most=1))
-    monkeypatch.setattr(runner, "PictureGate", gate_of)
-    monkeypatch.setattr(runner, "free_memory", lambda: None)
 
 
 TWO = (engine("a"), engine("b"))

@@ -78,7 +78,10 @@ def test_a_real_run_writes_all_three_and_shows_the_table(tmp_path, capsys):
         assert words in printed.out
 
 
-def test_a_real_ablation_is_run_from_the_command_line(tmp_path, capsys):
+def test_a_real_ablation_is_run_from_the_command_line(tmp_path, capsys, monkeypatch):
+    # The warm-up of eight rows, which test_measuring.py is about, takes most of the time.
+    real = runner.settled
+    monkeypatch.setattr(runner, "settled", lambda call, watch, **_: real(call, watch, least=1, most=1))
     assert rocm_sd(*TINY, "--ablation", "--out", str(tmp_path)) == 0
     record = Record.load(tmp_path / "sd15-512-tiny-ablation.json")
     assert (record.kind, record.complete) == ("ablation", True)
