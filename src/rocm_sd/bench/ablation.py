@@ -17,7 +17,7 @@ from rocm_sd.bench.records import COMPILE, OURS
 from rocm_sd.engine import EVERYTHING, Parts, optimize_with
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from rocm_sd.bench.records import Record
     from rocm_sd.bench.workloads import Workload
@@ -154,18 +154,6 @@ def _use_unfused_attention(model: Any) -> None:
 
 
 def _keep_in_force(model: Any, parts: Parts) -> None:
-    for name in _entrances(model):
-        setattr(model, name, _within(parts, getattr(model, name)))
-
-
-def _entrances(model: Any) -> tuple[str, ...]:
-    """What a pipeline calls: `forward` of most models, and of a VAE its two halves."""
-    return ("encode", "decode") if hasattr(model, "decode") else ("forward",)
-
-
-def _within(parts: Parts, call: Callable[..., Any]) -> Callable[..., Any]:
-    def called(*args: Any, **kwargs: Any) -> Any:
-        with parts.in_force():
-            return call(*args, **kwargs)
-
-    return called
+    """Around all that a pipeline calls: `forward` of most models, and of a VAE its two halves."""
+    for name in ("encode", "decode") if hasattr(model, "decode") else ("forward",):
+        setattr(model, name, parts.in_force()(getattr(model, name)))

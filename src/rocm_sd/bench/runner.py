@@ -20,7 +20,7 @@ from rocm_sd.bench.gate import PictureGate, free_memory
 from rocm_sd.bench.machine import PeakMemory, Points, machine
 from rocm_sd.bench.profiling.recording import card_ms
 from rocm_sd.bench.records import OURS, STOCK, Comparison, Measurement, Record, continued, now, record_file
-from rocm_sd.bench.sensors import Readings, watch
+from rocm_sd.bench.sensors import watch
 from rocm_sd.bench.turns import Effort, Failed, Pipelines, failure_line, forget_compiled, is_short, without_folders
 from rocm_sd.measuring import Stopwatch, compare, interleaved, settled
 
@@ -269,7 +269,7 @@ class _EngineRun:
             stock_error=gate.stock_error,
         )  # fmt: skip
         if settled_s >= _SENSED_S:
-            fresh = _with_readings(fresh, readings)
+            fresh = replace(fresh, **readings.figures)
         # A resumed run finds compiled kernels: the first one's warm-up is the true one.
         self.measured.setdefault((engine.name, batch), fresh)
         return pipe
@@ -335,13 +335,12 @@ class _EngineRun:
         """
         with watch(self.device) as readings:
             pass  # it reads once at each end, which shows whether there is anything to read
-        if readings.power_watt is None and readings.clock_mhz is None and readings.temperature_c is None:
+        if set(readings.figures.values()) == {None}:
             if self.device.type != "cpu":
                 self._note(*map(without_folders, readings.notes))
             return
         for name in pipelines.names:
-            known = self.measured[name, batch]
-            if (known.power_watt, known.clock_mhz, known.temperature_c) != (None, None, None):
+            if any(getattr(self.measured[name, batch], figure) is not None for figure in readings.figures):
                 continue
             self.effort.advance(0, f"batch {batch}: {name}, power and clock")
             try:
@@ -353,7 +352,7 @@ class _EngineRun:
             except Failed as failed:
                 self._skip(name, batch, failed.why)
                 continue
-            self.measured[name, batch] = _with_readings(self.measured[name, batch], readings)
+            self.measured[name, batch] = replace(self.measured[name, batch], **readings.figures)
 
     def _measure_card_times(self, batch: int, ready: Mapping[str, Any]) -> None:
         """What is missing of them. An engine that is not `ready` is warmed up again; it has passed the gate before."""
@@ -398,12 +397,3 @@ class _EngineRun:
             stock_error=stock_error, left_out=why,
         )  # fmt: skip
         self.save()
-
-
-def _with_readings(measured: Measurement, readings: Readings) -> Measurement:
-    return replace(
-        measured,
-        power_watt=readings.power_watt,
-        clock_mhz=readings.clock_mhz,
-        temperature_c=readings.temperature_c,
-    )

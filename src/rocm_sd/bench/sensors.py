@@ -29,6 +29,7 @@ Candidate = TypeVar("Candidate")
 
 EVERY_S = 0.1
 QUANTITIES = ("power", "clock", "temperature")
+FIGURES = ("power_watt", "clock_mhz", "temperature_c")
 # Drivers average the power that they report over up to a second, so a shorter look shows what came before it as well.
 _LEAST_S_FOR_POWER = 1.0
 _PATIENCE_S = 2.0
@@ -48,6 +49,11 @@ class Readings:
     samples: int = 0
     seconds: float = 0.0
     notes: tuple[str, ...] = ()
+
+    @property
+    def figures(self) -> dict[str, Any]:
+        """By the names that a measurement has for them."""
+        return {name: getattr(self, name) for name in FIGURES}
 
 
 class _NoReading(Exception):
@@ -73,9 +79,8 @@ def watch(device: torch.device | str, *, every_s: float = EVERY_S, root: Path = 
 
 def _fill(readings: Readings, sampler: _Sampler, notes: list[str]) -> None:
     averages = {name: fmean(values) for name, values in sampler.values.items() if values}
-    readings.power_watt = averages.get("power")
-    readings.clock_mhz = averages.get("clock")
-    readings.temperature_c = averages.get("temperature")
+    for quantity, figure in zip(QUANTITIES, FIGURES, strict=True):
+        setattr(readings, figure, averages.get(quantity))
     readings.samples, readings.seconds = sampler.samples, sampler.seconds
     notes = [*notes, *sampler.notes]
     if readings.power_watt is not None and readings.seconds < _LEAST_S_FOR_POWER:
