@@ -81,10 +81,6 @@ class Deviation:
     without_ops: float
     source: str
 
-    @property
-    def largest(self) -> float:
-        return max(map(abs, (self.as_used, self.without_shapes, self.without_ops)))
-
 
 @dataclass(frozen=True)
 class Projection:

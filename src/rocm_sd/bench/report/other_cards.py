@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from rocm_sd import arch as archs
-from rocm_sd.bench.projection import rows as projected
-from rocm_sd.bench.report.parts import MODELLED, Figure, Section, Table, shown
+from rocm_sd.bench import projection as modelled
+from rocm_sd.bench.report.parts import Figure, Section, Table, shown
 from rocm_sd.verify.proofs import RUNGS
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ def projection(records: Sequence[Record]) -> Section | None:
     """record.extra["projection"], or the model's rows of the workload: plain values, each labelled as modelled."""
     figures = []
     for record in {record.workload.name: record for record in records}.values():
-        found = record.extra.get("projection", projected(record.workload.name))
+        found = record.extra.get("projection", modelled.rows(record.workload.name))
         rows = [row for row in found if isinstance(row, dict)] if isinstance(found, list) else []
         if not rows:
             continue
@@ -142,13 +142,13 @@ def projection(records: Sequence[Record]) -> Section | None:
         )
         names = [str(name) for name in plain if name != "label"]
         title = f"{record.workload.name} on cards that were not at hand"
-        cells = [[*(_cell(row.get(name)) for name in names), MODELLED] for row in rows]
+        cells = [[*(_cell(row.get(name)) for name in names), modelled.LABEL] for row in rows]
         words = [n for n, name in enumerate(names) if any(isinstance(row.get(name), str) for row in rows)]
         table = Table.of(
             title, [*(name.replace("_", " ") for name in names), "kind"], cells, text=[*words, len(names)],
-            label=MODELLED,
+            label=modelled.LABEL,
         )  # fmt: skip
-        figures.append(Figure(title, None, table, folded=False, label=MODELLED))
+        figures.append(Figure(title, None, table, folded=False, label=modelled.LABEL))
     if not figures:
         return None
     lead = (

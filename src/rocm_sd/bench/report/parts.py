@@ -10,11 +10,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 __all__ = [
-    "MODELLED", "Figure", "Headline", "MachineFacts", "Page", "Picture", "Section", "Svg", "Table", "ratio_words",
+    "Figure", "Headline", "MachineFacts", "Page", "Picture", "Section", "Svg", "Table", "ratio_words",
     "shown", "times",
 ]  # fmt: skip
-
-MODELLED = "modelled"
 
 
 class Svg(str):
@@ -127,24 +125,17 @@ class Page:
     version: str = ""
 
 
-def shown(value: float | None, unit: str = "") -> str:
+def shown(value: float | None) -> str:
     """Three significant figures, as a reader writes them: 1689, 41.9, 8.17, 0.0014. None is nothing."""
     if value is None or not math.isfinite(value):
         return ""
     size = abs(value)
     if size == 0:
-        text = "0"
-    elif size >= 99.95:
-        text = f"{value:.0f}"
-    elif size >= 9.995:
-        text = f"{value:.1f}"
-    elif size >= 0.9995:
-        text = f"{value:.2f}"
-    elif size >= 0.001:
-        text = f"{value:.{2 - math.floor(math.log10(size))}f}"
-    else:
-        text = f"{value:.2e}"
-    return f"{text} {unit}" if unit else text
+        return "0"
+    if size < 0.001:
+        return f"{value:.2e}"
+    places = 0 if size >= 99.95 else 1 if size >= 9.995 else 2 if size >= 0.9995 else 2 - math.floor(math.log10(size))
+    return f"{value:.{places}f}"
 
 
 def ratio_words(ratio: float) -> str:
