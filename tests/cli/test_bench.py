@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import json
 from dataclasses import replace
 
@@ -79,9 +80,11 @@ def test_a_real_run_writes_all_three_and_shows_the_table(tmp_path, capsys):
 
 
 def test_a_real_ablation_is_run_from_the_command_line(tmp_path, capsys, monkeypatch):
-    # The warm-up of eight rows, which test_measuring.py is about, takes most of the time.
+    # Most of the time went into warm-ups, which test_measuring.py is about, and into garbage among imported modules.
     real = runner.settled
     monkeypatch.setattr(runner, "settled", lambda call, watch, **_: real(call, watch, least=1, most=1))
+    gc.collect()
+    gc.freeze()
     assert rocm_sd(*TINY, "--ablation", "--out", str(tmp_path)) == 0
     record = Record.load(tmp_path / "sd15-512-tiny-ablation.json")
     assert (record.kind, record.complete) == ("ablation", True)

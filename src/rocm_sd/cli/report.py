@@ -66,7 +66,7 @@ def report(
     console = Console(stderr=True)
     if ladder == RUN:
         with bar("proof ladder", console=console) as update:
-            outcomes = other_cards.climb(
+            outcomes = other_cards.run_ladder(
                 lambda o, total: update(advance=1, total=total, description=f"{o['op']} {o['arch']} {o['rung']}")
             )
     drawn: tuple[tuple[Picture, ...], ...] = ()

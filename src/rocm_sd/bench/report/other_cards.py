@@ -18,14 +18,14 @@ if TYPE_CHECKING:
     from rocm_sd.bench.records import Record
     from rocm_sd.bench.report.reading import Outcome
 
-__all__ = ["KERNELS", "climb", "ladder", "projection"]
+__all__ = ["KERNELS", "ladder", "projection", "run_ladder"]
 
 HOST = "cpu"  # rungs 1 and 2 need no architecture and count for all
 # One that moves data and one that multiplies matrices: enough for a page that has no other ladder.
 KERNELS = ("group_norm_silu", "attention")
 
 
-def climb(on_outcome: Callable[[Outcome, int], None]) -> tuple[Outcome, ...]:
+def run_ladder(on_outcome: Callable[[Outcome, int], None]) -> tuple[Outcome, ...]:
     """All rungs of two kernels on the emulated architectures; `on_outcome` gets each outcome and how many there are."""
     from rocm_sd.verify import ladder as proofs  # noqa: PLC0415 -- the compiler is loaded only when it is used
 
