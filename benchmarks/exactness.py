@@ -66,7 +66,7 @@ def main():
     # On a CPU stock computes in float32 too, and both errors may be 0.
     ratios = [row["error"] / row["stock_error"] if row["stock_error"] else float(row["error"] > 0) for row in rows]
     command = f"python benchmarks/exactness.py --workload {options.workload} --seeds {options.seeds} --steps {steps}"
-    told = {
+    figures = {
         "workload": work.name,
         "dtype": work.facts.dtype,
         "steps": steps,
@@ -78,7 +78,7 @@ def main():
         "rows": rows,
     }
     options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / f"exactness-{work.name}.json").write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+    (options.out / f"exactness-{work.name}.json").write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
     print(f"{work.name}: {statistics.median(ratios):.2f} of stock's error, {max(ratios):.2f} at worst")
     if max(ratios) > ALLOWED:
         raise SystemExit(f"An error is above {ALLOWED} times stock's.")

@@ -56,21 +56,21 @@ class Case:
     run: Callable[..., Any]
     reference: Callable[..., Any]
     stock: Callable[..., Any]
-    told: str = ""
+    suffix: str = ""
 
     @property
     def name(self):
-        return self.sample.name + self.told
+        return self.sample.name + self.suffix
 
 
 def _of_op(name):
     op = OPS[name]
     hip = op.implementation("hip")
     for config in (hip.default, *hip.kernels.small_configs):
-        told = "" if config == hip.default else f" with {config.to_dict()}"
+        suffix = "" if config == hip.default else f" with {config.to_dict()}"
         for sample in op.verification.small:
             run, stock = partial(hip, config=config), op.implementations[0]
-            yield Case(name, sample, run, op.verification.reference, stock, told)
+            yield Case(name, sample, run, op.verification.reference, stock, suffix)
 
 
 def _finish(parts, like, bias, add, residual):
@@ -100,8 +100,8 @@ def _of_finish():
             rest = (draw(C), draw(N, C), draw.image(*shape)) if added else (None, None, None)
             return draw(splits, N * H * W, C, dtype=torch.float32), draw.image(*shape), *rest
 
-        told = "bias add residual" if added else "bare"
-        name = f"{splits} parts of {'x'.join(map(str, shape))}, {told}, {dtype_name(dtype)}"
+        terms = "bias add residual" if added else "bare"
+        name = f"{splits} parts of {'x'.join(map(str, shape))}, {terms}, {dtype_name(dtype)}"
         yield Case("conv2d_finish", Sample(name, dtype, build), _finish, _sum, _sum)
 
 
@@ -248,9 +248,9 @@ def try_case(case, launcher, device="cuda"):
     again = all(same_bits(a, b) for a, b in zip(first, second, strict=True))
     errors = [compare(a.cpu(), e, s) for a, e, s in zip(first, exact, stock, strict=True)]
     kernels = sorted(set(launcher.launched))
-    told = [{**asdict(error), "allowed": error.allowed_largest, "allowed_rms": error.allowed_rms} for error in errors]
+    rows = [{**asdict(error), "allowed": error.allowed_largest, "allowed_rms": error.allowed_rms} for error in errors]
     good = again and all(error.ok for error in errors)
-    return {"op": case.op, "sample": case.name, "kernels": kernels, "errors": told, "same_bits": again, "ok": good}
+    return {"op": case.op, "sample": case.name, "kernels": kernels, "errors": rows, "same_bits": again, "ok": good}
 
 
 def main(arguments=None):
@@ -285,9 +285,9 @@ def main(arguments=None):
         return 2
     for row in rows:
         worst = max(row["errors"], key=lambda error: error["largest"] - error["allowed"])
-        told = f"error {worst['largest']:.3g} of {worst['allowed']:.3g} allowed"
-        told += "" if row["same_bits"] else ", other bits the second time"
-        print(f"{'PASSED' if row['ok'] else 'FAILED'}  {row['op']}: {row['sample']}  {told}")
+        line = f"error {worst['largest']:.3g} of {worst['allowed']:.3g} allowed"
+        line += "" if row["same_bits"] else ", other bits the second time"
+        print(f"{'PASSED' if row['ok'] else 'FAILED'}  {row['op']}: {row['sample']}  {line}")
     if options.out:
         record = {
             "machine": asdict(machine(torch.device("cuda"))),

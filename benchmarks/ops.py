@@ -134,7 +134,7 @@ def compile_share(names, share, of, small):
 
 
 def usable(clock, op, sample, arguments, dropped):
-    """The candidates' calls, prepared; one that cannot run is noted and left out."""
+    """The candidates' calls, prepared; one that cannot run is noted and skipped."""
     calls, chosen = {}, {}
     for name, (implementation, config) in candidates(op, op.verification.problem(*arguments)).items():
         try:
@@ -187,7 +187,7 @@ def row_of(clock, op, sample, choice, options):
             comparison = right(op, sample, arguments, lambda *_, v=variants[name]: v(), exact, stock)
             error = comparison if name == choice.implementation else error
         except NumericsFailure as failure:  # noqa: PERF203
-            # Stock's own backends are not ours to mend; they are left out of the timing, and named.
+            # Stock's own backends are not ours to repair; they are not timed, and are named.
             wrong[name] = str(failure)
             del variants[name]
         except RuntimeError as failure:

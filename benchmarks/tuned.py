@@ -82,9 +82,9 @@ def main():
         print(one.engine, one.left_out or f"{one.p50_ms:.1f} ms", f"error {one.error:.3g} of {one.stock_error:.3g}")
     for each in record.comparisons:
         print(f"{each.engine} {each.ratio:.3f} times as fast ({each.low:.3f} to {each.high:.3f}): {each.verdict}")
-    told = {op: {**row, "calls": dict(row["calls"])} for op, row in choices(options.cache.resolve(), device).items()}
-    (options.out / "choices.json").write_text(json.dumps(told, indent=2) + "\n")
-    print(json.dumps(told))
+    chosen = {op: {**row, "calls": dict(row["calls"])} for op, row in choices(options.cache.resolve(), device).items()}
+    (options.out / "choices.json").write_text(json.dumps(chosen, indent=2) + "\n")
+    print(json.dumps(chosen))
 
 
 if __name__ == "__main__":

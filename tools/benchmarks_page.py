@@ -13,16 +13,18 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rocm_sd import arch
 from rocm_sd.bench import kpis, projection
 from rocm_sd.bench.ablation import STOCK_ROW
-from rocm_sd.bench.records import BESIDE, FORMAT, Measurement, Record
+from rocm_sd.bench.records import COMPILE, FORMAT, Measurement, Record
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
-__all__ = ["DOCUMENTS", "TABLES", "fill", "main", "stale"]
+__all__ = ["DOCUMENTS", "TABLES", "elsewhere", "fill", "main", "stale"]
 
 ROOT = Path(__file__).resolve().parents[1]
+PROJECTION_DATA = ROOT / "src/rocm_sd/bench/data/work.json"
 DOCUMENTS = ("BENCHMARKS.md", "docs/projection.md")
 _BLOCK = re.compile(r"(<!-- table: (?P<name>[\w-]+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 
@@ -70,8 +72,8 @@ def _card_ms(measured: Measurement) -> str:
 def _compared(record: Record, measured: Measurement, against: str) -> str:
     for one in record.comparisons:
         if (one.engine, one.against, one.batch) == (measured.engine, against, measured.batch):
-            told = "no difference" if one.verdict == "no difference" else f"{one.ratio:.2f}"
-            return f"{told} ({one.low:.2f} to {one.high:.2f})"
+            ratio = "no difference" if one.verdict == "no difference" else f"{one.ratio:.2f}"
+            return f"{ratio} ({one.low:.2f} to {one.high:.2f})"
     return ""
 
 
@@ -84,12 +86,12 @@ def _engines() -> str:
     rows: list[tuple[object, ...]] = []
     for name, record in _records("engine-*/*.json"):
         facts = record.workload
-        told = f"{facts.name}, {facts.steps} steps, {facts.dtype}, {facts.weights} weights"
+        text = f"{facts.name}, {facts.steps} steps, {facts.dtype}, {facts.weights} weights"
         for measured in record.measurements:
             if measured.ms:
                 first = "" if measured.first_picture_s is None else f"{measured.first_picture_s:.1f}"
                 rows.append(
-                    (told, record.machine.device, measured.engine, measured.batch, f"{measured.p50_ms:.0f}",
+                    (text, record.machine.device, measured.engine, measured.batch, f"{measured.p50_ms:.0f}",
                      _compared(record, measured, "stock"), first, _mib(_peak(measured)), _file(name, record))
                 )  # fmt: skip
     return _table(headings, rows, ("workload", "card", "engine", "record")) if rows else "Nothing is recorded yet.\n"
@@ -107,7 +109,7 @@ def _ablation() -> str:
         rows: list[list[str]] = []
         before: dict[int, float] = {}
         for engine in record.engines:
-            is_row = engine != BESIDE
+            is_row = engine != COMPILE
             row = [f"{engine}: stock as it comes" if engine == STOCK_ROW else engine if is_row else f"beside: {engine}"]
             for batch in record.batches:
                 measured = record.measurement(engine, batch)
@@ -121,9 +123,9 @@ def _ablation() -> str:
                 row += [gain, _compared(record, measured, STOCK_ROW), *peaks]
             rows.append(row)
         facts = record.workload
-        told = f"{facts.name}, {facts.steps} steps, {facts.weights} weights, on {record.machine.device}"
+        text = f"{facts.name}, {facts.steps} steps, {facts.weights} weights, on {record.machine.device}"
         versions = _versions(record.machine.versions)
-        parts.append(f"{told} ({versions}); {_file(name, record)}.\n\n{_table(headings, rows, ('added',))}")
+        parts.append(f"{text} ({versions}); {_file(name, record)}.\n\n{_table(headings, rows, ('added',))}")
     return "\n".join(parts) if parts else "No ablation is recorded yet.\n"
 
 
@@ -144,18 +146,48 @@ def _ops() -> str:
 
 
 def _projections() -> str:
-    headings, rows = projection.table()
+    """Every row says that it is modelled."""
+    headings = (
+        "workload", "card", "picture ms", "it/s", "UNet step ms", "VAE decode ms", "what it is", "model's error",
+    )  # fmt: skip
+    rows = [
+        (p.workload, f"{p.product} ({p.arch})", f"{p.ms:.0f}", f"{p.steps_per_s:.1f}", f"{p.step_ms:.1f}",
+         f"{p.decode_ms:.1f}", f"**{p.label}**", p.model_error)
+        for p in projection.projections()
+    ]  # fmt: skip
     return _table(headings, rows, ("workload", "card", "what it is", "model's error"))
+
+
+def elsewhere() -> Iterator[tuple[projection.Projection, kpis.Baseline]]:
+    """Cards that the model never saw, each with the fastest figure that somebody published with another engine.
+
+    They show how far the model carries, and no more.
+    """
+    known: dict[str, Any] = json.loads(PROJECTION_DATA.read_text(encoding="utf-8"))
+    for workload, facts in known["workloads"].items():
+        fastest: dict[str, kpis.Baseline] = {}
+        for figure in kpis.baselines():
+            like = (figure.model, figure.height, figure.batch) == (facts["model"], facts["side"], 1)
+            card = arch.get(figure.arch)
+            # The table's figures are of one product: an H100 is no H200, and half of an MI250X is no MI250X.
+            same = set(figure.hardware.split()) <= set((card.product or "").split())
+            rate = figure.steps_per_s
+            if not like or not same or rate is None or figure.arch == known["arch"]:
+                continue
+            if figure.arch not in fastest or rate > (fastest[figure.arch].steps_per_s or 0.0):
+                fastest[figure.arch] = figure
+        for name, figure in sorted(fastest.items()):
+            yield projection.project(workload, name), figure
 
 
 def _elsewhere() -> str:
     headings = ("workload", "card", "modelled it/s", "fastest published it/s", "with", "modelled speed against it")
     rows = []
-    for one in projection.elsewhere():
-        modelled, published = one.modelled, one.published
+    for modelled, published in elsewhere():
+        percent = 100 * (modelled.steps_per_s / (published.steps_per_s or float("nan")) - 1)
         rows.append(
             (modelled.workload, modelled.product, f"{modelled.steps_per_s:.1f}", f"{published.steps_per_s:.1f}",
-             f"[{published.engine}, {published.year}]({published.source})", f"{one.percent:+.0f}%")
+             f"[{published.engine}, {published.year}]({published.source})", f"{percent:+.0f}%")
         )  # fmt: skip
     return _table(headings, rows, ("workload", "card", "with"))
 
@@ -175,9 +207,9 @@ def _error() -> str:
         if found is None:
             rows.append((workload, "none recorded", "", "", ""))
             continue
-        figures = (found.as_used, found.shapes_left_out, found.ops_left_out)
+        figures = (found.as_used, found.without_shapes, found.without_ops)
         rows.append((workload, f"{found.measured_ms:.0f}", *(f"{figure:+.0f}%" for figure in figures)))
-    headings = ("workload", "measured ms", "as it is used", "shapes left out", "ops left out")
+    headings = ("workload", "measured ms", "as it is used", "without shapes", "without ops")
     return _table(headings, rows, ("workload",))
 
 
@@ -187,7 +219,7 @@ def _kpis() -> str:
         found = kpis.kpis(record)
         if found:
             headings, rows = kpis.table(found)
-            words = ("engine", "beside", "target", "what differs")
+            words = ("engine", "compared with", "target", "what differs")
             parts.append(
                 f"{record.workload.name} on {record.machine.device}; `{name}`.\n\n{_table(headings, rows, words)}"
             )
@@ -197,7 +229,7 @@ def _kpis() -> str:
 
 
 def _targets() -> str:
-    headings = ("on", "beside", "target", "fastest published figures")
+    headings = ("on", "compared with", "target", "fastest published figures")
     rows = []
     for target in kpis.targets():
         best: dict[str, kpis.Baseline] = {}
@@ -206,8 +238,8 @@ def _targets() -> str:
             if figure.hardware in target.hardware and rate is not None and figure.batch == 1:
                 held = best.get(figure.model)
                 best[figure.model] = figure if held is None or rate > (held.steps_per_s or 0) else held
-        told = ", ".join(f"{m}: [{f.steps_per_s:.1f} it/s, {f.engine}]({f.source})" for m, f in sorted(best.items()))
-        rows.append((", ".join(target.families), " or ".join(target.hardware), f"{target.percent:.0f}%", told))
+        text = ", ".join(f"{m}: [{f.steps_per_s:.1f} it/s, {f.engine}]({f.source})" for m, f in sorted(best.items()))
+        rows.append((", ".join(target.families), " or ".join(target.hardware), f"{target.percent:.0f}%", text))
     return _table(headings, rows, headings)
 
 

@@ -69,7 +69,7 @@ def _as_fast(record: Record, measured: Measurement) -> str:
 
 def _rows(name: str, record: Record) -> list[tuple[str, ...]]:
     versions = record.machine.versions
-    told = ", ".join(f"{key} {versions[key]}" for key in _VERSIONS if versions.get(key))
+    shown_versions = ", ".join(f"{key} {versions[key]}" for key in _VERSIONS if versions.get(key))
     return [
         (
             f"{record.machine.device} ({record.machine.arch})" if first else "",
@@ -77,7 +77,7 @@ def _rows(name: str, record: Record) -> list[tuple[str, ...]]:
             str(measured.batch),
             f"{measured.p50_ms / measured.batch:.0f}",
             _as_fast(record, measured),
-            told if first else "",
+            shown_versions if first else "",
             record.when[:10] if first else "",
             f"`{name}`" if first else "",
         )

@@ -101,8 +101,8 @@ def _proofs(*, linked: bool) -> str:
         cells = [_names([proof.arch for proof in rungs[rung]]) for rung in ("emulated", "compiled")]
         ran = []
         for proof in rungs["tested"]:
-            told = _measured(proof.evidence) or proof.arch
-            ran.append(f"[{told}]({proof.evidence})" if linked else told)
+            text = _measured(proof.evidence) or proof.arch
+            ran.append(f"[{text}]({proof.evidence})" if linked else text)
         rows.append((f"`{op}`", *cells, ", ".join(ran)))
     meanings = [f"- **{rung}**: {RUNG_MEANINGS[rung]}." for rung in ("compiled", "emulated", "tested")]
     table = _table(("op", "emulated", "compiled", "tested"), rows)
@@ -169,10 +169,10 @@ def _of_record(record: Record) -> Iterable[tuple[str, ...]]:
             for one in record.comparisons:
                 if (one.engine, one.against, one.batch) == (OURS, measured.engine, batch):
                     ratio = f"{one.ratio:.2f} ({one.low:.2f} to {one.high:.2f})"
-            told = f"{facts.name}, {facts.steps} steps, batch {batch}, {facts.dtype}" if measured is ours else ""
+            text = f"{facts.name}, {facts.steps} steps, batch {batch}, {facts.dtype}" if measured is ours else ""
             peak = max(measured.first_run_mib or 0, measured.second_run_mib or 0)
             yield (
-                told, _shown_engine(measured.engine), f"{measured.p50_ms:.0f}", ratio,
+                text, _shown_engine(measured.engine), f"{measured.p50_ms:.0f}", ratio,
                 f"{measured.first_picture_s:.1f}", f"{peak:.0f}",
             )  # fmt: skip
 
@@ -285,8 +285,8 @@ def _options(verb: str) -> str:
     rows = []
     for option in _verbs()[verb].params:
         if option.param_type_name == "option" and "--help" not in option.opts:
-            told = option.default is None or isinstance(option.default, bool) or option.default == ""
-            rows.append((f"`{option.opts[0]}`", "" if told else f"`{option.default}`", option.help))
+            has_none = option.default is None or isinstance(option.default, bool) or option.default == ""
+            rows.append((f"`{option.opts[0]}`", "" if has_none else f"`{option.default}`", option.help))
     return _table(("option", "default", "effect"), rows)
 
 

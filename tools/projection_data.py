@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rocm_sd.bench.records import Record
-from rocm_sd.bench.work_items import count
 from rocm_sd.bench.workloads import WORKLOADS
 from rocm_sd.ops import OPS
+from work_items import count
 
 if TYPE_CHECKING:
     from rocm_sd.bench.projection import WorkItem

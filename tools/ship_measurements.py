@@ -90,7 +90,7 @@ def main(exports: list[str]) -> None:
     for arch, op in sorted({(one["environment"]["arch"], one["op"]) for one in measurements}):
         file = DATA / arch / f"{op}.json"
         if not file.is_file():
-            print(f"{op} on {arch}: no data to add to; left alone")
+            print(f"{op} on {arch}: no data to add to; skipped")
             continue
         table = json.loads(file.read_text(encoding="utf-8"))
         own = [one for one in measurements if (one["environment"]["arch"], one["op"]) == (arch, op)]

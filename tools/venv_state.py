@@ -73,7 +73,7 @@ def lock(path: Path, say: Callable[[str], None]) -> Iterator[None]:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle = path.open("a+", encoding="utf-8")
     except OSError as error:
-        hint = "Copy the checkout to a folder you own, or mend its permissions."
+        hint = "Copy the checkout to a folder you own, or correct its permissions."
         raise RocmSdError(f"The lock {path} cannot be written: {error.strerror}.", hint=hint) from error
     with handle:
         try:

@@ -60,7 +60,7 @@ class Stopwatch:
     GPU is kept busy until the call is handed over, so that its launches take none of the time: 8 us for a graph, as
     long as a small kernel runs. It is for one op, which a model's graph will hold.
 
-    On a CPU two things are kept out that belong to neither side. The C library is told to keep freed memory, as torch's
+    On a CPU two things are kept out that belong to neither side. The C library is set to keep freed memory, as torch's
     allocator for GPUs does: else it returns it to the system in some processes and not in others, and the same op takes
     0.36 or 1.29 ms. And a call of less than 20 ms from which the system took the processor away (it counts these
     switches) is timed again, up to three times: a neighbour adds its whole time slice, thrice the length of a short op.
@@ -182,7 +182,7 @@ def turn(names: Sequence[str], number: int) -> list[str]:
     """The order in turn `number`, from 0: rotated after every second turn, and backwards in every second.
 
     Rotation alone gives each its share of first places, but nearly always the same predecessor, whose heat and caches
-    it inherits. Backwards turns mend that: three names meet in all six orders.
+    it inherits. Backwards turns cure that: three names meet in all six orders.
     """
     names = list(names)
     by = number // 2 % len(names) if names else 0

@@ -9,9 +9,7 @@ import torch
 
 from pipelines import CASES, call, exactly, require_as_exact_as_stock, tiny_pipeline
 from rocm_sd.bench import ablation
-from rocm_sd.bench.records import Record
-from rocm_sd.bench.resuming import record_file
-from rocm_sd.bench.workloads import make
+from rocm_sd.bench.records import Record, record_file
 from rocm_sd.engine import report
 from rocm_sd.ops.registry import Op
 from rocm_sd.rewrite import transformer
@@ -118,9 +116,9 @@ def test_a_cpu_has_the_rows_that_mean_something_there():
 
 
 @pytest.mark.slow
-def test_the_ablation_of_a_small_model_is_measured_row_by_row(tmp_path):
+def test_the_ablation_of_a_small_model_is_measured_row_by_row(work, tmp_path, quick):
     cpu = torch.device("cpu")
-    record = ablation.run(make("sd15-512", cpu, tiny=True), [1], out=tmp_path, repeats=5)
+    record = ablation.run(work, [1], out=tmp_path, repeats=5)
     assert record.kind == "ablation"
     assert record.complete
     assert record.engines == tuple(row.name for row in ablation.rows(cpu))

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import functools
 import gc
 import itertools
 import json
@@ -12,25 +11,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rocm_sd.bench import pipelines, runner
+from rocm_sd.bench import runner, turns
 from rocm_sd.bench.engines import Engine, engines, stock
-from rocm_sd.bench.gate import WRONG, Gate
-from rocm_sd.bench.peaks import PeakMemory
-from rocm_sd.bench.records import Measurement, Record
-from rocm_sd.bench.resuming import _keep_older, record_file
+from rocm_sd.bench.gate import WRONG, PictureGate
+from rocm_sd.bench.machine import PeakMemory
+from rocm_sd.bench.records import Measurement, Record, _keep_older, record_file
 from rocm_sd.bench.runner import run
 from rocm_sd.bench.sensors import Readings
-from rocm_sd.bench.workloads import make
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module")
-def work():
-    return make("sd15-512", CPU, tiny=True, steps=1)
-
-
-gate_of = functools.cache(Gate)
 
 
 def engine(name, prepare=lambda pipe: pipe, version="1"):
@@ -66,21 +55,12 @@ def broken_after(left, error):
     return prepare
 
 
-@pytest.fixture
-def quick(monkeypatch):
-    """The warm-up of a model this small says nothing: one picture will do, and exact latents are made once for all."""
-    real = runner.settled
-    monkeypatch.setattr(runner, "settled", lambda call, watch, **_: real(call, watch, least=1, most=1))
-    monkeypatch.setattr(runner, "Gate", gate_of)
-    monkeypatch.setattr(runner, "free_memory", lambda: None)
-
-
 def test_engines_side_by_side(work, tmp_path, quick):
     seen = []
     ours = engines()["rocm-sd"]
     record = run(
         work, [stock, ours], [1, 2], out=tmp_path, repeats=4, command="rocm-sd bench it",
-        progress=lambda *told: seen.append(told),
+        progress=lambda *step: seen.append(step),
     )  # fmt: skip
     assert record.complete
     assert [(m.engine, m.batch) for m in record.measurements] == [
@@ -225,11 +205,11 @@ SHORT = "batch 1: too little memory for all engines at once; each was made ready
 
 def test_engines_that_do_not_fit_at_once_have_the_memory_one_at_a_time(work, tmp_path, quick, caplog, monkeypatch):
     card, seen = SmallCard(1, compiled=[]), []
-    for module in (pipelines, runner):
+    for module in (turns, runner):
         monkeypatch.setattr(module, "forget_compiled", card.compiled.clear)
     engines_there = [card.engine(name) for name in ("stock", "b", "rocm-sd")]
-    told = {"progress": lambda *step: seen.append(step), "card_times": True}
-    record = run(work, engines_there, [1], out=tmp_path, repeats=4, **told)
+    options = {"progress": lambda *step: seen.append(step), "card_times": True}
+    record = run(work, engines_there, [1], out=tmp_path, repeats=4, **options)
     assert [len(m.ms) for m in record.measurements] == [4, 4, 4]
     assert record.complete
     assert record.notes == (SHORT,)
@@ -243,7 +223,7 @@ def test_engines_that_do_not_fit_at_once_have_the_memory_one_at_a_time(work, tmp
 
 
 def test_memory_that_is_short_is_seen_before_it_runs_out(work, tmp_path, quick, monkeypatch):
-    monkeypatch.setattr(pipelines.engine, "free_memory", lambda _device: 2**20)
+    monkeypatch.setattr(turns.engine, "free_memory", lambda _device: 2**20)
     card = SmallCard(1)
     record = run(work, [card.engine("stock"), card.engine("b")], [1], out=tmp_path, repeats=2)
     assert record.notes == (SHORT,)
@@ -412,7 +392,7 @@ def test_no_reference_no_timing(work, tmp_path, quick, monkeypatch):
     def no_room(*_):
         raise torch.OutOfMemoryError("10 GiB")
 
-    monkeypatch.setattr(runner, "Gate", no_room)
+    monkeypatch.setattr(runner, "PictureGate", no_room)
     record = run(work, [stock], [1], out=tmp_path, repeats=1)
     assert record.measurements[0].left_out == "nothing to compare it with: out of memory: 10 GiB"
 
@@ -439,6 +419,6 @@ def test_a_record_of_a_run_is_plain_json(work, tmp_path, quick):
 
 
 def test_the_gate_has_a_reference_finer_than_the_workload(work):
-    gate = Gate(work, 1)
+    gate = PictureGate(work, 1)
     assert 0 < gate.stock_error < 1e-4
     assert gate.check(work.pipeline()).wrong is None

@@ -14,8 +14,8 @@ RECORDED = ROOT / "benchmarks/ablation-h200/sd15-512-ablation-earlier.json"
 
 def shown(monkeypatch, *records):
     monkeypatch.setattr(benchmarks_page, "_records", lambda _pattern: [(f"{n}.json", r) for n, r in enumerate(records)])
-    told = benchmarks_page.TABLES["bench-ablation"]()
-    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in told.splitlines() if line.startswith("|")]
+    table = benchmarks_page.TABLES["bench-ablation"]()
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines() if line.startswith("|")]
 
 
 def test_the_ablation_has_the_card_s_own_time_where_it_was_measured(monkeypatch):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import json
 from dataclasses import replace
@@ -14,12 +13,10 @@ from torch.profiler import ProfilerActivity
 
 from rocm_sd.bench import ablation, runner
 from rocm_sd.bench.engines import Engine
-from rocm_sd.bench.gate import Gate
 from rocm_sd.bench.machine import machine
-from rocm_sd.bench.profiling import capture
-from rocm_sd.bench.profiling.capture import Recording, busy_ms, card_ms
-from rocm_sd.bench.records import Measurement, Record
-from rocm_sd.bench.resuming import record_file
+from rocm_sd.bench.profiling import recording as profiling
+from rocm_sd.bench.profiling.recording import Recording, busy_ms, card_ms
+from rocm_sd.bench.records import Measurement, Record, record_file
 from rocm_sd.bench.runner import run
 from rocm_sd.bench.workloads import make
 
@@ -99,19 +96,19 @@ def test_a_card_is_busy_for_a_part_of_the_time():
 )
 def test_only_the_device_is_recorded(monkeypatch, there, host, wanted):
     asked = []
-    real = capture.profile
+    real = profiling.profile
 
     def profile(*, activities, record_shapes):
         asked.append((activities, record_shapes))
         return real(activities=[ProfilerActivity.CPU], record_shapes=record_shapes)
 
-    monkeypatch.setattr(capture, "profile", profile)
-    monkeypatch.setattr(capture, "synchronize", lambda: None)
-    monkeypatch.setattr(capture.torch.cuda, "is_available", lambda: there)
+    monkeypatch.setattr(profiling, "profile", profile)
+    monkeypatch.setattr(profiling, "synchronize", lambda: None)
+    monkeypatch.setattr(profiling.torch.cuda, "is_available", lambda: there)
     with Recording(host=host) as recording:
         torch.ones(2) + 1
     assert asked == [(wanted, host)]
-    assert any(event.get("name") == capture.REGION for event in recording.trace["traceEvents"]) is host
+    assert any(event.get("name") == profiling.REGION for event in recording.trace["traceEvents"]) is host
 
 
 def test_after_ctrl_c_no_trace_is_written_and_the_profiler_is_off():
@@ -123,16 +120,15 @@ def test_after_ctrl_c_no_trace_is_written_and_the_profiler_is_off():
     assert not torch.autograd.profiler._is_profiler_enabled
 
 
-def test_a_record_without_the_field_is_read(tmp_path):
-    plain = run_of_nothing(tmp_path)
+def test_a_record_without_the_field_is_read(work, tmp_path):
+    plain = run_of_nothing(work, tmp_path)
     values = json.loads(plain.read_text())
     del values["measurements"][0]["card_ms"]
     plain.write_text(json.dumps(values))
     assert Record.load(plain).measurements[0].card_ms is None
 
 
-def run_of_nothing(folder):
-    work = make("sd15-512", CPU, tiny=True, steps=1)
+def run_of_nothing(work, folder):
     measured = Measurement("a", "1", "it", 1, (1.0,), 1, card_ms=0.5)
     file = folder / "record.json"
     Record("ablation", work.facts, machine(CPU), "", "2026-01-01", (measured,)).save(file)
@@ -141,14 +137,6 @@ def run_of_nothing(folder):
 
 
 # In a run.
-
-
-@pytest.fixture(scope="module")
-def work():
-    return make("sd15-512", CPU, tiny=True, steps=1)
-
-
-gate_of = functools.cache(Gate)
 
 
 def engine(name, prepare=lambda pipe: pipe):
@@ -177,7 +165,7 @@ class Profiler:
                     us = next(busy) * 1000
                     self.trace = recorded((0, us), (0, us / 2)) if kernels else recorded()
 
-        monkeypatch.setattr(capture, "Recording", Played)
+        monkeypatch.setattr(profiling, "Recording", Played)
         real = runner.interleaved
 
         def noted(calls, watch, *, on_turn, **options):
@@ -190,14 +178,6 @@ class Profiler:
         monkeypatch.setattr(runner, "interleaved", noted)
 
 
-@pytest.fixture
-def quick(monkeypatch):
-    real = runner.settled
-    monkeypatch.setattr(runner, "settled", lambda call, watch, **_: real(call, watch, least=1, most=1))
-    monkeypatch.setattr(runner, "Gate", gate_of)
-    monkeypatch.setattr(runner, "free_memory", lambda: None)
-
-
 TWO = (engine("a"), engine("b"))
 
 
@@ -208,7 +188,7 @@ def measure(work, folder, engines=TWO, batches=(1,), **more):
 
 def test_it_is_measured_once_a_row_after_every_turn(work, tmp_path, quick, monkeypatch):
     profiler, seen = Profiler(monkeypatch), []
-    record = measure(work, tmp_path, batches=(1, 2), progress=lambda *told: seen.append(told))
+    record = measure(work, tmp_path, batches=(1, 2), progress=lambda *step: seen.append(step))
     assert profiler.events == ["turn"] * 8 + ["recorded"] * 4
     # The last batch size comes first: its pipelines are warm.
     assert {(m.engine, m.batch): m.card_ms for m in record.measurements} == {
@@ -247,7 +227,7 @@ def test_a_resumed_run_fills_in_what_is_missing_and_times_nothing_again(work, tm
     half = replace(whole, complete=False, measurements=(whole.measurements[0], known, *whole.measurements[2:]))
     half.save(record_file(tmp_path, work.name, "ablation"))
     profiler = Profiler(monkeypatch)
-    monkeypatch.setattr(runner, "Gate", lambda *_: pytest.fail("it passed the gate before"))
+    monkeypatch.setattr(runner, "PictureGate", lambda *_: pytest.fail("it passed the gate before"))
     prepared = []
     engines = [engine(name, lambda pipe, name=name: prepared.append(name) or pipe) for name in "ab"]
     again = measure(work, tmp_path, engines, batches)
@@ -276,7 +256,7 @@ def test_where_no_later_batch_has_turns_left_the_warm_pipelines_are_recorded(wor
     }  # fmt: skip
 
 
-def test_ctrl_c_keeps_the_turns_and_what_the_card_had_told(work, tmp_path, quick, monkeypatch):
+def test_ctrl_c_keeps_the_turns_and_what_the_card_had_given(work, tmp_path, quick, monkeypatch):
     profiler = Profiler(monkeypatch)
     with monkeypatch.context() as patch:
         # The first is recorded, the second interrupted.

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rocm_sd.bench.gate import Gate
+from rocm_sd.bench.gate import PictureGate
 from rocm_sd.bench.workloads import make
 
 
@@ -27,9 +27,9 @@ def refusing(work, error, monkeypatch):
 
 
 def test_exact_latents_of_a_model_that_does_not_fit_come_layer_by_layer(work, monkeypatch, caplog):
-    whole = Gate(work, 2)
+    whole = PictureGate(work, 2)
     asked = refusing(work, torch.OutOfMemoryError("tried to allocate 2 GiB"), monkeypatch)
-    by_layers = Gate(work, 2)
+    by_layers = PictureGate(work, 2)
     assert asked == [(torch.float64, False), (torch.float64, True), (None, False)]
     assert "layers come to the card one by one" in caplog.text
     assert torch.equal(whole._latents, by_layers._latents)
@@ -41,5 +41,5 @@ def test_exact_latents_of_a_model_that_does_not_fit_come_layer_by_layer(work, mo
 def test_another_error_is_not_taken_for_a_lack_of_memory(work, monkeypatch):
     asked = refusing(work, RuntimeError("no kernel for this card"), monkeypatch)
     with pytest.raises(RuntimeError, match="no kernel"):
-        Gate(work, 1)
+        PictureGate(work, 1)
     assert asked == [(torch.float64, False)]

@@ -56,20 +56,20 @@ def test_this_machine_on_its_cpu():
 
 def test_nothing_names_a_person_a_host_or_a_folder(monkeypatch):
     monkeypatch.setattr(platform, "node", lambda: "the-host-of-somebody")
-    told = json.dumps(asdict(machine(torch.device("cpu"))))
+    found = json.dumps(asdict(machine(torch.device("cpu"))))
     for private in ("the-host-of-somebody", "/home", "/usr", "/root", f'"{getpass.getuser()}"'):
-        assert private not in told
+        assert private not in found
 
 
 def test_an_amd_card(card, tmp_path):
     device = card("gfx1100", hip="7.0.51831-a3e329ad8", miopen_or_cudnn=3005001)
     write(tmp_path, "sys/module/amdgpu/version", "6.12.12\n")
-    told = machine(device, root=tmp_path)
-    assert (told.device, told.arch, told.compute_units, told.memory_mib) == ("a gfx1100 card", "gfx1100", 96, 24576)
-    assert told.driver == "amdgpu 6.12.12"
-    assert told.versions["miopen"] == "3.5.1"
-    assert told.versions["rocm"].startswith("7.0")
-    assert "cuda" not in told.versions
+    found = machine(device, root=tmp_path)
+    assert (found.device, found.arch, found.compute_units, found.memory_mib) == ("a gfx1100 card", "gfx1100", 96, 24576)
+    assert found.driver == "amdgpu 6.12.12"
+    assert found.versions["miopen"] == "3.5.1"
+    assert found.versions["rocm"].startswith("7.0")
+    assert "cuda" not in found.versions
 
 
 def test_the_driver_of_the_kernel_has_no_version_of_its_own(card, tmp_path):
@@ -83,9 +83,9 @@ def test_the_driver_of_the_kernel_has_no_version_of_its_own(card, tmp_path):
 def test_an_nvidia_card(card, tmp_path, text, driver):
     device = card("sm_90", hip=None, miopen_or_cudnn=91002)
     write(tmp_path, "proc/driver/nvidia/version", text)
-    told = machine(device, root=tmp_path)
-    assert told.driver == driver
-    assert (told.versions["cuda"], told.versions["cudnn"]) == ("13.0", "9.10.2")
+    found = machine(device, root=tmp_path)
+    assert found.driver == driver
+    assert (found.versions["cuda"], found.versions["cudnn"]) == ("13.0", "9.10.2")
 
 
 def test_a_processor_is_called_by_its_model(monkeypatch, tmp_path):

@@ -7,8 +7,7 @@ import torch
 
 from rocm_sd.bench import ops
 from rocm_sd.bench.gate import WRONG
-from rocm_sd.bench.records import Record
-from rocm_sd.bench.resuming import record_file
+from rocm_sd.bench.records import Record, record_file
 from rocm_sd.errors import InvalidOption
 from rocm_sd.ops import OPS
 
@@ -27,7 +26,7 @@ def few(monkeypatch):
 
 def test_an_op_is_timed_beside_stock_on_every_call(few, tmp_path):
     seen = []
-    record = ops.run(f"op:{NAME}", CPU, out=tmp_path, repeats=6, progress=lambda *told: seen.append(told))
+    record = ops.run(f"op:{NAME}", CPU, out=tmp_path, repeats=6, progress=lambda *step: seen.append(step))
     assert (record.kind, record.complete, record.workload.name) == ("op", True, f"op:{NAME}")
     assert record.op_cases == tuple(f"{NAME} {sample.name}" for sample in few.verification.small)
     assert [(m.engine, m.batch) for m in record.measurements] == [

@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from rocm_sd.bench.peaks import PeakMemory
+from rocm_sd.bench.machine import PeakMemory
 
 CPU = torch.device("cpu")
 MIB = 2**20
@@ -44,7 +44,7 @@ def test_the_course_shows_when_memory_was_held(memory):
 
 
 def test_a_long_course_keeps_its_peak_in_few_points(memory, monkeypatch):
-    monkeypatch.setattr("rocm_sd.bench.peaks._SAMPLED_EVERY_S", 0.0005)
+    monkeypatch.setattr("rocm_sd.bench.machine._SAMPLED_EVERY_S", 0.0005)
     with memory.over_time() as course:
         time.sleep(0.5)
         held = torch.ones(64 * MIB, dtype=torch.uint8)

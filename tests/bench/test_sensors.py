@@ -255,7 +255,7 @@ def test_an_error_of_the_benchmark_passes_and_the_library_is_closed(monkeypatch,
     assert library.open == 0
 
 
-def test_a_cpu_and_a_card_without_an_address_are_told_in_words(monkeypatch, tmp_path):
+def test_a_cpu_and_a_card_without_an_address_are_explained_in_words(monkeypatch, tmp_path):
     with watch("cpu") as readings:
         pass
     assert figures(readings) == (None, None, None)

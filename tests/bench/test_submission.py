@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import contributions_page
-from rocm_sd.bench import gate, submission, submission_checks
+from rocm_sd.bench import gate, submission
 from rocm_sd.bench.records import Comparison, Machine, Measurement, Record, UnreadableRecord, WorkloadFacts
 
 ROOT = Path(__file__).parents[2]
@@ -120,7 +120,7 @@ def signed(path: Path, change) -> Path:
         (lambda v: v["record"]["comparisons"][0].update(verdict="great"), "verdict should be one of"),
     ],
 )
-def test_a_form_that_is_not_the_schema_s_is_told_in_words(tmp_path, change, words):
+def test_a_form_that_is_not_the_schema_s_is_explained_in_words(tmp_path, change, words):
     problems = submission.validate(signed(tmp_path, change))
     assert any(words in problem for problem in problems), problems
 
@@ -170,13 +170,13 @@ def test_figures_that_cannot_be_are_neither_written_nor_listed(tmp_path, changes
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_engine_that_was_left_out_with_a_reason_may_be():
+def test_an_engine_that_was_skipped_with_a_reason_may_be():
     left = replace(measured("compile", 1.0), ms=(), error=None, left_out="it does not compile here")
-    assert submission_checks.implausible(record(measurements=(*record().measurements, left))) == ()
+    assert submission.implausible(record(measurements=(*record().measurements, left))) == ()
 
 
 def test_the_gate_is_that_of_the_benchmark():
-    assert submission_checks.GATE == gate.LATENTS_TIMES
+    assert submission.GATE == gate.LATENTS_TIMES
 
 
 def test_the_page_lists_valid_contributions_and_names_the_others(tmp_path, capsys):

@@ -50,11 +50,11 @@ def test_csv_has_every_column_of_the_issue():
 
 
 @pytest.mark.parametrize("text", [tables.markdown, tables.csv_text, shown])
-def test_no_speed_is_told_of_what_was_left_out(text):
+def test_no_speed_is_shown_of_what_was_skipped(text):
     # Even a record that holds timings of a wrong result, which the runner never writes.
-    told = text(replace(RECORD, measurements=(replace(WRONG, ms=(123.0,)),)))
-    assert "wrong result" in told
-    assert "123" not in told
+    printed = text(replace(RECORD, measurements=(replace(WRONG, ms=(123.0,)),)))
+    assert "wrong result" in printed
+    assert "123" not in printed
 
 
 def test_markdown_is_a_table_with_the_ratio_and_its_interval():
@@ -68,7 +68,7 @@ def test_markdown_is_a_table_with_the_ratio_and_its_interval():
     # A bar inside a cell would end it.
     assert all(row.replace("\\|", "").count("|") == heads.count("|") for row in rows)
     assert "2.000 (1.900 to 2.100)" in rows[1]
-    assert "left out" in rows[2]
+    assert "skipped" in rows[2]
     assert any(line.startswith("- wrong was skipped at batch 2: wrong result") for line in lines)
 
 
@@ -86,14 +86,14 @@ def test_no_difference_is_said_in_words():
     record = replace(RECORD, comparisons=(none,))
     assert "1.010 (0.980 to 1.050), no difference" in tables.markdown(record)
     assert "0.980 to 1.050 │ no difference" in shown(record)
-    assert all("the interval contains 1" in told for told in (tables.markdown(record), shown(record)))
+    assert all("the interval contains 1" in printed for printed in (tables.markdown(record), shown(record)))
 
 
 def test_a_terminal_shows_all_tables_and_the_interruption():
-    told = shown(replace(RECORD, complete=False))
+    printed = shown(replace(RECORD, complete=False))
     for words in ("A card (gfx1100)", "images/s", "99.01", "first-run", "2466", "This run was interrupted"):
-        assert words in told
-    assert "stock: torch 2.13, by torch; rocm-sd: rocm-sd 0.1.0, by torch" in told
+        assert words in printed
+    assert "stock: torch 2.13, by torch; rocm-sd: rocm-sd 0.1.0, by torch" in printed
     # In 80 columns nothing is cut off.
     longest = replace(RECORD.measurements[0], engine="channels_last")
     narrow = shown(replace(RECORD, measurements=(*RECORD.measurements, longest)), width=80)
@@ -103,7 +103,7 @@ def test_a_terminal_shows_all_tables_and_the_interruption():
     assert "…" not in narrow
 
 
-def test_an_op_is_told_by_its_call():
+def test_an_op_has_a_row_for_each_call():
     record = replace(RECORD, kind="op", op_cases=("conv2d a", "conv2d b"))
     row = tables.rows(record)[0]
     assert (row["batch"], row["images/s"]) == ("conv2d b", "")
@@ -117,8 +117,8 @@ def test_the_card_s_own_time_is_a_column_where_a_row_has_it():
     assert [row.split(" | ")[place] for row in (stock, ours, wrong)] == ["", "412.3", ""]
     assert next(csv.DictReader(io.StringIO(tables.csv_text(replace(with_it, measurements=(OURS,))))))["card ms"] == ""
     assert [row["card ms"] for row in csv.DictReader(io.StringIO(tables.csv_text(with_it)))] == ["", "412.3", ""]
-    told = shown(with_it, width=80)
-    assert "412.3" in told
+    printed = shown(with_it, width=80)
+    assert "412.3" in printed
     assert "card" not in tables.markdown(RECORD).replace("A card", "")
     assert "card" not in shown(RECORD).replace("A card", "")
     # In a narrow terminal it takes the mean's place, and names are not torn.
@@ -126,10 +126,10 @@ def test_the_card_s_own_time_is_a_column_where_a_row_has_it():
     named = replace(named, measurements=(named.measurements[0], replace(named.measurements[1], card_ms=412.34)))
     assert "│ residual" in shown(named, width=80)
     assert "average" in shown(RECORD)
-    assert "average" not in told
+    assert "average" not in printed
 
 
-def test_a_time_of_the_card_is_not_told_of_what_was_left_out():
+def test_a_time_of_the_card_is_not_shown_of_what_was_skipped():
     assert "99.5" not in tables.markdown(replace(RECORD, measurements=(replace(WRONG, card_ms=99.5),)))
 
 

@@ -40,18 +40,18 @@ def test_help_has_examples(capsys):
 def test_a_picture_is_profiled_and_everything_is_written(model, tmp_path, capsys, engine):
     common = ("--model", model, "--steps", "2", "--device", "cpu", "--engine", engine)
     assert rocm_sd("profile", *common, "--out", str(tmp_path), "--json") == 0
-    told = json.loads(capsys.readouterr().out)
-    shares = {part["name"]: part["share"] for part in told["families"]}
+    printed = json.loads(capsys.readouterr().out)
+    shares = {part["name"]: part["share"] for part in printed["families"]}
     assert sum(shares.values()) == pytest.approx(1)
     assert shares[CONVOLUTION] > 0
-    assert {"unet", "vae", "text_encoder"} <= {part["name"] for part in told["modules"]}
-    assert told["subject"]["engine"] == engine
-    assert json.loads((tmp_path / "profile.json").read_text()) == told
+    assert {"unet", "vae", "text_encoder"} <= {part["name"] for part in printed["modules"]}
+    assert printed["subject"]["engine"] == engine
+    assert json.loads((tmp_path / "profile.json").read_text()) == printed
     assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     flame = (tmp_path / "flame.html").read_text()
     assert "aten::conv2d" in flame
     # Nothing of a person's folders.
-    assert model not in json.dumps(told)
+    assert model not in json.dumps(printed)
     assert model not in flame
 
 
@@ -64,7 +64,7 @@ def test_for_people_there_are_tables(model, tmp_path, capsys):
     assert {path.name for path in tmp_path.iterdir()} == {"f.html", "t.json"}
 
 
-def test_a_kernel_trace_of_rocprofv3_is_told_in_the_same_words(tmp_path, capsys):
+def test_a_kernel_trace_of_rocprofv3_has_the_same_words(tmp_path, capsys):
     file = tmp_path / "results_kernel_trace.csv"
     file.write_text(ROCPROF)
     assert rocm_sd("profile", "--rocprof", str(file), "--flame", str(tmp_path / "flame.html")) == 0

@@ -47,9 +47,9 @@ def test_two_folders_are_compared_by_the_names_they_share(tmp_path, capsys):
     with Image.open(tmp_path / "out" / "quality.png") as image:
         assert image.info["first"] == str(before)
         assert image.info["second"] == str(after)
-    told = capsys.readouterr().out
-    assert "worst PSNR of a pair" in told
-    assert "28." in told
+    printed = capsys.readouterr().out
+    assert "worst PSNR of a pair" in printed
+    assert "28." in printed
 
 
 def test_equal_folders_are_said_to_be_equal(tmp_path, capsys):
@@ -96,9 +96,9 @@ def test_what_cannot_be_compared_is_one_sentence_and_an_exit_code(tmp_path, caps
     (places["broken"] / "two.png").write_bytes(whole[: len(whole) // 2])
     given = [argument.format(**places) for argument in arguments]
     assert quality(*given, "--out", tmp_path / "out") == code
-    told = " ".join(capsys.readouterr().err.split())
-    assert sentence in told
-    assert "Traceback" not in told
+    printed = " ".join(capsys.readouterr().err.split())
+    assert sentence in printed
+    assert "Traceback" not in printed
     assert not list((tmp_path / "out").glob("*"))
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rocm_sd.bench.records import Comparison, Machine, Measurement, Record, WorkloadFacts
-from rocm_sd.bench.report import ladders, pictures
+from rocm_sd.bench.report import other_cards, pictures
 from rocm_sd.cli import main
 from rocm_sd.verify import ladder
 from rocm_sd.verify.ladder import Outcome
@@ -48,7 +48,7 @@ def test_a_page_is_written_and_named(record, tmp_path, capsys):
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["r.html"]
 
 
-def test_a_folder_is_searched_and_what_was_left_out_is_named(record, tmp_path, capsys):
+def test_a_folder_is_searched_and_what_was_skipped_is_named(record, tmp_path, capsys):
     (tmp_path / "other.json").write_text("{}")
     assert rocm_sd("--folder", tmp_path, "--out", tmp_path / "r.html") == 0
     assert "other.json" in capsys.readouterr().err
@@ -121,7 +121,7 @@ def test_pictures_are_drawn_by_stock_and_by_rocm_sd(tmp_path, monkeypatch):
 def test_the_ladder_is_climbed_when_asked(tmp_path, monkeypatch):
     pytest.importorskip("triton", reason="AMD code is compiled by Triton")
     pytest.importorskip("tinygrad", reason="instructions are decoded by its tables")
-    monkeypatch.setattr(ladders, "KERNELS", ("geglu",))
+    monkeypatch.setattr(other_cards, "KERNELS", ("geglu",))
     monkeypatch.setattr(ladder, "EMULATED", ("gfx1201", "gfx942"))
     monkeypatch.chdir(tmp_path)
     assert rocm_sd("--ladder", "run") == 0
@@ -139,7 +139,7 @@ def test_the_page_is_opened_when_asked(record, tmp_path, monkeypatch):
     assert opened == [(tmp_path / "r.html").as_uri()]
 
 
-def test_a_failure_on_the_ladder_is_told_in_the_terminal_too(record, tmp_path, capsys):
+def test_a_failure_on_the_ladder_is_shown_in_the_terminal_too(record, tmp_path, capsys):
     outcome = Outcome("geglu", "gfx1100", "compiled", "failed", "3 spills")
     (tmp_path / "ladder.json").write_text(json.dumps([outcome.to_dict()]))
     assert rocm_sd(record, "--ladder", tmp_path / "ladder.json", "--out", tmp_path / "r.html") == 0

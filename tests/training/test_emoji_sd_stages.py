@@ -57,10 +57,10 @@ def trained(cache, tmp_path_factory):
 
 
 def unet_steps(cache, trained, out, stop=None):
-    """`stop` steps of a six-step schedule, or up to its end."""
+    """`stop` steps of a four-step schedule, or up to its end."""
     if not (out / "vae").exists():
         (out / "vae").symlink_to(trained / "vae")
-    extra = {"preset": "tiny", "tokenizer": cache / "tokenizer", "sample-every": 0, "steps": 6}
+    extra = {"preset": "tiny", "tokenizer": cache / "tokenizer", "sample-every": 0, "steps": 4}
     patch = pytest.MonkeyPatch()
     if stop is not None:
         taken = []
@@ -83,12 +83,12 @@ def test_a_resumed_run_equals_an_uninterrupted_one(cache, trained, tmp_path):
     whole.mkdir()
     halves.mkdir()
     unet_steps(cache, trained, whole)
-    unet_steps(cache, trained, halves, stop=3)
+    unet_steps(cache, trained, halves, stop=2)
     middle = torch.load(halves / "unet.ckpt", weights_only=True)
-    assert middle["step"] == 3
+    assert middle["step"] == 2
     unet_steps(cache, trained, halves)
     a, b = (torch.load(folder / "unet.ckpt", weights_only=True) for folder in (whole, halves))
-    assert a["step"] == b["step"] == 6
+    assert a["step"] == b["step"] == 4
     for name, value in a["stage"]["unet"].items():
         assert torch.equal(value, b["stage"]["unet"][name]), name
     for one, other in zip(a["stage"]["averages"], b["stage"]["averages"], strict=True):

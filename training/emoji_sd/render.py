@@ -16,7 +16,7 @@ from training.emoji_sd.glyphs import GLYPH_SIZE, GLYPHS_FILE, glyph_count, pack_
 from training.emoji_sd.names import fully_qualified, unique_names
 
 from rocm_sd.errors import MissingDependency, ModelNotFound
-from rocm_sd.models.emoji.records import RECORDS_FILE
+from rocm_sd.models.emoji import RECORDS_FILE
 
 __all__ = ["FONT", "draw", "main"]
 

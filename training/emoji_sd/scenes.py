@@ -11,10 +11,19 @@ from random import Random
 
 import numpy as np
 
-from rocm_sd.models.emoji.captions import POSITIONS, RELATIONS, SIZES, Scene, phrases
-from rocm_sd.models.emoji.colours import COLOUR_JITTER, COLOURS, DEFAULT_COLOUR
-from rocm_sd.models.emoji.records import EMOJI
-from rocm_sd.models.emoji.split import is_held_out, is_held_out_pair
+from rocm_sd.models.emoji import (
+    COLOUR_JITTER,
+    COLOURS,
+    DEFAULT_COLOUR,
+    EMOJI,
+    POSITIONS,
+    RELATIONS,
+    SIZES,
+    Scene,
+    is_held_out,
+    is_held_out_pair,
+    phrases,
+)
 
 __all__ = ["Layer", "Picture", "SceneSampler", "random_layers"]
 

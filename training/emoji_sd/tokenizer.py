@@ -9,9 +9,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import CLIPTokenizer
 
-from rocm_sd.models.emoji.captions import POSITIONS, RELATIONS, SIZES
-from rocm_sd.models.emoji.colours import COLOURS
-from rocm_sd.models.emoji.records import RECORDS_FILE, read_records
+from rocm_sd.models.emoji import COLOURS, POSITIONS, RECORDS_FILE, RELATIONS, SIZES, read_records
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

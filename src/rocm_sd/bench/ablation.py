@@ -1,4 +1,4 @@
-"""What each optimisation brings: a row for each, in which it is added to all those before it.
+"""What each optimisation gives: a row for each, in which it is added to all those before it.
 
 The rows are engines like any other: the runner prepares them, gates their numerics and times them in turns.
 """
@@ -13,22 +13,20 @@ import torch
 
 from rocm_sd.bench import runner
 from rocm_sd.bench.engines import BUILT_IN, Engine, stock
-from rocm_sd.bench.records import BESIDE, OURS
+from rocm_sd.bench.records import COMPILE, OURS
 from rocm_sd.engine import EVERYTHING, Parts, optimize_with
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-    from pathlib import Path
+    from collections.abc import Sequence
 
-    from rocm_sd.bench.effort import Progress
     from rocm_sd.bench.records import Record
     from rocm_sd.bench.workloads import Workload
 
-__all__ = ["ROWS", "STOCK_ROW", "Row", "prepare", "rows", "run"]
+__all__ = ["ROWS", "STOCK_ROW", "AblationRow", "prepare", "rows", "run"]
 
 
 @dataclass(frozen=True)
-class Row:
+class AblationRow:
     """`parts` of the engine are in use, or none of it. `on_cpu`: why the row is skipped on a CPU, or None."""
 
     name: str
@@ -53,23 +51,23 @@ _NO_LAUNCHES = "a CPU waits for no launches: nothing is captured there"
 
 # As Diffusers comes, in half precision with torch's fused attention: what every other figure calls stock.
 STOCK_ROW = "fused attention"
-ROWS: tuple[Row, ...] = (
-    Row(
+ROWS: tuple[AblationRow, ...] = (
+    AblationRow(
         "float32",
         "stock Diffusers in float32, attention as two products and a softmax",
         float32=True,
         fused_attention=False,
         channels_last=False,
     ),
-    Row("float16", "the same in float16", fused_attention=False, channels_last=False, on_cpu=_NO_HALVES),
-    Row(STOCK_ROW, "torch's scaled_dot_product_attention: stock Diffusers as it comes", channels_last=False),
-    Row("channels-last", "weights of convolutions laid out channels-last"),
-    Row(
+    AblationRow("float16", "the same in float16", fused_attention=False, channels_last=False, on_cpu=_NO_HALVES),
+    AblationRow(STOCK_ROW, "torch's scaled_dot_product_attention: stock Diffusers as it comes", channels_last=False),
+    AblationRow("channels-last", "weights of convolutions laid out channels-last"),
+    AblationRow(
         "GroupNorm",
         "GroupNorm and SiLU as one op that keeps the layout; a decoder that lets go of its maps",
         replace(_EAGER, rules=_NORMS, stock_ops=frozenset({"conv2d"})),
     ),
-    Row(
+    AblationRow(
         "GEGLU",
         "the feed-forward's first linear, its bias and GEGLU as one op",
         replace(
@@ -79,77 +77,59 @@ ROWS: tuple[Row, ...] = (
             packed=False,
         ),
     ),
-    Row(
+    AblationRow(
         "packed QKV",
         "Q, K and V by one product, attention chosen by shape and read in place, no permutes around it",
         replace(_EAGER, rules=_ATTENTION, stock_ops=frozenset({"conv2d", "linear_residual", "layer_norm_residual"})),
     ),
-    Row(
+    AblationRow(
         "residual epilogues",
         "bias, time embedding and residual adds inside convolutions, linears and norms; skip connections not joined",
         replace(_EAGER, rules=_EPILOGUES),
     ),
-    Row(
+    AblationRow(
         "upsample conv",
         "upsampling inside its convolution, as four smaller ones",
         replace(_EAGER, rules=_SAMPLERS),
     ),
-    Row(
+    AblationRow(
         "text KV reuse",
         "keys and values of the text, time embeddings and summed weights made once a picture",
         Parts(captured=False, convolution_library=False),
         on_cpu=_NO_LAUNCHES,
     ),
-    Row("step graph", "each forward replayed as one graph: rocm-sd as it comes", EVERYTHING, on_cpu=_NO_LAUNCHES),
+    AblationRow(
+        "step graph", "each forward replayed as one graph: rocm-sd as it comes", EVERYTHING, on_cpu=_NO_LAUNCHES
+    ),
 )
 
 
-_BESIDE = tuple(engine for engine in BUILT_IN if engine.name == BESIDE)
+_COMPILED = tuple(engine for engine in BUILT_IN if engine.name == COMPILE)
 
 
-def run(
-    workload: Workload,
-    batches: Sequence[int],
-    *,
-    out: Path,
-    repeats: int | None = None,
-    resume: bool = True,
-    cold: bool = False,
-    command: str = "",
-    progress: Progress | None = None,
-) -> Record:
-    """All rows in turns, and torch.compile beside them on a GPU; every one is compared with stock as it comes."""
-    device = workload.device
-    engines = [_engine(row) for row in rows(device)]
-    return runner.run(
-        workload,
-        (*engines, *(_BESIDE if device.type != "cpu" else ())),
-        batches,
-        out=out,
-        kind="ablation",
-        repeats=repeats,
-        resume=resume,
-        cold=cold,
-        command=command,
-        against=STOCK_ROW,
-        # On a fast card the rows before the graph wait for the host: what they save the card is not in their latency.
-        card_times=device.type != "cpu",
-        progress=progress,
-    )
+def run(workload: Workload, batches: Sequence[int], **options: Any) -> Record:
+    """All rows in turns, and torch.compile as well on a GPU; every one is compared with stock as it comes.
+
+    `options` are those of `runner.run`.
+    """
+    on_gpu = workload.device.type != "cpu"
+    engines = [*(_engine(row) for row in rows(workload.device)), *(_COMPILED if on_gpu else ())]
+    # On a fast card the rows before the graph wait for the host: what they save the card is not in their latency.
+    return runner.run(workload, engines, batches, kind="ablation", against=STOCK_ROW, card_times=on_gpu, **options)
 
 
-def _engine(row: Row) -> Engine:
+def _engine(row: AblationRow) -> Engine:
     ours = next(engine for engine in BUILT_IN if engine.name == OURS)
     like = stock if row.parts is None else ours
     return Engine(row.name, like.provider, partial(prepare, row), like.why_not, like.version)
 
 
-def rows(device: torch.device) -> tuple[Row, ...]:
+def rows(device: torch.device) -> tuple[AblationRow, ...]:
     """Those that mean something on the device."""
     return tuple(row for row in ROWS if device.type != "cpu" or row.on_cpu is None)
 
 
-def prepare(row: Row, pipe: Any) -> Any:
+def prepare(row: AblationRow, pipe: Any) -> Any:
     """The pipeline with the row's optimisations, and no other, in force at every call of its models."""
     models = [part for name in ("unet", "transformer", "vae") if (part := getattr(pipe, name, None)) is not None]
     for model in models:
@@ -174,18 +154,6 @@ def _use_unfused_attention(model: Any) -> None:
 
 
 def _keep_in_force(model: Any, parts: Parts) -> None:
-    for name in _entrances(model):
-        setattr(model, name, _within(parts, getattr(model, name)))
-
-
-def _entrances(model: Any) -> tuple[str, ...]:
-    """What a pipeline calls: `forward` of most models, and of a VAE its two halves."""
-    return ("encode", "decode") if hasattr(model, "decode") else ("forward",)
-
-
-def _within(parts: Parts, call: Callable[..., Any]) -> Callable[..., Any]:
-    def called(*args: Any, **kwargs: Any) -> Any:
-        with parts.in_force():
-            return call(*args, **kwargs)
-
-    return called
+    """Around all that a pipeline calls: `forward` of most models, and of a VAE its two halves."""
+    for name in ("encode", "decode") if hasattr(model, "decode") else ("forward",):
+        setattr(model, name, parts.in_force()(getattr(model, name)))

@@ -91,7 +91,7 @@ def random_pipeline(
         unet = diffusers.UNet2DConditionModel(**unet_config).eval().requires_grad_(requires_grad=False)
         vae = diffusers.AutoencoderKL(**vae_config).eval().requires_grad_(requires_grad=False)
     class_name, options = SCHEDULERS[scheduler]
-    # DDIM clips its samples unless told otherwise; Stable Diffusion's own config tells it.
+    # DDIM clips its samples by default; Stable Diffusion's own config turns that off.
     clip = {"clip_sample": False} if class_name == "DDIMScheduler" else {}
     noise = getattr(diffusers, class_name)(**_NOISE, **clip, **options, prediction_type=prediction)
     if family == "sdxl":
@@ -102,7 +102,7 @@ def random_pipeline(
 
 
 def pooled_width(unet_config: Any) -> int:
-    """Of SDXL's pooled text: what is left of its added embedding beside six numbers about the picture's size."""
+    """Of SDXL's pooled text: what is left of its added embedding after six numbers about the picture's size."""
     return int(unet_config.projection_class_embeddings_input_dim) - 6 * int(unet_config.addition_time_embed_dim)
 
 

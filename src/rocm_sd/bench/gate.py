@@ -1,4 +1,4 @@
-"""The numerics gate of whole pictures: no speed is told for a result that is further from exact than stock's is."""
+"""The numerics gate of whole pictures: no speed is given for a result that is further from exact than stock's is."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from rocm_sd.bench.workloads import Workload
 
-__all__ = ["PICTURES", "STEPS", "WRONG", "Gate", "Verdict", "free_memory"]
+__all__ = ["PICTURES", "STEPS", "WRONG", "GateVerdict", "PictureGate", "free_memory"]
 
 log = logging.getLogger("rocm_sd")
 SEEDS = (0, 1)
@@ -30,19 +30,19 @@ PICTURES = len(SEEDS) + 1
 LATENTS_TIMES = 1.5
 # One picture, whose error is by chance half as large again; of a wrong VAE it is hundreds of times.
 PICTURE_TIMES = 2.0
-# What the reason starts with where an engine is left out for it.
+# What the reason starts with where an engine is skipped for it.
 WRONG = "wrong result"
 
 
 @dataclass(frozen=True)
-class Verdict:
+class GateVerdict:
     """`error` of the latents, relative to the exact ones' norm; `wrong` says why the engine is not timed, or None."""
 
     error: float
     wrong: str | None
 
 
-class Gate:
+class PictureGate:
     """Exact latents and one exact picture at one batch size, and how far stock is from them in the workload's dtype."""
 
     def __init__(self, workload: Workload, batch: int) -> None:
@@ -62,7 +62,7 @@ class Gate:
                 hint="Give other weights with --model.",
             )
 
-    def check(self, pipe: Any) -> Verdict:
+    def check(self, pipe: Any) -> GateVerdict:
         error, picture_error = self._errors(pipe)
         rounding = torch.finfo(self._workload.dtype).eps
         for what, found, times, stock in (
@@ -71,8 +71,8 @@ class Gate:
         ):
             # Written so that NaN, which compares false, fails.
             if not found <= times * stock + rounding:
-                return Verdict(error, f"{WRONG}: the error {what} is {found:.3g}, stock's is {stock:.3g}")
-        return Verdict(error, None)
+                return GateVerdict(error, f"{WRONG}: the error {what} is {found:.3g}, stock's is {stock:.3g}")
+        return GateVerdict(error, None)
 
     def _exact(self, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         # One by one: a library's kernel that is wrong for large batches must not be what others are held against.
@@ -112,7 +112,7 @@ class Gate:
 
 @contextmanager
 def _full_precision() -> Iterator[None]:
-    """Convolutions and products of float32 keep all their bits: on a GPU the former keep 10 unless told."""
+    """Convolutions and products of float32 keep all their bits: on a GPU the former keep 10 by default."""
     before = torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
     try:

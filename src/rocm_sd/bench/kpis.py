@@ -1,4 +1,4 @@
-"""How a record stands beside published figures: percent of the speed, and whether the project's target is reached.
+"""How a record compares with published figures: percent of the speed, and whether the project's target is reached.
 
 80% of an RTX 4090 on RDNA3, 90% of an H100 on CDNA3, 70% of an RTX 3090 on older RDNA. A figure counts where the model
 and the size of the picture are the same. Whatever else differs (steps, engine, dtype, year) is named with the result.
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 
-__all__ = ["Baseline", "Kpi", "Target", "baselines", "kpis", "reached", "table", "target_for", "targets"]
+__all__ = ["Baseline", "Kpi", "Target", "baselines", "kpis", "table", "target_for", "targets"]
 
 
 @dataclass(frozen=True)
 class Baseline:
-    """A published figure. `steps` and `batch` are None where the source does not tell them."""
+    """A published figure. `steps` and `batch` are None where the source does not say."""
 
     model: str
     height: int
@@ -61,7 +61,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Kpi:
-    """`percent` is ours over theirs, in `unit`. `target` is None where the project set none for this card.
+    """`ours` and `theirs` are in `unit`. `target` is None where the project set none for this card.
 
     `hardest`: the fastest published figure of the target's card, which alone decides whether the target is reached.
     """
@@ -72,10 +72,13 @@ class Kpi:
     ours: float
     theirs: float
     unit: str
-    percent: float
     target: float | None
-    hardest: bool
     differences: tuple[str, ...]
+    hardest: bool = False
+
+    @property
+    def percent(self) -> float:
+        return 100 * self.ours / self.theirs
 
     @property
     def reached(self) -> bool | None:
@@ -120,14 +123,16 @@ def kpis(record: Record, engine: str = OURS) -> tuple[Kpi, ...]:
                 continue
             rates = _rates(measured, baseline, facts)
             if rates is not None:
-                found.append(_kpi(record, measured, baseline, *rates, target))
+                percent = target.percent if target and baseline.hardware in target.hardware else None
+                differences = tuple(_differences(record, measured, baseline))
+                found.append(Kpi(engine, measured.batch, baseline, *rates, percent, differences))
     return _with_hardest(found)
 
 
 def _rates(measured: Measurement, baseline: Baseline, facts: WorkloadFacts) -> tuple[float, float, str] | None:
     """(ours, theirs, unit); None where a comparison would mean nothing."""
     if baseline.unit == "pictures/s":
-        # A submitter's throughput stands beside ours at any batch, of pictures of as many steps.
+        # A submitter's throughput compares with ours at any batch, of pictures of as many steps.
         return (measured.images_per_s, baseline.result, "pictures/s") if baseline.steps == facts.steps else None
     theirs = baseline.steps_per_s
     if theirs is None or baseline.batch != measured.batch:
@@ -135,40 +140,16 @@ def _rates(measured: Measurement, baseline: Baseline, facts: WorkloadFacts) -> t
     return measured.steps_per_s, theirs, "it/s"
 
 
-def _kpi(
-    record: Record,
-    measured: Measurement,
-    baseline: Baseline,
-    ours: float,
-    theirs: float,
-    unit: str,
-    target: Target | None,
-) -> Kpi:
-    applies = target is not None and baseline.hardware in target.hardware
-    return Kpi(
-        engine=measured.engine,
-        batch=measured.batch,
-        baseline=baseline,
-        ours=ours,
-        theirs=theirs,
-        unit=unit,
-        percent=100 * ours / theirs,
-        target=target.percent if target is not None and applies else None,
-        hardest=False,
-        differences=tuple(_differences(record, measured, baseline)),
-    )
-
-
 def _differences(record: Record, measured: Measurement, baseline: Baseline) -> Iterable[str]:
     facts = record.workload
     if baseline.steps is None:
-        yield f"its steps are not told, ours are {facts.steps}"
+        yield f"its steps are not published, ours are {facts.steps}"
     elif baseline.steps != facts.steps:
         yield f"{baseline.steps} steps there, {facts.steps} here: text and VAE weigh differently"
     if baseline.dtype != facts.dtype:
         yield f"{baseline.dtype} there, {facts.dtype} here"
     if baseline.batch is None:
-        yield f"its batch size is not told, ours is {measured.batch}"
+        yield f"its batch size is not published, ours is {measured.batch}"
     named = measured.version.startswith(measured.engine)
     ours = measured.version if named else f"{measured.engine} {measured.version}"
     yield f"{baseline.software} of {baseline.year} there, {ours} of {record.when[:4]} here"
@@ -176,7 +157,7 @@ def _differences(record: Record, measured: Measurement, baseline: Baseline) -> I
         yield "the denoising loop alone there, the whole picture here"
     elif "included" in baseline.note and facts.weights == "random":
         yield "text encoders are in its time, and may not be in ours"
-    if "not told, taken as" in baseline.note:
+    if "not published, taken as" in baseline.note:
         yield baseline.note.split(";")[0]
     if facts.weights == "random":
         yield "random weights here"
@@ -194,18 +175,14 @@ def _with_hardest(found: list[Kpi]) -> tuple[Kpi, ...]:
     return tuple(replace(kpi, hardest=id(kpi) in hardest) for kpi in found)
 
 
-def reached(found: Iterable[Kpi]) -> bool | None:
-    """Whether the target is reached beside the fastest published figures; None where there is no target."""
-    verdicts = [kpi.reached for kpi in found if kpi.hardest]
-    return None if not verdicts else all(verdicts)
-
-
 def table(found: Iterable[Kpi]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     """Headings and rows for a document or a terminal; the sources are links."""
-    headings = ("engine", "batch", "beside", "year", "theirs", "ours", "percent", "target", "what differs")
+    headings = ("engine", "batch", "compared with", "year", "theirs", "ours", "percent", "target", "what differs")
     rows: list[tuple[str, ...]] = []
     for kpi in found:
-        told = "none set" if kpi.target is None else f"{kpi.target:.0f}%, {'reached' if kpi.reached else 'not reached'}"
+        target = (
+            "none set" if kpi.target is None else f"{kpi.target:.0f}%, {'reached' if kpi.reached else 'not reached'}"
+        )
         theirs = kpi.baseline
         rows.append(
             (
@@ -216,7 +193,7 @@ def table(found: Iterable[Kpi]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]
                 f"{kpi.theirs:.3g} {kpi.unit}",
                 f"{kpi.ours:.3g} {kpi.unit}",
                 f"{kpi.percent:.0f}%",
-                told + (" (decides)" if kpi.hardest else ""),
+                target + (" (decides)" if kpi.hardest else ""),
                 "; ".join(kpi.differences),
             )
         )

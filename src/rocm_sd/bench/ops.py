@@ -1,8 +1,9 @@
-"""Single ops: what dispatch chooses here beside what stock torch runs, on every call of the op's workload."""
+"""Single ops: what dispatch chooses here against what stock torch runs, on every call of the op's workload."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,11 +11,10 @@ import torch.nn.functional as F
 
 import rocm_sd
 from rocm_sd import arch, numerics
-from rocm_sd.bench.failures import told
 from rocm_sd.bench.gate import WRONG, free_memory
 from rocm_sd.bench.machine import machine
-from rocm_sd.bench.records import OURS, STOCK, Measurement, Record, WorkloadFacts
-from rocm_sd.bench.resuming import continued, now, record_file
+from rocm_sd.bench.records import OURS, STOCK, Measurement, Record, WorkloadFacts, continued, now, record_file
+from rocm_sd.bench.turns import failure_line
 from rocm_sd.bench.workloads import OP_PREFIX
 from rocm_sd.errors import NumericsFailure, Unsupported, require_one_of
 from rocm_sd.measuring import Stopwatch, compare, interleaved
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from rocm_sd.bench.effort import Progress
+    from rocm_sd.bench.turns import Progress
     from rocm_sd.ops.registry import Op
     from rocm_sd.ops.samples import Sample
     from rocm_sd.tuning import Choice
@@ -140,49 +140,29 @@ def _measured(
     def ours() -> Any:
         return run_chosen(*arguments, config=choice.config)
 
-    made = _Row(op, number, choice)
+    made = partial(_measurement, op, number, choice)
     try:
         error, stock_error = _errors(op, sample, arguments, ours)
         calls = {STOCK: _prepared(_stock(op, arguments), device), OURS: _prepared(ours, device)}
         interleaved(calls, stopwatch, repeats=2)
         times = interleaved(calls, stopwatch, repeats=repeats)
     except NumericsFailure as failure:
-        return made(STOCK, left_out="not timed: there is nothing right beside it"), made(
-            OURS, left_out=f"{WRONG}: {failure.message}"
-        )
+        skipped = "not timed: there is nothing right to compare it with"
+        return made(STOCK, left_out=skipped), made(OURS, left_out=f"{WRONG}: {failure.message}")
     except Exception as failure:  # noqa: BLE001 -- one call that cannot run: the others go on
-        why = told(failure)
+        why = failure_line(failure)
         return made(STOCK, left_out=why), made(OURS, left_out=why)
-    floor = _floor_ms(op, sample, arguments, device)
-    return (
-        made(STOCK, tuple(times[STOCK]), stock_error, stock_error, floor),
-        made(OURS, tuple(times[OURS]), error, stock_error, floor),
-    )
+    both = {"stock_error": stock_error, "floor_ms": _floor_ms(op, sample, arguments, device)}
+    return made(STOCK, times[STOCK], error=stock_error, **both), made(OURS, times[OURS], error=error, **both)
 
 
-class _Row:
-    """Measurements of one call: what they have in common."""
-
-    def __init__(self, op: Op, number: int, choice: Choice) -> None:
-        self.number, self.stock_provider = number, op.implementations[0].name
-        self.provider = f"{choice.implementation} ({choice.source})"
-
-    def __call__(
-        self,
-        engine: str,
-        ms: tuple[float, ...] = (),
-        error: float | None = None,
-        stock_error: float | None = None,
-        floor_ms: float | None = None,
-        left_out: str | None = None,
-    ) -> Measurement:
-        is_stock = engine == STOCK
-        return Measurement(
-            engine,
-            f"torch {torch.__version__}" if is_stock else f"rocm-sd {rocm_sd.__version__}",
-            self.stock_provider if is_stock else self.provider,
-            self.number, ms, 1, floor_ms=floor_ms, error=error, stock_error=stock_error, left_out=left_out,
-        )  # fmt: skip
+def _measurement(
+    op: Op, number: int, choice: Choice, engine: str, ms: Sequence[float] = (), **figures: Any
+) -> Measurement:
+    version, provider = f"rocm-sd {rocm_sd.__version__}", f"{choice.implementation} ({choice.source})"
+    if engine == STOCK:
+        version, provider = f"torch {torch.__version__}", op.implementations[0].name
+    return Measurement(engine, version, provider, number, tuple(ms), 1, **figures)
 
 
 def _errors(op: Op, sample: Sample, arguments: Sequence[Any], ours: Callable[[], Any]) -> tuple[float, float]:

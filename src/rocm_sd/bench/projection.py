@@ -19,7 +19,6 @@ from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 from rocm_sd import arch
-from rocm_sd.bench.kpis import Baseline, baselines
 from rocm_sd.errors import Unsupported, require_one_of
 from rocm_sd.tuning.choice import within
 from rocm_sd.tuning.ranking import LATENCY_S
@@ -28,23 +27,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
 __all__ = [
-    "LABEL",
-    "TARGETS",
-    "Deviation",
-    "Elsewhere",
-    "Fit",
-    "Projection",
-    "WorkItem",
-    "deviation",
-    "elsewhere",
-    "fit",
-    "fits",
-    "project",
-    "project_items",
-    "projections",
-    "rows",
-    "table",
-]
+    "LABEL", "TARGETS", "Deviation", "Fit", "Projection", "WorkItem", "deviation", "fit", "fits", "project",
+    "project_items", "projections", "rows",
+]  # fmt: skip
 
 LABEL = "modelled"
 TARGETS = ("gfx942", "gfx1100", "gfx1200", "gfx1201")
@@ -86,19 +71,15 @@ class Fit:
 class Deviation:
     """What the model says of the card that it was fitted on, in percent of what was measured there.
 
-    `shapes_left_out`: no call's own timing is used, only its family's fit. `ops_left_out`: nor its family's, but that
-    of the other ops of its kind.
+    `without_shapes`: no call's own timing is used, only its family's fit. `without_ops`: nor its family's, but that of
+    the other ops of its kind.
     """
 
     measured_ms: float
     as_used: float
-    shapes_left_out: float
-    ops_left_out: float
+    without_shapes: float
+    without_ops: float
     source: str
-
-    @property
-    def largest(self) -> float:
-        return max(map(abs, (self.as_used, self.shapes_left_out, self.ops_left_out)))
 
 
 @dataclass(frozen=True)
@@ -122,22 +103,10 @@ class Projection:
         return self.steps / self.ms * 1e3
 
     @property
-    def told_error(self) -> str:
+    def model_error(self) -> str:
         if self.deviation is None:
             return "no recorded picture to compare with"
         return f"{self.deviation.as_used:+.0f}% of the time on the card that was timed"
-
-
-@dataclass(frozen=True)
-class Elsewhere:
-    """A projection beside what somebody measured with another engine: how far the model carries, and no more."""
-
-    modelled: Projection
-    published: Baseline
-
-    @property
-    def percent(self) -> float:
-        return 100 * (self.modelled.steps_per_s / (self.published.steps_per_s or float("nan")) - 1)
 
 
 @cache
@@ -164,21 +133,18 @@ def _roofline_us(card: arch.Arch, flops: float, moved: float) -> float:
 
 def fit(card: arch.Arch, rows: Iterable[tuple[float, float, float]]) -> Fit:
     """Of (flops, bytes, us) rows: least squares of the relative error, with no negative fixed cost."""
-    points = [(_roofline_us(card, flops, moved), us) for flops, moved, us in rows]
+    points = [(1 / us**2, _roofline_us(card, flops, moved), us) for flops, moved, us in rows]
     if not points:
         raise Unsupported("A projection", "a family of ops of which no call was timed")
-    weights = [1 / us**2 for _, us in points]
-    total = sum(weights)
-    x_mean = sum(w * x for w, (x, _) in zip(weights, points, strict=True)) / total
-    y_mean = sum(w * y for w, (_, y) in zip(weights, points, strict=True)) / total
-    spread = sum(w * (x - x_mean) ** 2 for w, (x, _) in zip(weights, points, strict=True))
-    slope = sum(w * (x - x_mean) * (y - y_mean) for w, (x, y) in zip(weights, points, strict=True))
-    slope = slope / spread if spread else 0.0
+    total = sum(w for w, _, _ in points)
+    x_mean = sum(w * x for w, x, _ in points) / total
+    y_mean = sum(w * y for w, _, y in points) / total
+    spread = sum(w * (x - x_mean) ** 2 for w, x, _ in points)
+    slope = sum(w * (x - x_mean) * (y - y_mean) for w, x, y in points) / spread if spread else 0.0
     fixed = y_mean - slope * x_mean
     if slope <= 0 or fixed < 0:
         # All of one size, or no fixed cost to be seen: a plain share.
-        squares = sum(w * x * x for w, (x, _) in zip(weights, points, strict=True))
-        slope = sum(w * x * y for w, (x, y) in zip(weights, points, strict=True)) / squares
+        slope = sum(w * x * y for w, x, y in points) / sum(w * x * x for w, x, _ in points)
         fixed = 0.0
     return Fit(fixed, 1 / slope, len(points))
 
@@ -329,8 +295,8 @@ def deviation(workload: str) -> Deviation | None:
     return Deviation(
         measured_ms=picture["ms"],
         as_used=percent(lambda item: own(item) if item.us is None else item.us),
-        shapes_left_out=percent(own),
-        ops_left_out=percent(by(_fits_of_others())),
+        without_shapes=percent(own),
+        without_ops=percent(by(_fits_of_others())),
         source=picture["source"],
     )
 
@@ -340,53 +306,11 @@ def rows(workload: str) -> list[dict[str, Any]]:
     if workload not in _data()["workloads"]:
         return []
     return [
-        {**asdict(made), "derated": list(made.derated), "steps_per_s": made.steps_per_s, "told_error": made.told_error}
+        {
+            **asdict(made),
+            "derated": list(made.derated),
+            "steps_per_s": made.steps_per_s,
+            "model_error": made.model_error,
+        }
         for made in projections(workloads=(workload,))
     ]
-
-
-def elsewhere() -> tuple[Elsewhere, ...]:
-    """Cards that the model never saw, and of which somebody published a figure: the fastest stands beside it."""
-    found = []
-    for workload, facts in _data()["workloads"].items():
-        fastest: dict[str, Baseline] = {}
-        for figure in baselines():
-            like = (figure.model, figure.height, figure.batch) == (facts["model"], facts["side"], 1)
-            card = arch.get(figure.arch)
-            # The table's figures are of one product: an H100 is no H200, and half of an MI250X is no MI250X.
-            same = set(figure.hardware.split()) <= set((card.product or "").split())
-            rate = figure.steps_per_s
-            if not like or not same or rate is None or figure.arch == _data()["arch"]:
-                continue
-            if figure.arch not in fastest or rate > (fastest[figure.arch].steps_per_s or 0.0):
-                fastest[figure.arch] = figure
-        found += [Elsewhere(project(workload, name), figure) for name, figure in sorted(fastest.items())]
-    return tuple(found)
-
-
-def table() -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """Headings and rows for a document; every row says that it is modelled."""
-    headings = (
-        "workload",
-        "card",
-        "picture ms",
-        "it/s",
-        "UNet step ms",
-        "VAE decode ms",
-        "what it is",
-        "model's error",
-    )
-    lines: list[tuple[str, ...]] = [
-        (
-            p.workload,
-            f"{p.product} ({p.arch})",
-            f"{p.ms:.0f}",
-            f"{p.steps_per_s:.1f}",
-            f"{p.step_ms:.1f}",
-            f"{p.decode_ms:.1f}",
-            f"**{p.label}**",
-            p.told_error,
-        )
-        for p in projections()
-    ]
-    return headings, lines

@@ -35,7 +35,7 @@ class Regression:
     """`what` went from `before` to `now`, which is `ratio` times as much, and worse; `low` and `high` bound it.
 
     `what` and its unit: "time against stock" (a ratio of times), "time" (ms), "second-run memory" (MiB), "error", or
-    "left out: REASON", where `now` and `ratio` are infinite.
+    "skipped: REASON", where `now` and `ratio` are infinite.
     """
 
     engine: str
@@ -120,7 +120,7 @@ def regressions(before: Record, now: Record) -> tuple[Regression, ...]:
     Memory of the second run does not vary: more than 2%, and more than 16 MiB (torch's allocator gives large tensors
     segments of 20 MiB, and which tensors share one may differ). That of a CPU does: half as much again, and more than
     64 MiB. Error: more than twice as large. And what was timed
-    before and is left out now is a regression, whatever the reason.
+    before and is skipped now is a regression, whatever the reason.
     """
     reason = incomparable(before, now)
     if reason is not None:
@@ -132,7 +132,7 @@ def regressions(before: Record, now: Record) -> tuple[Regression, ...]:
             continue
         if new.left_out:
             took = median(old.ms)
-            what = f"left out: {new.left_out}"
+            what = f"skipped: {new.left_out}"
             found.append(Regression(new.engine, new.batch, what, took, math.inf, math.inf, math.inf, math.inf))
         elif min(len(old.ms), len(new.ms)) >= LEAST_TURNS:
             old_stock = before.measurement(yardstick, old.batch) if yardstick else None
@@ -155,23 +155,18 @@ def _slower(
     else:
         what, margin = "time", MARGIN_WITHOUT_STOCK
         before, now = _against(old.ms, (1.0,) * len(old.ms)), _against(new.ms, (1.0,) * len(new.ms))
-    ratio = now.value / before.value
-    if min(ratio, own_ratio) > 1 + margin and now.low > before.high:
-        low, high = now.low / before.high, now.high / before.low
-        yield Regression(new.engine, new.batch, what, before.value, now.value, ratio, low, high)
+    (then, then_low, then_high), (today, today_low, today_high) = before, now
+    ratio = today / then
+    if min(ratio, own_ratio) > 1 + margin and today_low > then_high:
+        bounds = today_low / then_high, today_high / then_low
+        yield Regression(new.engine, new.batch, what, then, today, ratio, *bounds)
 
 
-@dataclass(frozen=True)
-class _Estimate:
-    value: float
-    low: float
-    high: float
-
-
-def _against(ours: Sequence[float], stock: Sequence[float]) -> _Estimate:
+def _against(ours: Sequence[float], stock: Sequence[float]) -> tuple[float, float, float]:
+    """The ratio of the medians, and the interval's ends."""
     turns = min(len(ours), len(stock))
     ours, stock = ours[:turns], stock[:turns]
-    return _Estimate(median(ours) / median(stock), *interval(stock, ours, confidence=CONFIDENCE))
+    return median(ours) / median(stock), *interval(stock, ours, confidence=CONFIDENCE)
 
 
 def _larger(old: Measurement, new: Measurement, *, on_host: bool) -> Iterator[Regression]:

@@ -11,30 +11,27 @@ from __future__ import annotations
 import logging
 import math
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rocm_sd import arch
-from rocm_sd.bench.effort import Effort
-from rocm_sd.bench.failures import Failed, told, without_folders
-from rocm_sd.bench.gate import Gate, free_memory
-from rocm_sd.bench.machine import machine
-from rocm_sd.bench.peaks import PeakMemory, Points
-from rocm_sd.bench.pipelines import Pipelines, forget_compiled, is_short
-from rocm_sd.bench.profiling.capture import card_ms
-from rocm_sd.bench.records import OURS, STOCK, Comparison, Measurement, Record
-from rocm_sd.bench.resuming import continued, now, record_file
-from rocm_sd.bench.sensors import Readings, watch
+from rocm_sd.bench.gate import PictureGate, free_memory
+from rocm_sd.bench.machine import PeakMemory, Points, machine
+from rocm_sd.bench.profiling.recording import card_ms
+from rocm_sd.bench.records import OURS, STOCK, Comparison, Measurement, Record, continued, now, record_file
+from rocm_sd.bench.sensors import watch
+from rocm_sd.bench.turns import Effort, Failed, Pipelines, failure_line, forget_compiled, is_short, without_folders
 from rocm_sd.measuring import Stopwatch, compare, interleaved, settled
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
     import torch
 
-    from rocm_sd.bench.effort import Progress
     from rocm_sd.bench.engines import Engine
+    from rocm_sd.bench.turns import Progress
     from rocm_sd.bench.workloads import Workload
 
 __all__ = ["default_repeats", "run"]
@@ -83,39 +80,38 @@ def run(
         kind, workload.facts, machine(workload.device), command, now(), (), complete=False, extra={"planned": planned}
     )
     file = record_file(out, workload.name, kind)
-    record = continued(file, record, resume=resume)
-    return _Run(workload, engines, batches, repeats, cold, against, card_times, record, file, progress).go()
+    return _EngineRun(
+        workload, tuple(engines), tuple(batches), repeats, against, card_times,
+        continued(file, record, resume=resume), file, Stopwatch(workload.device, cold=cold),
+        Effort(workload.facts.steps, len(engines), batches, repeats, _PICTURES_BEFORE_A_TURN, progress),
+    ).go()  # fmt: skip
 
 
-class _Run:
-    def __init__(
-        self,
-        workload: Workload,
-        engines: Sequence[Engine],
-        batches: Sequence[int],
-        repeats: int,
-        cold: bool,
-        against: str,
-        card_times: bool,
-        record: Record,
-        file: Path,
-        progress: Progress | None,
-    ) -> None:
-        self.workload, self.engines, self.batches, self.repeats = workload, tuple(engines), tuple(batches), repeats
-        self.device, self.record, self.file, self.against = workload.device, record, file, against
-        self.measured = {(one.engine, one.batch): one for one in record.measurements}
-        self.stopwatch = Stopwatch(self.device, cold=cold)
-        self._with_card_times = card_times
-        self._effort = Effort(workload.facts.steps, len(engines), batches, repeats, _PICTURES_BEFORE_A_TURN, progress)
-        if card_times:
-            self._effort.expect_card_times()
-        self._saved_at = 0.0
+@dataclass
+class _EngineRun:
+    workload: Workload
+    engines: tuple[Engine, ...]
+    batches: tuple[int, ...]
+    repeats: int
+    against: str
+    with_card_times: bool
+    record: Record
+    file: Path
+    stopwatch: Stopwatch
+    effort: Effort
+    saved_at: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.device = self.workload.device
+        self.measured = {(one.engine, one.batch): one for one in self.record.measurements}
+        if self.with_card_times:
+            self.effort.expect_card_times()
 
     def go(self) -> Record:
         try:
             for number, batch in enumerate(self.batches):
                 ready = self._batch(batch)
-                self._effort.finish_batch(batch)
+                self.effort.finish_batch(batch)
                 if not any(self._missing(each) for each in self.batches[number + 1 :]):
                     # The last turn is taken, and the pipelines are warm.
                     self._measure_card_times(batch, ready)
@@ -124,7 +120,7 @@ class _Run:
             for batch in self.batches[:-1]:
                 self._measure_card_times(batch, {})
                 forget_compiled()
-            self._effort.finish()
+            self.effort.finish()
             self.save(complete=True)
         except KeyboardInterrupt:
             self.save()
@@ -140,7 +136,7 @@ class _Run:
             self.record, measurements=tuple(measurements), comparisons=tuple(self._comparisons()), complete=complete
         )
         self.record.save(self.file)
-        self._saved_at = time.perf_counter()
+        self.saved_at = time.perf_counter()
 
     def _comparisons(self) -> list[Comparison]:
         """Every engine with stock, or what stands for it, and ours with every other."""
@@ -161,15 +157,15 @@ class _Run:
         todo = self._missing(batch)
         if not todo:
             return {}
-        self._effort.advance(0, f"batch {batch}: exact latents")
+        self.effort.advance(0, f"batch {batch}: exact latents")
         try:
-            gate = Gate(self.workload, batch)
+            gate = PictureGate(self.workload, batch)
         except Exception as error:  # noqa: BLE001 -- out of memory most likely: without a reference nothing is timed
             for engine in todo:
-                self._leave_out(engine.name, batch, f"nothing to compare it with: {told(error)}")
+                self._skip(engine.name, batch, f"nothing to compare it with: {failure_line(error)}")
             free_memory()
             return {}
-        self._effort.advance(self._effort.gate * batch, f"batch {batch}")
+        self.effort.advance(self.effort.gate * batch, f"batch {batch}")
         pipelines = Pipelines(lambda name: self._made_anew(name, batch))
         for engine in todo:
             self._prepare(engine, batch, gate, pipelines)
@@ -188,7 +184,7 @@ class _Run:
         found = self.measured.get((engine, batch))
         return found is not None and (found.left_out is not None or len(found.ms) >= self.repeats)
 
-    def _prepare(self, engine: Engine, batch: int, gate: Gate, pipelines: Pipelines) -> None:
+    def _prepare(self, engine: Engine, batch: int, gate: PictureGate, pipelines: Pipelines) -> None:
         """Add the engine's pipeline to those that take turns, or skip it."""
         last = self.measured.get((pipelines.names[-1], batch)) if pipelines.names else None
         free_memory()
@@ -204,12 +200,12 @@ class _Run:
             if failed is None:
                 self._one_at_a_time(batch, pipelines)
         if failed is not None:
-            self._leave_out(engine.name, batch, failed.why)
+            self._skip(engine.name, batch, failed.why)
 
-    def _tried(self, engine: Engine, batch: int, gate: Gate, pipelines: Pipelines) -> Failed | None:
+    def _tried(self, engine: Engine, batch: int, gate: PictureGate, pipelines: Pipelines) -> Failed | None:
         try:
             pipe = self._prepared(engine, batch, gate)
-        except Exception as error:  # noqa: BLE001 -- whatever ails one engine, the others go on
+        except Exception as error:  # noqa: BLE001 -- whatever fails in one engine, the others go on
             failed = Failed(engine.name, error)
         else:
             if pipe is not None:
@@ -222,56 +218,58 @@ class _Run:
     def _one_at_a_time(self, batch: int, pipelines: Pipelines) -> None:
         note = f"batch {batch}: too little memory for all engines at once; each was made ready anew for its turns"
         log.warning("%s, which takes longer", note)
-        self.record = replace(self.record, notes=tuple(dict.fromkeys((*self.record.notes, note))))
+        self._note(note)
         pipelines.one_at_a_time = True
-        self._effort.expect_one_at_a_time(batch)
+        self.effort.expect_one_at_a_time(batch)
+
+    def _note(self, *notes: str) -> None:
+        self.record = replace(self.record, notes=tuple(dict.fromkeys((*self.record.notes, *notes))))
+
+    def _engine(self, name: str) -> Engine:
+        return next(each for each in self.engines if each.name == name)
 
     def _made_anew(self, name: str, batch: int) -> Any:
-        engine = next(each for each in self.engines if each.name == name)
-        self._effort.advance(0, f"batch {batch}: {name} is made ready again")
-        pipe = engine.prepare(self.workload.pipeline())
+        self.effort.advance(0, f"batch {batch}: {name} is made ready again")
+        pipe = self._engine(name).prepare(self.workload.pipeline())
         for _ in range(_PICTURES_BEFORE_A_TURN):
             self.workload.picture(pipe, batch)
-        self._effort.advance(self._effort.anew * batch, f"batch {batch}: {name} is ready")
+        self.effort.advance(self.effort.anew * batch, f"batch {batch}: {name} is ready")
         return pipe
 
-    def _prepared(self, engine: Engine, batch: int, gate: Gate) -> Any | None:
+    def _prepared(self, engine: Engine, batch: int, gate: PictureGate) -> Any | None:
         """The engine's pipeline after its warm-up and the gate, or None where it is skipped."""
-        steps = self.workload.facts.steps
-
-        def drawn() -> None:
-            self.workload.picture(pipe, batch)
-
-        self._effort.advance(0, f"batch {batch}: {engine.name}, first picture")
+        self.effort.advance(0, f"batch {batch}: {engine.name}, first picture")
         free_memory()
         memory = PeakMemory(self.device)
         pipe = self.workload.pipeline()
         started = time.perf_counter()
         pipe = engine.prepare(pipe)
+        drawn = partial(self.workload.picture, pipe, batch)
         self.stopwatch.milliseconds(drawn)
         first_s, first_mib = time.perf_counter() - started, memory.mib()
-        self._effort.advance(self._effort.picture * batch, f"batch {batch}: {engine.name}, second picture")
+        self.effort.advance(self.effort.picture * batch, f"batch {batch}: {engine.name}, second picture")
         with memory.over_time() as course:
             second_ms = self.stopwatch.milliseconds(drawn)
             second_mib = memory.mib()
         self._remember_memory(engine.name, batch, course)
-        self._effort.advance(self._effort.picture * batch, f"batch {batch}: {engine.name}, compared with exact")
+        self.effort.advance(self.effort.picture * batch, f"batch {batch}: {engine.name}, compared with exact")
         verdict = gate.check(pipe)
-        self._effort.advance(self._effort.check * batch, f"batch {batch}: {engine.name}, warming up")
+        self.effort.advance(self.effort.check * batch, f"batch {batch}: {engine.name}, warming up")
         if verdict.wrong:
-            self._leave_out(engine.name, batch, verdict.wrong, verdict.error, gate.stock_error)
+            self._skip(engine.name, batch, verdict.wrong, verdict.error, gate.stock_error)
             return None
         started = time.perf_counter()
         with watch(self.device) as readings:
             settled(drawn, self.stopwatch, budget_s=self._warm_up_budget_s, before=[second_ms])
         settled_s = time.perf_counter() - started
-        self._effort.advance(self._effort.settling * batch, f"batch {batch}: {engine.name} is warm")
+        self.effort.advance(self.effort.settling * batch, f"batch {batch}: {engine.name} is warm")
         fresh = Measurement(
-            engine.name, engine.version(), engine.provider, batch, (), steps, first_s, first_s + settled_s,
-            first_mib, second_mib, floor_ms=self._floor_ms(batch), error=verdict.error, stock_error=gate.stock_error,
+            engine.name, engine.version(), engine.provider, batch, (), self.workload.facts.steps, first_s,
+            first_s + settled_s, first_mib, second_mib, floor_ms=self._floor_ms(batch), error=verdict.error,
+            stock_error=gate.stock_error,
         )  # fmt: skip
         if settled_s >= _SENSED_S:
-            fresh = _with_readings(fresh, readings)
+            fresh = replace(fresh, **readings.figures)
         # A resumed run finds compiled kernels: the first one's warm-up is the true one.
         self.measured.setdefault((engine.name, batch), fresh)
         return pipe
@@ -297,17 +295,17 @@ class _Run:
         def kept(name: str, milliseconds: float) -> None:
             found = self.measured[name, batch]
             self.measured[name, batch] = replace(found, ms=(*found.ms, milliseconds))
-            self._effort.advance(self._effort.picture * batch, f"batch {batch}: {name}, {len(found.ms) + 1}")
-            if time.perf_counter() - self._saved_at > _SAVE_EVERY_S:
+            self.effort.advance(self.effort.picture * batch, f"batch {batch}: {name}, {len(found.ms) + 1}")
+            if time.perf_counter() - self.saved_at > _SAVE_EVERY_S:
                 self.save()
 
         while pipelines.names:
             done = {name: self.measured[name, batch].ms for name in pipelines.names}
-            calls = {name: self._call(name, batch, pipelines) for name in pipelines.names}
+            calls = {name: partial(self._draw, name, batch, pipelines) for name in pipelines.names}
             try:
                 interleaved(
                     calls, self.stopwatch, repeats=self.repeats, done=done,
-                    before=lambda name: self._made_ready(name, pipelines), on_turn=kept,
+                    before=lambda name: self._draw(name, None, pipelines), on_turn=kept,
                 )  # fmt: skip
             except Failed as failed:
                 name, why, is_short_of_memory = failed.engine, failed.why, failed.is_short_of_memory
@@ -319,22 +317,16 @@ class _Run:
                 pipelines.give_up()
             else:
                 pipelines.remove(name)
-                self._leave_out(name, batch, why)
+                self._skip(name, batch, why)
 
-    def _made_ready(self, name: str, pipelines: Pipelines) -> None:
+    def _draw(self, name: str, batch: int | None, pipelines: Pipelines) -> None:
+        """A picture; with no batch the pipeline is only made ready. Whatever fails is raised as `Failed`."""
         try:
-            pipelines.of(name)
+            pipe = pipelines.of(name)
+            if batch is not None:
+                self.workload.picture(pipe, batch)
         except Exception as error:
             raise Failed(name, error) from error
-
-    def _call(self, name: str, batch: int, pipelines: Pipelines) -> Callable[[], None]:
-        def call() -> None:
-            try:
-                self.workload.picture(pipelines.of(name), batch)
-            except Exception as error:
-                raise Failed(name, error) from error
-
-        return call
 
     def _sensed(self, batch: int, pipelines: Pipelines) -> None:
         """Power, clock and temperature of each engine alone, after the turns: a turn may be shorter than a reading.
@@ -342,43 +334,38 @@ class _Run:
         Of an engine whose warm-up was long enough they are known from there.
         """
         with watch(self.device) as readings:
-            pass  # it reads once at each end, which tells whether there is anything to read
-        if readings.power_watt is None and readings.clock_mhz is None and readings.temperature_c is None:
+            pass  # it reads once at each end, which shows whether there is anything to read
+        if set(readings.figures.values()) == {None}:
             if self.device.type != "cpu":
-                self.record = replace(
-                    self.record,
-                    notes=tuple(dict.fromkeys((*self.record.notes, *map(without_folders, readings.notes)))),
-                )
+                self._note(*map(without_folders, readings.notes))
             return
         for name in pipelines.names:
-            known = self.measured[name, batch]
-            if (known.power_watt, known.clock_mhz, known.temperature_c) != (None, None, None):
+            if any(getattr(self.measured[name, batch], figure) is not None for figure in readings.figures):
                 continue
-            self._effort.advance(0, f"batch {batch}: {name}, power and clock")
-            call = self._call(name, batch, pipelines)
+            self.effort.advance(0, f"batch {batch}: {name}, power and clock")
             try:
-                self._made_ready(name, pipelines)
+                self._draw(name, None, pipelines)
                 until = time.perf_counter() + _SENSED_S
                 with watch(self.device) as readings:
                     while time.perf_counter() < until:
-                        self.stopwatch.milliseconds(call)
+                        self.stopwatch.milliseconds(partial(self._draw, name, batch, pipelines))
             except Failed as failed:
-                self._leave_out(name, batch, failed.why)
+                self._skip(name, batch, failed.why)
                 continue
-            self.measured[name, batch] = _with_readings(self.measured[name, batch], readings)
+            self.measured[name, batch] = replace(self.measured[name, batch], **readings.figures)
 
     def _measure_card_times(self, batch: int, ready: Mapping[str, Any]) -> None:
         """What is missing of them. An engine that is not `ready` is warmed up again; it has passed the gate before."""
         for engine in self.engines:
             found = self.measured.get((engine.name, batch))
-            if not self._with_card_times or found is None or not found.ms or found.card_ms is not None:
+            if not self.with_card_times or found is None or not found.ms or found.card_ms is not None:
                 continue
-            self._effort.advance(0, f"batch {batch}: {engine.name}, the card's own time")
+            self.effort.advance(0, f"batch {batch}: {engine.name}, the card's own time")
             taken, why = None, "torch.profiler recorded nothing of a device"
             try:
                 taken = self._card_ms(engine, batch, ready.get(engine.name))
-            except Exception as error:  # noqa: BLE001 -- whatever ails it here, its turns stand
-                why = told(error)
+            except Exception as error:  # noqa: BLE001 -- whatever fails here, its turns stand
+                why = failure_line(error)
             if ready:
                 free_memory()
             else:
@@ -388,24 +375,21 @@ class _Run:
                 log.warning("%s at batch %d: %s%s", engine.name, batch, _NO_CARD_TIME, why)
                 notes += (_NO_CARD_TIME + why,)
             self.measured[engine.name, batch] = replace(found, card_ms=taken, notes=notes)
-            self._effort.advance(self._effort.card(batch) * batch, f"batch {batch}: {engine.name}, the card's own time")
+            self.effort.advance(self.effort.card(batch) * batch, f"batch {batch}: {engine.name}, the card's own time")
             self.save()
 
     def _card_ms(self, engine: Engine, batch: int, warm: Any | None) -> float | None:
         pipe = engine.prepare(self.workload.pipeline()) if warm is None else warm
-
-        def drawn() -> None:
-            self.workload.picture(pipe, batch)
-
+        drawn = partial(self.workload.picture, pipe, batch)
         if warm is None:
             settled(drawn, self.stopwatch, budget_s=self._warm_up_budget_s)
         return card_ms(drawn)
 
-    def _leave_out(
+    def _skip(
         self, name: str, batch: int, why: str, error: float | None = None, stock_error: float | None = None
     ) -> None:
         log.warning("%s is skipped at batch %d: %s", name, batch, why)
-        engine = next(each for each in self.engines if each.name == name)
+        engine = self._engine(name)
         self.measured[name, batch] = Measurement(
             name, engine.version(), engine.provider, batch, (), self.workload.facts.steps,
             # JSON has no NaN.
@@ -413,12 +397,3 @@ class _Run:
             stock_error=stock_error, left_out=why,
         )  # fmt: skip
         self.save()
-
-
-def _with_readings(measured: Measurement, readings: Readings) -> Measurement:
-    return replace(
-        measured,
-        power_watt=readings.power_watt,
-        clock_mhz=readings.clock_mhz,
-        temperature_c=readings.temperature_c,
-    )

@@ -29,6 +29,7 @@ Candidate = TypeVar("Candidate")
 
 EVERY_S = 0.1
 QUANTITIES = ("power", "clock", "temperature")
+FIGURES = ("power_watt", "clock_mhz", "temperature_c")
 # Drivers average the power that they report over up to a second, so a shorter look shows what came before it as well.
 _LEAST_S_FOR_POWER = 1.0
 _PATIENCE_S = 2.0
@@ -37,7 +38,7 @@ _ROOT = Path("/")
 
 @dataclass
 class Readings:
-    """Averages, filled in when the watch ends; None where nobody tells, with the reason in `notes`.
+    """Averages, filled in when the watch ends; None where nothing answers, with the reason in `notes`.
 
     `temperature_c` is that of the card's edge where it has such a sensor, else of its hottest spot.
     """
@@ -49,8 +50,13 @@ class Readings:
     seconds: float = 0.0
     notes: tuple[str, ...] = ()
 
+    @property
+    def figures(self) -> dict[str, Any]:
+        """By the names that a measurement has for them."""
+        return {name: getattr(self, name) for name in FIGURES}
 
-class _NotTold(Exception):
+
+class _NoReading(Exception):
     """One quantity, or one whole source, has nothing to say, for this reason."""
 
 
@@ -73,9 +79,8 @@ def watch(device: torch.device | str, *, every_s: float = EVERY_S, root: Path = 
 
 def _fill(readings: Readings, sampler: _Sampler, notes: list[str]) -> None:
     averages = {name: fmean(values) for name, values in sampler.values.items() if values}
-    readings.power_watt = averages.get("power")
-    readings.clock_mhz = averages.get("clock")
-    readings.temperature_c = averages.get("temperature")
+    for quantity, figure in zip(QUANTITIES, FIGURES, strict=True):
+        setattr(readings, figure, averages.get(quantity))
     readings.samples, readings.seconds = sampler.samples, sampler.seconds
     notes = [*notes, *sampler.notes]
     if readings.power_watt is not None and readings.seconds < _LEAST_S_FOR_POWER:
@@ -140,24 +145,24 @@ def _probes(device: torch.device, root: Path, opened: ExitStack) -> tuple[Probes
         else {"NVML": lambda: _nvml(address, opened)}
     )
     chosen: Probes = {}
-    untold: dict[str, list[str]] = {quantity: [] for quantity in QUANTITIES}
+    unanswered: dict[str, list[str]] = {quantity: [] for quantity in QUANTITIES}
     for name, source in sources.items():
-        if not untold:
+        if not unanswered:
             break
         try:
             probes = source()
         except Exception as error:  # noqa: BLE001 -- the next source may answer
             probes = dict.fromkeys(QUANTITIES, _raising(error))
-        for quantity in tuple(untold):
+        for quantity in tuple(unanswered):
             try:
                 probes[quantity]()
             except Exception as error:  # noqa: BLE001, PERF203 -- as above
-                untold[quantity].append(f"{name}: {_reason(error)}")
+                unanswered[quantity].append(f"{name}: {_reason(error)}")
             else:
                 chosen[quantity] = probes[quantity]
-                del untold[quantity]
+                del unanswered[quantity]
     by_reason: dict[str, list[str]] = {}
-    for quantity, reasons in untold.items():
+    for quantity, reasons in unanswered.items():
         by_reason.setdefault("; ".join(reasons), []).append(quantity)
     return chosen, [f"{', '.join(quantities)}: {reason}" for reason, quantities in by_reason.items()]
 
@@ -195,14 +200,14 @@ def _amdsmi(address: str, opened: ExitStack) -> Probes:
             if kind is None:
                 continue
             try:
-                told = amdsmi.amdsmi_get_temp_metric(handle, kind, amdsmi.AmdSmiTemperatureMetric.CURRENT)
-                degrees = _number({sensor: told}, (sensor,))
+                reading = amdsmi.amdsmi_get_temp_metric(handle, kind, amdsmi.AmdSmiTemperatureMetric.CURRENT)
+                degrees = _number({sensor: reading}, (sensor,))
             except Exception as error:  # noqa: BLE001 -- the next sensor may answer
                 reasons.append(_reason(error))
             else:
-                # No card lives at 1000 degrees: some versions tell thousandths.
+                # No card lives at 1000 degrees: some versions give thousandths.
                 return degrees / 1000 if degrees > 1000 else degrees
-        raise _NotTold("; ".join(dict.fromkeys(reasons)))
+        raise _NoReading("; ".join(dict.fromkeys(reasons)))
 
     return {"power": power, "clock": clock, "temperature": temperature}
 
@@ -213,7 +218,7 @@ def _nvml(address: str, opened: ExitStack) -> Probes:
     opened.callback(_quietly, nvml.nvmlShutdown)
     handle = nvml.nvmlDeviceGetHandleByPciBusId(address)
     return {
-        "power": lambda: nvml.nvmlDeviceGetPowerUsage(handle) / 1000,  # it tells milliwatts
+        "power": lambda: nvml.nvmlDeviceGetPowerUsage(handle) / 1000,  # in milliwatts
         "clock": lambda: float(nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM)),
         "temperature": lambda: float(nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU)),
     }
@@ -249,9 +254,9 @@ def _pci_address(device: torch.device) -> str:
     return host.pci_address(torch.cuda.get_device_properties(index))
 
 
-def _same_card(told: str, address: str) -> bool:
-    """The function (.0, .1) may differ: a partition of an MI300 has one of its own, and torch does not tell it."""
-    return told.lower().rpartition(".")[0] == address.rpartition(".")[0]
+def _same_card(found: str, address: str) -> bool:
+    """The function (.0, .1) may differ: a partition of an MI300 has one of its own, and torch does not know it."""
+    return found.lower().rpartition(".")[0] == address.rpartition(".")[0]
 
 
 def _library(name: str, cure: str) -> Any:
@@ -260,24 +265,26 @@ def _library(name: str, cure: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name != name:
             raise
-        raise _NotTold(f"{name} is not installed; {cure}") from None
+        raise _NoReading(f"{name} is not installed; {cure}") from None
 
 
-def _number(told: Mapping[str, object], names: tuple[str, ...]) -> float:
+def _number(reading: Mapping[str, object], names: tuple[str, ...]) -> float:
     """The first that is a figure. Unknown ones are "N/A", 0, or all bits set, by version and card."""
     for name in names:
-        value = told.get(name)
+        value = reading.get(name)
         if isinstance(value, (int, float)) and value > 0 and value not in (0xFFFF, 0xFFFFFFFF, 0xFFFFFFFFFFFFFFFF):
             return float(value)
-    raise _NotTold(f"no figure under {', '.join(names)}")
+    raise _NoReading(f"no figure under {', '.join(names)}")
 
 
 def _first(candidates: Iterable[Candidate], otherwise: str) -> Candidate:
     for candidate in candidates:
         return candidate
-    raise _NotTold(otherwise)
+    raise _NoReading(otherwise)
 
 
 def _reason(error: Exception) -> str:
     text = " ".join(str(error).split())
-    return text if isinstance(error, _NotTold) else f"{type(error).__name__} ({text})" if text else type(error).__name__
+    return (
+        text if isinstance(error, _NoReading) else f"{type(error).__name__} ({text})" if text else type(error).__name__
+    )

@@ -1,7 +1,7 @@
 """A record that is given to the public performance database: nothing personal in it, signed off, and checked.
 
 `write` makes the file that `rocm-sd bench --submit` leaves behind. `validate` says in words what is wrong with one: its
-form, its hash, and figures that cannot be.
+form, its hash, and figures that cannot be or that nobody can stand behind.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import socket
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from rocm_sd import arch
 from rocm_sd.bench.records import FORMAT as RECORD_FORMAT
 from rocm_sd.bench.records import RULES, Record, UnreadableRecord
-from rocm_sd.bench.submission_checks import implausible
 from rocm_sd.errors import RocmSdError
 from rocm_sd.files import read_json
 from rocm_sd.typed_json import schema, violations
@@ -25,24 +25,28 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from rocm_sd.bench.records import Comparison, Measurement
+
 __all__ = [
-    "FORMAT",
-    "SCHEMA",
-    "STATEMENT",
-    "PersonalData",
-    "Unpublishable",
-    "file_name",
-    "load",
-    "personal",
-    "validate",
-    "write",
-]
+    "FORMAT", "GATE", "LEAST_TURNS", "SCHEMA", "STATEMENT", "PersonalData", "Unpublishable", "file_name", "implausible",
+    "load", "personal", "validate", "write",
+]  # fmt: skip
 
 FORMAT = "rocm-sd-contribution/1"
 STATEMENT = (
     "These figures are my own measurements, made with the command that is given here. "
     "I publish them under CC0 1.0: anyone may use them for anything."
 )
+# Three turns cannot tell a difference from chance.
+LEAST_TURNS = 4
+# An engine's error may be this many times stock's, as in every benchmark of this project.
+GATE = 1.5
+# A card may clock above its data sheet, and an engine may need fewer operations than were counted: convolutions after
+# an enlargement as four small ones leave 0.65 of a VAE's.
+_ABOVE_PEAK = 2.0
+# A comparison is of paired turns, the measurements of all of them: medians differ a little.
+_RATIO_APART = 1.25
+_OWN_REFERENCE = {"stock"}
 
 
 # Of a record that may be published more is asked than of one that can be read: those of single ops have no picture.
@@ -95,11 +99,11 @@ class Unpublishable(RocmSdError):
         self.problems = problems
 
 
-# A path that begins at a root, a drive or a home: only its last part is told.
+# A path that begins at a root, a drive or a home: only its last part is kept.
 _PATH = re.compile(r"(?<![\w.:/\\-])(?:~|[A-Za-z]:(?=[/\\])|\\)?(?:[/\\][^\s/\\\"',;()=]+)+[/\\]?")
 _HOMES = re.compile(r"(?:/home/|/Users/|/root\b|[A-Za-z]:\\Users\\|~/)")
 _MAIL = re.compile(r"[\w.+-]+@[\w-]+\.[\w.-]+")
-# Names that tell nothing about anyone, and would be found everywhere.
+# Names that say nothing about anyone, and would be found everywhere.
 _NOBODY = {"root", "user", "users", "admin", "ubuntu", "runner", "localhost", "docker", "amd", "nvidia", "rocm", "cuda"}
 
 
@@ -138,9 +142,9 @@ def _body(record: Record) -> dict[str, Any]:
 
 
 def _hash(body: dict[str, Any]) -> str:
-    """Of the JSON with sorted keys and no spaces, the hash itself left out."""
-    told = {key: value for key, value in body.items() if key != "sha256"}
-    canonical = json.dumps(told, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    """Of the JSON with sorted keys and no spaces, without the hash itself."""
+    hashed = {key: value for key, value in body.items() if key != "sha256"}
+    canonical = json.dumps(hashed, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     return hashlib.sha256(canonical.encode()).hexdigest()
 
 
@@ -224,3 +228,83 @@ def validate(path: Path) -> tuple[str, ...]:
     if not problems and path.name != _named(values):
         problems.append(f"its name should be {_named(values)}")
     return tuple(problems)
+
+
+def implausible(record: Record) -> tuple[str, ...]:
+    return tuple(dict.fromkeys([*_of_record(record), *_of_measurements(record), *_of_comparisons(record)]))
+
+
+def _of_record(record: Record) -> Iterator[str]:
+    if not record.complete:
+        yield "the run was not finished"
+    if not arch.get(record.machine.arch).known:
+        yield f"the architecture {record.machine.arch} is not known here"
+    if record.workload.name.endswith("-tiny"):
+        yield "it is a trial with a small model, not a measurement"
+    if not any(measured.ms for measured in record.measurements):
+        yield "nothing was timed"
+    if record.kind != "op" and record.measurements and not record.comparisons and len(record.engines) > 1:
+        yield "engines were timed side by side, and not compared"
+
+
+def _of_measurements(record: Record) -> Iterator[str]:
+    seen = set()
+    for measured in record.measurements:
+        name = f"{measured.engine} at batch {measured.batch}"
+        if (measured.engine, measured.batch) in seen:
+            yield f"{name} is there twice"
+        seen.add((measured.engine, measured.batch))
+        if not measured.ms:
+            if measured.left_out is None:
+                yield f"{name} has no timings, and does not say why"
+            continue
+        yield from (f"{name} {problem}" for problem in _of_one(record, measured))
+
+
+def _of_one(record: Record, measured: Measurement) -> Iterator[str]:
+    if len(measured.ms) < LEAST_TURNS:
+        yield f"was timed {len(measured.ms)} times, and {LEAST_TURNS} are the least"
+    if measured.floor_ms is not None and measured.p50_ms < measured.floor_ms:
+        yield f"is faster than its own floor of {measured.floor_ms:.3g} ms"
+    least = _least_ms(record, measured)
+    if least is not None and measured.p50_ms < least:
+        yield f"takes {measured.p50_ms:.3g} ms, and the arithmetic alone takes {least:.3g} ms on this card"
+    if measured.error is None:
+        if measured.engine not in _OWN_REFERENCE:
+            yield "was timed, and its result was compared with nothing"
+    elif measured.stock_error is not None and measured.error > GATE * measured.stock_error:
+        yield f"has an error of {measured.error:.2g}, more than {GATE} times stock's {measured.stock_error:.2g}"
+
+
+def _least_ms(record: Record, measured: Measurement) -> float | None:
+    """By the table's peak for as many compute units as the card has; None where either is not known."""
+    card = arch.get(record.machine.arch)
+    peak = card.peak(record.workload.dtype)
+    if record.kind == "op" or record.workload.flops is None or peak is None or not card.compute_units:
+        return None
+    units = record.machine.compute_units or card.compute_units
+    rate = peak * 1e12 * units / card.compute_units
+    return record.workload.flops * measured.batch / rate / _ABOVE_PEAK * 1e3
+
+
+def _of_comparisons(record: Record) -> Iterator[str]:
+    for compared in record.comparisons:
+        name = f"{compared.engine} against {compared.against} at batch {compared.batch}"
+        yield from (f"{name}: {problem}" for problem in _of_comparison(record, compared))
+
+
+def _of_comparison(record: Record, compared: Comparison) -> Iterator[str]:
+    if not compared.low <= compared.ratio <= compared.high:
+        yield f"the interval {compared.low:.3g} to {compared.high:.3g} does not hold the ratio {compared.ratio:.3g}"
+    if compared.verdict != "no difference" and compared.low <= 1 <= compared.high:
+        yield f"it is called {compared.verdict}, and the interval contains 1"
+    if (compared.verdict == "faster" and compared.ratio < 1) or (compared.verdict == "slower" and compared.ratio > 1):
+        yield f"it is called {compared.verdict}, and the ratio is {compared.ratio:.3g}"
+    ours = record.measurement(compared.engine, compared.batch)
+    theirs = record.measurement(compared.against, compared.batch)
+    if ours is None or theirs is None or not ours.ms or not theirs.ms:
+        yield "one of the two was not timed"
+        return
+    ratio = theirs.p50_ms / ours.p50_ms
+    if not 1 / _RATIO_APART <= compared.ratio / ratio <= _RATIO_APART:
+        yield f"the ratio is {compared.ratio:.3g}, and the timings say {ratio:.3g}"

@@ -23,7 +23,7 @@ COLUMNS: tuple[str, ...] = (
     "first-run MiB", "second-run MiB", "first picture s", "warm-up s", "power W", "J/image", "% of floor",
     "error", "stock's error", "x stock", "x stock low", "x stock high", "verdict", "left out",
 )  # fmt: skip
-# A usual terminal has room for a third of them beside each other.
+# A usual terminal has room for a third of them.
 _SPEED = ("engine", "batch", "average ms", "p50 ms", "p90 ms", "card ms", "images/s", "it/s", "% of floor")
 # Stock's error stands in its own row.
 _AGAINST = ("engine", "batch", "x stock", "interval", "verdict", "error")
@@ -50,7 +50,7 @@ def _row(record: Record, one: Measurement) -> dict[str, str]:
         "stock's error": _figures(one.stock_error),
         "left out": one.left_out or "",
     }
-    # No speed is told where there is a reason not to, whatever else a record may hold.
+    # No speed is shown where there is a reason not to, whatever else a record may hold.
     if one.ms and not one.left_out:
         cells |= {
             "average ms": _milliseconds(one.average_ms),
@@ -92,11 +92,11 @@ def csv_text(record: Record) -> str:
 
 def markdown(record: Record) -> str:
     """The heading, the table without columns that have nothing in them, and what was skipped."""
-    told = rows(record)
-    columns = [c for c in _merged() if any(_merged_cell(row, c) for row in told)]
+    every = rows(record)
+    columns = [c for c in _merged() if any(_merged_cell(row, c) for row in every)]
     lines = [heading(record), "", "| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
     lines += [
-        "| " + " | ".join(_merged_cell(row, column).replace("|", "\\|") for column in columns) + " |" for row in told
+        "| " + " | ".join(_merged_cell(row, column).replace("|", "\\|") for column in columns) + " |" for row in every
     ]
     notes = _notes(record)
     return "\n".join([*lines, *(["", *(f"- {note}" for note in notes)] if notes else [])]) + "\n"
@@ -112,34 +112,34 @@ def _merged_cell(row: dict[str, str], column: str) -> str:
         interval = f"{row['x stock']} ({row['x stock low']} to {row['x stock high']})"
         return f"{interval}, no difference" if row["verdict"] == "no difference" else interval
     if column == "p50 ms" and row["left out"]:
-        return "left out"
+        return "skipped"
     return row[column]
 
 
 def rich_tables(record: Record) -> RenderableType:
     """How fast, how much faster than stock and how exact, and at what price."""
-    told = rows(record)
-    for row in told:
+    every = rows(record)
+    for row in every:
         row["interval"] = f"{row['x stock low']} to {row['x stock high']}" if row["x stock"] else ""
     if record.kind == "op":
         # Whoever computes is chosen call by call.
         groups: tuple[tuple[str, ...], ...] = (("batch", "engine", "provider", *_SPEED[2:]), _AGAINST)
         words = ""
     else:
-        # With the card's own time there is no room for the mean: the median stands beside it.
-        dropped = "average ms" if any(row["card ms"] for row in told) else ""
+        # With the card's own time there is no room for the mean: the median is there.
+        dropped = "average ms" if any(row["card ms"] for row in every) else ""
         groups = (tuple(column for column in _SPEED if column != dropped), _AGAINST, _PRICE)
-        words = "; ".join(dict.fromkeys(f"{row['engine']}: {row['version']}, by {row['provider']}" for row in told))
+        words = "; ".join(dict.fromkeys(f"{row['engine']}: {row['version']}, by {row['provider']}" for row in every))
     parts: list[RenderableType] = [Text(line) for line in (heading(record), words) if line]
-    shown = (_table(columns, told, record.kind) for columns in groups)
+    shown = (_table(columns, every, record.kind) for columns in groups)
     parts += [table for table in shown if table is not None]
     return Group(*parts, *(Text(note) for note in _notes(record)))
 
 
-def _table(columns: Sequence[str], told: list[dict[str, str]], kind: str) -> Table | None:
-    """Rows that have something beside their name, and columns that have something in them."""
+def _table(columns: Sequence[str], every: list[dict[str, str]], kind: str) -> Table | None:
+    """Rows that have more than their name, and columns that have something in them."""
     keys = {"engine", "batch", "provider"}
-    kept = [row for row in told if any(row[column] for column in columns if column not in keys)]
+    kept = [row for row in every if any(row[column] for column in columns if column not in keys)]
     shown = [column for column in columns if any(row[column] for row in kept)]
     if set(shown) <= keys:
         return None

@@ -245,9 +245,9 @@ def _public_name(source: ModelSource) -> str:
 
 
 def _flops(base: Any, facts: WorkloadFacts) -> float | None:
-    """Of one picture: its UNet calls, two a step where guidance is on, and the VAE's decoder; the text is left out."""
+    """Of one picture: its UNet calls, two a step where guidance is on, and the VAE's decoder; without the text."""
     try:
         return architectures.picture_flops(base, facts.height, facts.width, facts.steps, guided=facts.guidance > 1)
     except (NotImplementedError, RuntimeError):
-        # An operation that cannot be traced without memory: then no share of the floor is told.
+        # An operation that cannot be traced without memory: then no share of the floor is given.
         return None

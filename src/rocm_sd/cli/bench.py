@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     import torch
 
     from rocm_sd.bench.records import Record
-    from rocm_sd.bench.regressions import Regression
 
 __all__ = ["bench"]
 
@@ -92,7 +92,7 @@ def bench(
         raise InvalidOption("workload", "", [], hint="Type: rocm-sd bench --list, or: rocm-sd bench emoji")
     formats = [name for name, asked in (("--csv", as_csv), ("--markdown", as_markdown), ("--json", as_json)) if asked]
     if len(formats) > 1:
-        raise InvalidOption(formats[1], f"beside {formats[0]}", [], hint=f"All are written to {out}; print one.")
+        raise InvalidOption(formats[1], f"with {formats[0]}", [], hint=f"All are written to {out}; print one.")
     # Read before the run, which may write to the same place.
     before = Record.load(against) if against else None
     if submit is not None:
@@ -100,7 +100,8 @@ def bench(
     writable_folder(out)
     hush()
     asked = _Asked(workload, batch, engines, model, steps, repeats, cold, ablation, tiny, out, resume)
-    record, file = _with_progress(_planned(asked, on), out)
+    run, file = _planned(asked, on)
+    record = _with_progress(run, out)
     from rocm_sd.bench import tables
 
     save_text(tables.csv_text(record), file.with_suffix(".csv"))
@@ -159,42 +160,37 @@ class _Asked:
         return " ".join(["rocm-sd", "bench", self.workload, *words, *(name for name, on in flags.items() if on)])
 
 
-def _planned(asked: _Asked, device: torch.device) -> Callable[[Any], tuple[Record, Path]]:
-    """Everything that can be wrong with the options is said here, before anything is timed."""
+def _planned(asked: _Asked, device: torch.device) -> tuple[Callable[..., Record], Path]:
+    """What runs, given `progress`, and where its record will lie.
+
+    Everything that can be wrong with the options is said here, before anything is timed.
+    """
     from rocm_sd.bench import ops
     from rocm_sd.bench.engines import chosen, default_names
-    from rocm_sd.bench.resuming import record_file
+    from rocm_sd.bench.records import record_file
     from rocm_sd.bench.runner import run as run_engines
     from rocm_sd.bench.workloads import make
 
     workload, out = asked.workload, asked.out
-    common: dict[str, Any] = {"repeats": asked.repeats, "out": out, "resume": asked.resume}
+    common: dict[str, Any] = {
+        "repeats": asked.repeats, "out": out, "resume": asked.resume, "command": asked.command,
+    }  # fmt: skip
     if ops.is_op(workload):
         _require_plain_op(asked)
         ops.selected(workload)
-        common |= {"cold": asked.cold or None, "command": asked.command}
-        return lambda progress: (
-            ops.run(workload, device, progress=progress, **common),
-            record_file(out, workload),
-        )
+        return partial(ops.run, workload, device, cold=asked.cold or None, **common), record_file(out, workload)
     batches = batch_sizes(asked.batch)
     if asked.ablation and asked.engines is not None:
         raise InvalidOption("--engines", asked.engines, [], hint="An ablation has rows of its own: leave it out.")
     selected = chosen(parts(asked.engines) or default_names(device), device)
     with Console(stderr=True).status(f"Making {workload} ..."):
         made = make(workload, device, model=asked.model, steps=asked.steps, tiny=asked.tiny)
-    common |= {"cold": asked.cold, "command": asked.command}
+    common["cold"] = asked.cold
     if asked.ablation:
         from rocm_sd.bench import ablation
 
-        return lambda progress: (
-            ablation.run(made, batches, progress=progress, **common),
-            record_file(out, made.name, "ablation"),
-        )
-    return lambda progress: (
-        run_engines(made, selected, batches, progress=progress, **common),
-        record_file(out, made.name),
-    )
+        return partial(ablation.run, made, batches, **common), record_file(out, made.name, "ablation")
+    return partial(run_engines, made, selected, batches, **common), record_file(out, made.name)
 
 
 def _require_plain_op(asked: _Asked) -> None:
@@ -202,15 +198,15 @@ def _require_plain_op(asked: _Asked) -> None:
     given |= {"--ablation": asked.ablation or None}
     for name in (name for name, value in given.items() if value is not None):
         raise Unsupported(
-            f"bench {asked.workload}", name, hint="An op is timed call by call beside stock torch: leave it out."
+            f"bench {asked.workload}", name, hint="An op is timed call by call against stock torch: leave it out."
         )
 
 
-def _with_progress(run: Callable[[Any], tuple[Record, Path]], out: Path) -> tuple[Record, Path]:
+def _with_progress(run: Callable[..., Record], out: Path) -> Record:
     errors = Console(stderr=True)
     try:
         with bar("starting", console=errors, share=True, speed_estimate_period=600) as update:
-            return run(lambda done, total, what: update(completed=done, total=total, description=what))
+            return run(progress=lambda done, total, what: update(completed=done, total=total, description=what))
     except KeyboardInterrupt:
         say(errors, f"Interrupted. What was measured is kept in {out}; to go on, type the same command again.")
         raise typer.Exit(130) from None
@@ -222,7 +218,7 @@ def _show_published(console: Console, record: Record) -> None:
     found = kpis(record)
     if found:
         header, rows = table(found)
-        shown = Table(*header, title="Beside published figures", title_justify="left")
+        shown = Table(*header, title="Compared with published figures", title_justify="left")
         for row in rows:
             shown.add_row(*map(escape, row))
         console.print(shown)
@@ -264,22 +260,18 @@ def _compare(before: Record, now: Record) -> None:
     if not found:
         errors.print("No regression beyond the interval.", highlight=False)
         return
-    errors.print(_regression_table(found))
-    worst = max(found, key=lambda each: each.ratio)
-    raise RocmSdError(
-        f"{len(found)} regression(s) beyond the interval; the worst is {worst}.",
-        hint="To see where the time goes, type: rocm-sd profile",
-    )
-
-
-def _regression_table(found: tuple[Regression, ...]) -> Table:
     table = Table("engine", "batch", "what", "before", "now", "ratio", "bounds", title="Regressions")
     for each in found:
         table.add_row(
             each.engine, str(each.batch), each.what, f"{each.before:.4g}", f"{each.now:.4g}", f"{each.ratio:.3f}",
             f"{each.low:.3f} to {each.high:.3f}",
         )  # fmt: skip
-    return table
+    errors.print(table)
+    worst = max(found, key=lambda each: each.ratio)
+    raise RocmSdError(
+        f"{len(found)} regression(s) beyond the interval; the worst is {worst}.",
+        hint="To see where the time goes, type: rocm-sd profile",
+    )
 
 
 def _require_right(record: Record) -> None:

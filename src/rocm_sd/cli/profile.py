@@ -70,21 +70,21 @@ def profile(
     if rocprof is not None:
         if workload or model or trace:
             raise InvalidOption("--rocprof", str(rocprof), [], hint="It draws nothing: leave out the others.")
-        told, chart = _from_rocprof(rocprof)
+        analysis, chart = _from_rocprof(rocprof)
         values = None
     else:
         # Read when torch is first imported; the profiler's library writes lines of its own otherwise.
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")
         drawn = _drawn(workload, model, engine, steps, batch, device)
-        told, chart, values = drawn.analysis, drawn.chart, drawn.trace
-    written = _write(told, chart, values, out, trace, flame)
+        analysis, chart, values = drawn.analysis, drawn.chart, drawn.trace
+    written = _write(analysis, chart, values, out, trace, flame)
     if as_json:
-        typer.echo(json.dumps(told.to_dict(), indent=2))
+        typer.echo(json.dumps(analysis.to_dict(), indent=2))
         return
     from rocm_sd.bench.profiling import tables
 
     console = Console()
-    tables.show(told, console, rows=rows)
+    tables.show(analysis, console, rows=rows)
     for path in written:
         say(console, f"wrote {path}")
 
@@ -93,7 +93,8 @@ def _drawn(
     workload: str | None, model: str | None, engine: str, steps: int, batch: int, device: str | None
 ) -> Profiled:
     from rocm_sd.bench import engines
-    from rocm_sd.bench.profiling import picture
+    from rocm_sd.bench.profiling import profile_picture
+    from rocm_sd.bench.profiling.session import STAGES
     from rocm_sd.integrations.diffusers.loading import default_device, hush
 
     where = default_device(device)
@@ -103,9 +104,9 @@ def _drawn(
         workload or "emoji", model, steps, batch, where
     )
     subject = {**subject, "engine": engine, "steps": f"{steps} steps", "batch": f"batch {batch}"}
-    with bar("profiling", picture.STAGES) as update:
+    with bar("profiling", STAGES) as update:
         stages = count()
-        return picture.profile_picture(
+        return profile_picture(
             pipeline, draw, chosen, where, subject=subject,
             on_stage=lambda stage: update(completed=next(stages), description=stage),
         )  # fmt: skip
@@ -144,13 +145,13 @@ def _from_rocprof(path: Path) -> tuple[Analysis, Trace]:
     from rocm_sd.bench.profiling import analyse, findings, read_rocprof, tables
 
     found = read_rocprof(path)
-    told = analyse(found, arch.unknown("gfx"))
+    analysis = analyse(found, arch.unknown("gfx"))
     notes = ["rocprofv3 records kernels only: no modules, and no shapes to count work from"]
-    return replace(tables.annotated(told, findings(told), notes), subject={"file": path.name}), found
+    return replace(tables.annotated(analysis, findings(analysis), notes), subject={"file": path.name}), found
 
 
 def _write(
-    told: Analysis,
+    analysis: Analysis,
     chart: Trace,
     values: dict[str, Any] | None,
     out: Path | None,
@@ -163,15 +164,15 @@ def _write(
 
     written = []
     if out is not None:
-        save_text(json.dumps(told.to_dict(), indent=2) + "\n", out / "profile.json")
+        save_text(json.dumps(analysis.to_dict(), indent=2) + "\n", out / "profile.json")
         written.append(out / "profile.json")
         trace, flame = trace or out / "trace.json", flame or out / "flame.html"
     if trace is not None and values is not None:
         save_text(json.dumps(values), trace)
         written.append(trace)
     if flame is not None:
-        idle = told.family(IDLE)
-        title = ", ".join(["rocm-sd profile", *(str(value) for value in told.subject.values())])
-        flame_chart.write(chart, flame, title=title, idle_us=idle.ms * 1e3 if idle else 0.0, notes=told.notes)
+        idle = analysis.family(IDLE)
+        title = ", ".join(["rocm-sd profile", *(str(value) for value in analysis.subject.values())])
+        flame_chart.write(chart, flame, title=title, idle_us=idle.ms * 1e3 if idle else 0.0, notes=analysis.notes)
         written.append(flame)
     return written

@@ -50,7 +50,7 @@ def report(
     rocm-sd report results/*.json --ladder run --picture out/demo.png
     """
     from rocm_sd.bench import report as reports
-    from rocm_sd.bench.report import ladders, pictures
+    from rocm_sd.bench.report import other_cards, pictures
     from rocm_sd.cli.pictures import save_text, writable_folder
 
     # Said before a ladder is climbed for a minute.
@@ -66,7 +66,7 @@ def report(
     console = Console(stderr=True)
     if ladder == RUN:
         with bar("proof ladder", console=console) as update:
-            outcomes = ladders.run(
+            outcomes = other_cards.run_ladder(
                 lambda o, total: update(advance=1, total=total, description=f"{o['op']} {o['arch']} {o['rung']}")
             )
     drawn: tuple[tuple[Picture, ...], ...] = ()

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     import torch
 
-__all__ = ["Part", "Written", "checkpoint_weights", "read_part", "write_checkpoint"]
+__all__ = ["Component", "Written", "checkpoint_weights", "read_part", "write_checkpoint"]
 
 _UNET_RESNET = {
     "norm1": "in_layers.0",
@@ -69,7 +69,7 @@ _WEIGHT_FILES = ("diffusion_pytorch_model", "model")
 
 
 @dataclass(frozen=True)
-class Part:
+class Component:
     """One component of a pipeline: its config.json and its weights by Diffusers' names."""
 
     config: Mapping[str, Any]
@@ -102,7 +102,7 @@ def write_checkpoint(folder: Path, file: Path, *, name: str, force: bool = False
     return Written(file, len(weights), with_size)
 
 
-def checkpoint_weights(unet: Part, vae: Part, text_encoder: Part) -> dict[str, torch.Tensor]:
+def checkpoint_weights(unet: Component, vae: Component, text_encoder: Component) -> dict[str, torch.Tensor]:
     """The three components' weights under the original's names; a layer that has none there is an error."""
     if unet.config.get("use_linear_projection"):
         # Its original text encoder is OpenCLIP's, whose layers have another layout: a host would not find them.
@@ -125,12 +125,12 @@ def checkpoint_weights(unet: Part, vae: Part, text_encoder: Part) -> dict[str, t
     return weights
 
 
-def read_part(folder: Path, part: str) -> Part:
+def read_part(folder: Path, part: str) -> Component:
     inside = folder / part
     weights: dict[str, torch.Tensor] = {}
     for file in _weight_files(inside):
         weights |= _tensors(file)
-    return Part(_json(inside / "config.json"), weights)
+    return Component(_json(inside / "config.json"), weights)
 
 
 def _tensors(file: Path) -> dict[str, torch.Tensor]:
@@ -159,7 +159,7 @@ def _json(file: Path) -> dict[str, Any]:
     return read
 
 
-def _metadata(folder: Path, name: str, unet: Part, vae: Part) -> dict[str, str]:
+def _metadata(folder: Path, name: str, unet: Component, vae: Component) -> dict[str, str]:
     """What a reader cannot tell from the weights alone; safetensors keeps text by text."""
     scheduler = _json(folder / "scheduler" / "scheduler_config.json")
     facts = {key: scheduler.get(key) for key in ("prediction_type", "beta_schedule", "beta_start", "beta_end")}
@@ -197,19 +197,14 @@ def _unet_name(name: str, layers: int, with_attention: list[bool]) -> str:
         rest = name.removeprefix(f"{prefix}.")
         return f"{_UNET_ENDS[prefix]}.{_resnet_part(name, rest) if '.resnets.' in name else rest}"
     side, block, kind, layer, rest = found[1], int(found[2]), found[3], int(found[4]), found[5]
-    if side == "down":
-        # One number for each layer and one for the downsampler, after the first convolution.
-        first = 1 + block * (layers + 1)
-        places = {"resnets": f"{first + layer}.0", "attentions": f"{first + layer}.1"}
-        place = places.get(kind, f"{first + layers}.0")
-        rest = rest.replace("conv.", "op.", 1) if kind == "downsamplers" else rest
-        whole = f"input_blocks.{place}"
-    else:
-        first = block * (layers + 1)
-        places = {"resnets": f"{first + layer}.0", "attentions": f"{first + layer}.1"}
-        place = places.get(kind, f"{first + layers}.{2 if with_attention[block] else 1}")
-        whole = f"output_blocks.{place}"
-    return f"{whole}.{_resnet_part(name, rest) if kind == 'resnets' else rest}"
+    # One number for each layer and one for the sampler; on the way down after that of the first convolution.
+    first = block * (layers + 1) + (side == "down")
+    sampler = 0 if side == "down" else 2 if with_attention[block] else 1
+    places = {"resnets": f"{first + layer}.0", "attentions": f"{first + layer}.1"}
+    place = places.get(kind, f"{first + layers}.{sampler}")
+    rest = rest.replace("conv.", "op.", 1) if kind == "downsamplers" else rest
+    rest = _resnet_part(name, rest) if kind == "resnets" else rest
+    return f"{'input' if side == 'down' else 'output'}_blocks.{place}.{rest}"
 
 
 def _resnet_part(name: str, rest: str) -> str:

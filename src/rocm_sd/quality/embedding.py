@@ -1,6 +1,6 @@
 """A small image embedding trained on emoji: which emoji does a picture show, and on which background?
 
-Trained beside emoji-sd by training/emoji_sd/train_embedding.py; about 1.7 million parameters, shipped as fp16.
+Trained along with emoji-sd by training/emoji_sd/train_embedding.py; about 1.7 million parameters, shipped as fp16.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import interpolate, normalize, relu
 
 from rocm_sd.errors import CorruptModel, ModelNotFound
-from rocm_sd.models.emoji import EMBEDDING_FILE, EMOJI, nearest_colour
+from rocm_sd.models.emoji import EMBEDDING_FILE, EMOJI, REINSTALL, nearest_colour
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,7 +31,7 @@ def look_ids() -> list[int]:
     return [emoji.id for emoji in EMOJI if emoji.look == emoji.id]
 
 
-class _Block(nn.Module):
+class _Residual(nn.Module):
     """y = relu(x' + bn(conv(relu(bn(conv(x)))))); x' is x, or its strided 1x1 projection where the shape changes."""
 
     def __init__(self, channels_in: int, channels_out: int, stride: int) -> None:
@@ -60,7 +60,11 @@ class EmojiEmbedding(nn.Module):
         self.stem = nn.Conv2d(3, 32, 5, 2, 2, bias=False)
         self.stem_norm = nn.BatchNorm2d(32)
         self.blocks = nn.Sequential(
-            _Block(32, 48, 2), _Block(48, 96, 2), _Block(96, 96, 1), _Block(96, 160, 2), _Block(160, 160, 1)
+            _Residual(32, 48, 2),
+            _Residual(48, 96, 2),
+            _Residual(96, 96, 1),
+            _Residual(96, 160, 2),
+            _Residual(160, 160, 1),
         )
         self.head = nn.Linear(2 * 160, EMBEDDING_SIZE)
         self.prototypes = nn.Parameter(torch.randn(len(ids), EMBEDDING_SIZE) * EMBEDDING_SIZE**-0.5)
@@ -96,17 +100,13 @@ def load_embedding(path: str | Path | None = None, device: str | torch.device = 
     """The shipped embedding, or the one in `path` (.safetensors), ready for use in float32."""
     file = Path(path) if path is not None else EMBEDDING_FILE
     if not file.is_file():
-        raise ModelNotFound(
-            f"The image embedding is missing: {file}.", hint="Type: pip install --force-reinstall rocm-sd"
-        )
+        raise ModelNotFound(f"The image embedding is missing: {file}.", hint=REINSTALL)
     try:
         state = {name: tensor if name == "classes" else tensor.float() for name, tensor in load_file(file).items()}
         model = EmojiEmbedding(classes=state["classes"].tolist())
         model.load_state_dict(state)
     except (SafetensorError, KeyError, RuntimeError, OSError) as error:
-        raise CorruptModel(
-            f"The image embedding cannot be read: {file} ({error}).", hint="Type: pip install --force-reinstall rocm-sd"
-        ) from error
+        raise CorruptModel(f"The image embedding cannot be read: {file} ({error}).", hint=REINSTALL) from error
     return model.to(device).eval().requires_grad_(requires_grad=False)
 
 

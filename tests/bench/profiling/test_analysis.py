@@ -12,8 +12,7 @@ from traces import GpuTrace
 
 from rocm_sd import arch
 from rocm_sd.bench.profiling import ROCmSDProfiler, analyse, findings, load, read, tables
-from rocm_sd.bench.profiling.analysis import Analysis, Part, family_work, pieces
-from rocm_sd.bench.profiling.capture import Recording
+from rocm_sd.bench.profiling.analysis import Analysis, TimePart, family_work, pieces
 from rocm_sd.bench.profiling.families import (
     ATTENTION,
     CONVOLUTION,
@@ -24,6 +23,7 @@ from rocm_sd.bench.profiling.families import (
     NORM,
     OTHER,
 )
+from rocm_sd.bench.profiling.recording import Recording
 from rocm_sd.bench.profiling.trace import UnreadableTrace, union
 
 CONV_FLOPS = 2.0 * 2 * 320 * 64 * 64 * 320 * 9  # of the convolution in `vae_picture`
@@ -47,25 +47,25 @@ def vae_picture() -> GpuTrace:
 
 
 def test_time_by_family_adds_up_to_the_wall_time():
-    told = analyse(read(vae_picture().values), arch.get("gfx942"))
-    shares = {part.name: part.share for part in told.families}
+    analysis = analyse(read(vae_picture().values), arch.get("gfx942"))
+    shares = {part.name: part.share for part in analysis.families}
     assert shares == pytest.approx({GEMM: 0.1, CONVOLUTION: 0.1, COPIES: 0.1, NORM: 0.1, IDLE: 0.6})
     assert sum(shares.values()) == pytest.approx(1)
-    assert (told.wall_ms, told.busy_ms) == pytest.approx((1.0, 0.4))
+    assert (analysis.wall_ms, analysis.busy_ms) == pytest.approx((1.0, 0.4))
 
 
 def test_a_kernel_belongs_to_the_module_that_launched_it_not_to_the_one_running_when_it_ran():
-    told = analyse(read(vae_picture().values), arch.get("gfx942"))
-    parts = {part.name: part for part in told.modules}
+    analysis = analyse(read(vae_picture().values), arch.get("gfx942"))
+    parts = {part.name: part for part in analysis.modules}
     assert set(parts) == {"unet", "vae", "vae.decoder"}
     assert parts["unet"].families == pytest.approx({GEMM: 0.1})
     assert parts["vae"].families == pytest.approx({COPIES: 0.1, CONVOLUTION: 0.1, NORM: 0.1})
 
 
 def test_idle_is_measured_against_the_time_without_a_profiler():
-    told = analyse(read(vae_picture().values), arch.get("gfx942"), plain_ms=0.5)
-    assert told.family(IDLE).share == pytest.approx(0.2)
-    assert told.profiled_ms == pytest.approx(1.0)
+    analysis = analyse(read(vae_picture().values), arch.get("gfx942"), plain_ms=0.5)
+    assert analysis.family(IDLE).share == pytest.approx(0.2)
+    assert analysis.profiled_ms == pytest.approx(1.0)
     # A profile cannot be busier than the time that it took.
     assert analyse(read(vae_picture().values), arch.get("gfx942"), plain_ms=0.1).family(IDLE).share == 0
 
@@ -74,22 +74,22 @@ def test_kernels_side_by_side_are_not_busy_twice():
     trace = GpuTrace((0, 100))
     trace.kernel("attn_fwd", 1, 10, 60)
     trace.kernel("Cijk_x", 2, 20, 50)
-    told = analyse(read(trace.values), arch.get("gfx942"))
-    assert told.busy_ms == pytest.approx(0.05)
-    assert told.family(IDLE).ms == pytest.approx(0.05)
+    analysis = analyse(read(trace.values), arch.get("gfx942"))
+    assert analysis.busy_ms == pytest.approx(0.05)
+    assert analysis.family(IDLE).ms == pytest.approx(0.05)
     assert union([(0, 2), (1, 3), (5, 6)]) == 4
 
 
 def test_the_floor_is_that_of_the_roofline_and_only_where_the_peak_is_known():
     known = arch.get("gfx942")
-    told = analyse(read(vae_picture().values), known)
-    part = told.family(CONVOLUTION)
+    analysis = analyse(read(vae_picture().values), known)
+    part = analysis.family(CONVOLUTION)
     assert part.flops == CONV_FLOPS
     assert part.floor_ms == pytest.approx(CONV_FLOPS / known.peak("float16") / 1e12 * 1e3)
     assert part.percent == pytest.approx(100 * part.floor_ms / 0.1)
     assert part.bound == "compute"
     # The kernel inside has the work; the transpose beside it has none.
-    kernels = {each.name: each for each in told.kernels}
+    kernels = {each.name: each for each in analysis.kernels}
     assert kernels["Cijk_inside_a_convolution"].floor_ms == pytest.approx(part.floor_ms)
     assert kernels["batched_transpose_32x32_half"].floor_ms is None
     unknown = analyse(read(vae_picture().values), arch.unknown("gfx9999")).family(CONVOLUTION)
@@ -101,39 +101,39 @@ def test_a_replayed_graph_has_no_modules_and_its_work_comes_from_the_stock_model
     for number, name in enumerate(("_moments", "_fold", "_product", "_fold", "_conv2d")):
         trace.kernel(name, 5, 10 + 10 * number, 20 + 10 * number, launch="hipGraphLaunch")
     stock = family_work(read(vae_picture().values))
-    told = analyse(read(trace.values), arch.get("gfx942"), reference=stock, modules=read(vae_picture().values))
-    assert told.graph_share == 1
-    assert {part.name: part.calls for part in told.families} == {NORM: 2, GEMM: 2, CONVOLUTION: 1, IDLE: 0}
-    assert told.family(CONVOLUTION).flops == CONV_FLOPS
+    analysis = analyse(read(trace.values), arch.get("gfx942"), reference=stock, modules=read(vae_picture().values))
+    assert analysis.graph_share == 1
+    assert {part.name: part.calls for part in analysis.families} == {NORM: 2, GEMM: 2, CONVOLUTION: 1, IDLE: 0}
+    assert analysis.family(CONVOLUTION).flops == CONV_FLOPS
     # Fusing changes what a norm moves: no floor is made up for it.
-    assert told.family(NORM).floor_ms is None
-    assert "vae" in {part.name for part in told.modules}
+    assert analysis.family(NORM).floor_ms is None
+    assert "vae" in {part.name for part in analysis.modules}
 
 
 def test_what_no_rule_knows_is_listed_by_name():
     trace = GpuTrace((0, 100))
     trace.kernel("vendor_mystery", 5, 10, 90)
-    told = analyse(read(trace.values), arch.get("gfx942"))
-    assert [part.name for part in told.unknown] == ["vendor_mystery"]
-    assert told.family(OTHER).share == pytest.approx(0.8)
-    assert any("vendor_mystery" in found.sentence for found in findings(told))
+    analysis = analyse(read(trace.values), arch.get("gfx942"))
+    assert [part.name for part in analysis.unknown] == ["vendor_mystery"]
+    assert analysis.family(OTHER).share == pytest.approx(0.8)
+    assert any("vendor_mystery" in found.sentence for found in findings(analysis))
 
 
 def test_slow_paths_in_words():
     trace = vae_picture()
     trace.kernel("naive_conv_ab_nonpacked_fwd_nchw_half", 260, 600, 700)
-    told = findings(analyse(read(trace.values), arch.get("gfx942")), "stock")
-    sentences = [found.sentence for found in told]
+    slow_paths = findings(analyse(read(trace.values), arch.get("gfx942")), "stock")
+    sentences = [path.sentence for path in slow_paths]
     assert "the GPU is idle 50% of the time: launches come from Python" in sentences
     assert "naive_conv kernels take 10%: MIOpen has no tuned convolution for this shape" in sentences
     assert "VAE: 25% of the time in layout copies" in sentences
-    assert all(found.next for found in told)
-    assert [found.share for found in told] == sorted((found.share for found in told), reverse=True)
+    assert all(path.next for path in slow_paths)
+    assert [path.share for path in slow_paths] == sorted((path.share for path in slow_paths), reverse=True)
     ours = findings(analyse(read(trace.values), arch.get("gfx942")), "rocm-sd")
     assert "rocm_sd.report(pipe)" in next(found.next for found in ours if "idle" in found.sentence)
 
 
-def test_a_gpu_that_waits_between_graphs_is_not_told_to_capture_them():
+def test_a_gpu_that_waits_between_graphs_is_not_advised_to_capture_them():
     trace = GpuTrace((0, 100))
     trace.host("a", 1, 3)
     trace.kernel("Cijk_x", 2, 2, 52, launch="hipGraphLaunch")
@@ -146,18 +146,18 @@ def test_a_gpu_that_waits_between_graphs_is_not_told_to_capture_them():
 def h200_profile():
     """Figures as wide as those of SDXL, eight pictures at once, on an H200."""
     families = (
-        Part("GEMM", 1423.67, 0.414, 2232, 278944.2e9, 1281.97, 1423.67, "compute"),
-        Part("layout copies", 1.07, 0.001, 142),
-        Part("convolution", 279.66, 0.273, 313, 182969.1e9, 186.49, 200.0, "compute"),
-        Part(IDLE, 27.61, 0.027, 0),
+        TimePart("GEMM", 1423.67, 0.414, 2232, 278944.2e9, 1281.97, 1423.67, "compute"),
+        TimePart("layout copies", 1.07, 0.001, 142),
+        TimePart("convolution", 279.66, 0.273, 313, 182969.1e9, 186.49, 200.0, "compute"),
+        TimePart(IDLE, 27.61, 0.027, 0),
     )
     both = {"elementwise": 2.0, "convolution": 1.1}
     name = "void at::native::elementwise_kernel<128, 4, at::native::gpu_kernel_impl_nocast<at::native::direct_copy>>"
     kernels = (
-        Part("nvjet_sm90_hsh_256x128_64x4_1x2_h_bz_coopA_TNT", 1147.58, 0.144, 12240, families={"GEMM": 147.58}),
-        Part(name, 3.10, 0.003, 39, 1.0, 0.12, 0.5, "memory", families=both),
+        TimePart("nvjet_sm90_hsh_256x128_64x4_1x2_h_bz_coopA_TNT", 1147.58, 0.144, 12240, families={"GEMM": 147.58}),
+        TimePart(name, 3.10, 0.003, 39, 1.0, 0.12, 0.5, "memory", families=both),
     )
-    modules = (Part("unet.down_blocks.0", 1099.56, 0.618, 1, families={"GEMM": 400.0, "norm": 300.0}),)
+    modules = (TimePart("unet.down_blocks.0", 1099.56, 0.618, 1, families={"GEMM": 400.0, "norm": 300.0}),)
     return Analysis("NVIDIA H200", "sm_90", 1021.4, 1021.4, 993.7, families, modules, kernels, on_gpu=True)
 
 
@@ -234,13 +234,13 @@ def test_flops_are_those_of_torch_s_own_counter(recorded):
 
 
 def test_a_real_recording_on_a_cpu_adds_up_and_knows_its_modules(recorded):
-    told = analyse(read(recorded), arch.CPU)
-    assert not told.on_gpu or torch.cuda.is_available()
-    assert sum(part.share for part in told.families) == pytest.approx(1)
-    assert told.family(CONVOLUTION).ms > 0
-    assert {"Block", "Block.conv", "Block.proj"} <= {part.name for part in told.modules}
-    assert told.family(OTHER) is None, [part.name for part in told.unknown]
-    json.dumps(told.to_dict())
+    analysis = analyse(read(recorded), arch.CPU)
+    assert not analysis.on_gpu or torch.cuda.is_available()
+    assert sum(part.share for part in analysis.families) == pytest.approx(1)
+    assert analysis.family(CONVOLUTION).ms > 0
+    assert {"Block", "Block.conv", "Block.proj"} <= {part.name for part in analysis.modules}
+    assert analysis.family(OTHER) is None, [part.name for part in analysis.unknown]
+    json.dumps(analysis.to_dict())
 
 
 def test_a_trace_tells_nothing_of_the_machine(recorded):

@@ -103,7 +103,8 @@ def test_every_op_and_every_kernel_of_this_project_has_a_family():
 
 
 def test_a_name_of_two_ops_is_settled_by_the_kernel_before_it():
-    assert families.shared_kernels() == {"_fold": (NORM, GEMM)}
+    shared = {name: both for name, both in families._own_kernels().items() if len(both) > 1}
+    assert shared == {"_fold": (NORM, GEMM)}
     assert [kernel_family("_fold", before) for before in (NORM, GEMM, None)] == [NORM, GEMM, OTHER]
 
 

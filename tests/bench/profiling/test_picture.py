@@ -6,9 +6,9 @@ import torch
 import rocm_sd
 from pipelines import tiny_pipeline
 from rocm_sd.bench.engines import chosen
-from rocm_sd.bench.profiling import picture, profile_picture
-from rocm_sd.bench.profiling.capture import Recording, module_ranges
+from rocm_sd.bench.profiling import profile_picture, session
 from rocm_sd.bench.profiling.families import CONVOLUTION, NORM
+from rocm_sd.bench.profiling.recording import Recording, module_ranges
 from rocm_sd.bench.profiling.trace import MODULE
 from rocm_sd.errors import Unsupported
 from rocm_sd.rewrite import resblock
@@ -30,16 +30,16 @@ def draw(pipe):
 def profiled(pipeline, engine, device, drawing=draw):
     stages = []
     (which,) = chosen([engine], CPU)
-    told = profile_picture(pipeline, drawing, which, device, subject={"workload": "tiny"}, on_stage=stages.append)
-    return told, stages
+    found = profile_picture(pipeline, drawing, which, device, subject={"workload": "tiny"}, on_stage=stages.append)
+    return found, stages
 
 
 def test_an_eager_engine_is_recorded_once_with_its_modules(pipeline):
-    told, stages = profiled(pipeline, "stock", CPU)
+    found, stages = profiled(pipeline, "stock", CPU)
     assert stages == ["loading", "first picture", "timed pictures", "profiled picture"]
-    assert {"unet", "vae"} <= {part.name for part in told.analysis.modules}
-    assert told.analysis.family(CONVOLUTION).flops > 0
-    assert not any("eagerly" in note for note in told.analysis.notes)
+    assert {"unet", "vae"} <= {part.name for part in found.analysis.modules}
+    assert found.analysis.family(CONVOLUTION).flops > 0
+    assert not any("eagerly" in note for note in found.analysis.notes)
 
 
 def test_where_graphs_are_replayed_modules_come_from_a_second_picture_and_work_from_the_stock_model(
@@ -50,19 +50,19 @@ def test_where_graphs_are_replayed_modules_come_from_a_second_picture_and_work_f
 
     def drawing(pipe):
         draw(pipe)
-        told = str(rocm_sd.report(pipe).to_dict()) if is_optimized(pipe) else "stock"
-        drawn.append("graphs" if "of its forward" in told else "stock" if told == "stock" else "rules")
+        text = str(rocm_sd.report(pipe).to_dict()) if is_optimized(pipe) else "stock"
+        drawn.append("graphs" if "of its forward" in text else "stock" if text == "stock" else "rules")
 
-    told, stages = profiled(pipeline, "rocm-sd", ELSEWHERE, drawing)
+    found, stages = profiled(pipeline, "rocm-sd", ELSEWHERE, drawing)
     assert stages[-1] == "its modules"
     # Stock twice, ours once, three timed, one recorded; then without graphs, once to warm up and once recorded.
     assert drawn == ["stock"] * 2 + ["graphs"] * 5 + ["rules"] * 2
-    assert any("drawn eagerly" in note for note in told.analysis.notes)
-    assert any("the stock model's" in note for note in told.analysis.notes)
-    assert {"unet", "vae"} <= {part.name for part in told.analysis.modules}
+    assert any("drawn eagerly" in note for note in found.analysis.notes)
+    assert any("the stock model's" in note for note in found.analysis.notes)
+    assert {"unet", "vae"} <= {part.name for part in found.analysis.modules}
     stock = profiled(pipeline, "stock", CPU)[0].analysis
-    assert told.analysis.family(CONVOLUTION).flops == pytest.approx(stock.family(CONVOLUTION).flops)
-    assert told.analysis.family(NORM).flops is None
+    assert found.analysis.family(CONVOLUTION).flops == pytest.approx(stock.family(CONVOLUTION).flops)
+    assert found.analysis.family(NORM).flops is None
 
 
 def is_optimized(pipe):
@@ -97,7 +97,7 @@ def test_ctrl_c_keeps_what_was_recorded(pipeline, monkeypatch):
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(picture, "optimize_with", interrupted)
-    told, _ = profiled(pipeline, "rocm-sd", ELSEWHERE)
-    assert told.analysis.family(CONVOLUTION).ms > 0
-    assert "interrupted before its modules were known" in told.analysis.notes
+    monkeypatch.setattr(session, "optimize_with", interrupted)
+    found, _ = profiled(pipeline, "rocm-sd", ELSEWHERE)
+    assert found.analysis.family(CONVOLUTION).ms > 0
+    assert "interrupted before its modules were known" in found.analysis.notes

@@ -49,12 +49,12 @@ def as_json(dispatches=DISPATCHES) -> str:
 def test_kernels_go_through_the_same_analysis(tmp_path, text):
     path = tmp_path / "results"
     path.write_text(text, encoding="utf-8")
-    told = analyse(read_rocprof(path), arch.unknown("gfx"))
-    assert told.wall_ms == pytest.approx(0.1)
-    assert {part.name: part.share for part in told.families} == pytest.approx(
+    analysis = analyse(read_rocprof(path), arch.unknown("gfx"))
+    assert analysis.wall_ms == pytest.approx(0.1)
+    assert {part.name: part.share for part in analysis.families} == pytest.approx(
         {MEMSET: 0.1, GEMM: 0.2, CONVOLUTION: 0.4, ATTENTION: 0.1, IDLE: 0.2}
     )
-    sentences = [found.sentence for found in findings(told)]
+    sentences = [found.sentence for found in findings(analysis)]
     assert "naive_conv kernels take 40%: MIOpen has no tuned convolution for this shape" in sentences
     # rocprofv3 does not tell who launched: neither do we.
     assert "the GPU is idle 20% of the time: it waits for the host" in sentences

@@ -61,8 +61,8 @@ def full_page(tmp_path_factory) -> Path:
 
 
 def background(browser) -> tuple[int, ...]:
-    told = browser.value("getComputedStyle(document.body).backgroundColor")
-    return tuple(int(part) for part in told.removeprefix("rgb(").removesuffix(")").split(","))
+    colour = browser.value("getComputedStyle(document.body).backgroundColor")
+    return tuple(int(part) for part in colour.removeprefix("rgb(").removesuffix(")").split(","))
 
 
 @pytest.mark.parametrize("width", [PHONE, DESK])

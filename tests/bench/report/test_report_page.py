@@ -78,7 +78,7 @@ def test_the_page_is_well_formed_and_its_links_lead_somewhere():
     assert set(SECTIONS) <= set(shape.ids)
 
 
-def test_two_records_of_one_workload_are_told_apart_by_their_days():
+def test_two_records_of_one_workload_differ_by_their_days():
     html = html_of(made_up.ablation(), replace(made_up.ablation(), when="2026-03-04T05:06:07"))
     assert section(html, "ablation").count("; 2026-01-02.") == section(html, "ablation").count("; 2026-03-04.") > 0
 
@@ -131,7 +131,7 @@ def test_a_difference_inside_the_spread_is_called_none():
     assert "headline undecided" in html
 
 
-def test_slower_is_said_and_an_interval_beside_one_is_told_in_three_places():
+def test_slower_is_said_and_an_interval_near_one_has_three_places():
     record = made_up.engines(batches=(1,))
     ours = replace(record.comparisons[2], ratio=0.91, low=0.90, high=0.92, verdict="slower")
     beside = replace(ours, ratio=1.011, low=1.0032, high=1.021, verdict="faster")
@@ -256,7 +256,7 @@ def test_memory_over_time_keeps_its_peak():
 
 
 @pytest.mark.parametrize("extra", [{"memory_over_time": 3}, {"memory_over_time": [["a", 1]]}, {"projection": "soon"}])
-def test_extras_of_another_shape_are_left_alone(extra):
+def test_extras_of_another_shape_are_ignored(extra):
     assert html_of(made_up.engines(extra=extra))
 
 

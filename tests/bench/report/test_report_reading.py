@@ -85,7 +85,7 @@ def test_a_file_that_is_named_and_in_the_folder_counts_once(tmp_path):
         (lambda r: r["measurements"][0].update(batch=0), "measurements[0].batch is below 1"),
         (lambda r: r["measurements"][0].update(error=float("inf")), "measurements[0].error should be number or null"),
         (lambda r: r["measurements"][0].update(error=-1.0), "measurements[0].error is below 0"),
-        (lambda r: r["measurements"][0].update(left_out="wrong"), "was left out and has timings"),
+        (lambda r: r["measurements"][0].update(left_out="wrong"), "was skipped and has timings"),
         (lambda r: r["measurements"][0].update(ms=[]), "has neither timings nor a reason"),
         (lambda r: r["comparisons"][0].update(ratio=float("nan")), "comparisons[0].ratio should be number"),
         (lambda r: r["comparisons"][0].update(low=9.0, high=1.0), "is inside out"),

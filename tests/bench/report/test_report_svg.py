@@ -6,9 +6,8 @@ from xml.etree import ElementTree as ET
 
 import pytest
 
-from rocm_sd.bench.report.charts import Bar, Dot, Step, bars, lines, roof, waterfall
+from rocm_sd.bench.report.charts import Bar, Dot, Scale, WaterfallRow, bars, lines, roof, tag, waterfall
 from rocm_sd.bench.report.parts import shown, times
-from rocm_sd.bench.report.svg import Scale, tag
 
 
 def elements(svg: str, name: str, class_: str | None = None):
@@ -120,8 +119,12 @@ def test_a_long_name_is_cut_in_the_chart_and_whole_in_its_title():
 
 
 def test_a_waterfall_colours_what_each_row_took_away():
-    steps = [Step("stock", None, 100.0, ""), Step("better", 100.0, 60.0, ""), Step("noise", 60.0, 59.0, "", False)]
-    svg = waterfall("t", [*steps, Step("worse", 59.0, 80.0, "")], unit="ms")
+    steps = [
+        WaterfallRow("stock", None, 100.0, ""),
+        WaterfallRow("better", 100.0, 60.0, ""),
+        WaterfallRow("noise", 60.0, 59.0, "", False),
+    ]
+    svg = waterfall("t", [*steps, WaterfallRow("worse", 59.0, 80.0, "")], unit="ms")
     (gain,), (pale,), (loss,) = (elements(svg, "rect", kind) for kind in ("ours", "undecided", "worse"))
     scale = Scale(0, 104.0)
     assert percent(gain.get("x")) == pytest.approx(scale(60), abs=0.01)

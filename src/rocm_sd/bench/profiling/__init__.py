@@ -1,25 +1,11 @@
 """Where the time goes: `rocm-sd profile`, and `ROCmSDProfiler` for any program; see docs/profiling.md."""
 
-from rocm_sd.bench.profiling.analysis import Analysis, Part, analyse
-from rocm_sd.bench.profiling.findings import Finding, findings
-from rocm_sd.bench.profiling.picture import Profiled, profile_picture
-from rocm_sd.bench.profiling.rocprof import read_rocprof
-from rocm_sd.bench.profiling.session import ROCmSDProfiler, profiler
-from rocm_sd.bench.profiling.trace import Trace, UnreadableTrace, load, read
+from rocm_sd.bench.profiling.analysis import Analysis, TimePart, analyse
+from rocm_sd.bench.profiling.findings import SlowPath, findings
+from rocm_sd.bench.profiling.session import Profiled, ROCmSDProfiler, profile_picture, profiler
+from rocm_sd.bench.profiling.trace import Trace, UnreadableTrace, load, read, read_rocprof
 
 __all__ = [
-    "Analysis",
-    "Finding",
-    "Part",
-    "Profiled",
-    "ROCmSDProfiler",
-    "Trace",
-    "UnreadableTrace",
-    "analyse",
-    "findings",
-    "load",
-    "profile_picture",
-    "profiler",
-    "read",
-    "read_rocprof",
-]
+    "Analysis", "Profiled", "ROCmSDProfiler", "SlowPath", "TimePart", "Trace", "UnreadableTrace", "analyse", "findings",
+    "load", "profile_picture", "profiler", "read", "read_rocprof",
+]  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from rocm_sd.bench.profiling.families import (
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
     from rocm_sd.arch import Arch
-    from rocm_sd.bench.profiling.findings import Finding
+    from rocm_sd.bench.profiling.findings import SlowPath
 
-__all__ = ["ARITHMETIC", "Analysis", "Part", "Piece", "analyse", "family_work", "module_name", "pieces"]
+__all__ = ["ARITHMETIC", "Analysis", "Piece", "TimePart", "analyse", "family_work", "module_name", "pieces"]
 
 # The families whose work is the same however a model is fused: the others' bytes depend on what is fused with what.
 ARITHMETIC = (CONVOLUTION, GEMM, ATTENTION)
@@ -47,7 +47,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Part:
+class TimePart:
     """A family, a module or a kernel. `share` is of the whole time; `families` is its own time, divided further.
 
     `floor_ms` is the least that the counted part of its work can take on this card, `counted_ms` the time that part
@@ -81,22 +81,22 @@ class Analysis:
     wall_ms: float
     profiled_ms: float
     busy_ms: float
-    families: tuple[Part, ...]
-    modules: tuple[Part, ...]
-    kernels: tuple[Part, ...]
+    families: tuple[TimePart, ...]
+    modules: tuple[TimePart, ...]
+    kernels: tuple[TimePart, ...]
     on_gpu: bool
     sees_host: bool = True
     graph_share: float = 0.0
     float32_share: float = 0.0
-    findings: tuple[Finding, ...] = ()
+    findings: tuple[SlowPath, ...] = ()
     notes: tuple[str, ...] = ()
     subject: Mapping[str, Any] = field(default_factory=dict)
 
-    def family(self, name: str) -> Part | None:
+    def family(self, name: str) -> TimePart | None:
         return next((part for part in self.families if part.name == name), None)
 
     @property
-    def unknown(self) -> tuple[Part, ...]:
+    def unknown(self) -> tuple[TimePart, ...]:
         """Kernels that no rule knows, by name."""
         return tuple(part for part in self.kernels if OTHER in part.families)
 
@@ -143,7 +143,7 @@ def analyse(
     total = sum(piece.us for piece in found) + idle
     works = _attributed(found)
     by_module = found if modules is None else pieces(modules)
-    parts = _Parts(total, arch)
+    parts = _TimeParts(total, arch)
     families = [
         parts.part(name, [p for p in found if p.family == name], works)
         for name in FAMILIES
@@ -151,8 +151,8 @@ def analyse(
     ]
     if reference is not None:
         families = [parts.by_reference(part, reference.get(part.name, ())) for part in families]
-    families.append(Part(IDLE, idle / 1e3, idle / total if total else 0.0, 0))
-    module_parts = _Parts(sum(piece.us for piece in by_module) + (idle if modules is None else 0.0), arch)
+    families.append(TimePart(IDLE, idle / 1e3, idle / total if total else 0.0, 0))
+    module_parts = _TimeParts(sum(piece.us for piece in by_module) + (idle if modules is None else 0.0), arch)
     return Analysis(
         device=device,
         arch=arch.name,
@@ -247,11 +247,11 @@ def _float32_share(found: Sequence[Piece]) -> float:
     return times["float32"] / max(1e-9, sum(times.values()))
 
 
-class _Parts:
+class _TimeParts:
     def __init__(self, total: float, arch: Arch) -> None:
         self.total, self.arch = total, arch
 
-    def grouped(self, found: Sequence[Piece], works: Mapping[int, OpWork], groups: Any) -> list[Part]:
+    def grouped(self, found: Sequence[Piece], works: Mapping[int, OpWork], groups: Any) -> list[TimePart]:
         by_name: dict[str, list[Piece]] = defaultdict(list)
         for piece in found:
             for name in groups(piece):
@@ -259,28 +259,28 @@ class _Parts:
         parts = [self.part(name, members, works) for name, members in by_name.items()]
         return sorted(parts, key=lambda part: -part.ms)
 
-    def part(self, name: str, members: Sequence[Piece], works: Mapping[int, OpWork]) -> Part:
+    def part(self, name: str, members: Sequence[Piece], works: Mapping[int, OpWork]) -> TimePart:
         us = sum(piece.us for piece in members)
         families: dict[str, float] = defaultdict(float)
         for piece in members:
             families[piece.family] += piece.us / 1e3
+        plain = TimePart(
+            name, us / 1e3, us / self.total if self.total else 0.0, len(members),
+            families=dict(sorted(families.items(), key=lambda item: -item[1])),
+        )  # fmt: skip
         counted = [(piece.us, works[id(piece)]) for piece in members if id(piece) in works]
-        flops = sum(work.flops for _, work in counted) if counted else None
-        floor, bound = self._floor([work for _, work in counted])
-        return Part(
-            name, us / 1e3, us / self.total if self.total else 0.0, len(members), flops,
-            None if floor is None else floor * 1e3, None if floor is None else sum(us for us, _ in counted) / 1e3,
-            bound, dict(sorted(families.items(), key=lambda item: -item[1])),
-        )  # fmt: skip
+        return self._with_work(plain, [work for _, work in counted], sum(us for us, _ in counted) / 1e3)
 
-    def by_reference(self, part: Part, works: Sequence[OpWork]) -> Part:
-        if part.name not in ARITHMETIC or not works:
-            return Part(part.name, part.ms, part.share, part.calls, families=part.families)
+    def by_reference(self, part: TimePart, works: Sequence[OpWork]) -> TimePart:
+        plain = replace(part, flops=None, floor_ms=None, counted_ms=None, bound=None)
+        return self._with_work(plain, works, part.ms) if part.name in ARITHMETIC else plain
+
+    def _with_work(self, part: TimePart, works: Sequence[OpWork], ms: float) -> TimePart:
+        """`ms` is the time that this work took."""
         floor, bound = self._floor(works)
-        return Part(
-            part.name, part.ms, part.share, part.calls, sum(work.flops for work in works),
-            None if floor is None else floor * 1e3, None if floor is None else part.ms, bound, part.families,
-        )  # fmt: skip
+        if floor is not None:
+            part = replace(part, floor_ms=floor * 1e3, counted_ms=ms, bound=bound)
+        return replace(part, flops=sum(work.flops for work in works)) if works else part
 
     def _floor(self, works: Iterable[OpWork]) -> tuple[float | None, str | None]:
         times: dict[str, float] = defaultdict(float)

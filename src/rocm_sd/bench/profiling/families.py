@@ -16,25 +16,9 @@ if TYPE_CHECKING:
     from rocm_sd.ops.registry import Op
 
 __all__ = [
-    "ATTENTION",
-    "BOOKKEEPING",
-    "CONVOLUTION",
-    "COPIES",
-    "ELEMENTWISE",
-    "FAMILIES",
-    "GEMM",
-    "IDLE",
-    "KERNEL_RULES",
-    "MEMSET",
-    "NORM",
-    "OP_RULES",
-    "OTHER",
-    "TRANSFERS",
-    "Rule",
-    "kernel_family",
-    "op_family",
-    "shared_kernels",
-]
+    "ATTENTION", "BOOKKEEPING", "CONVOLUTION", "COPIES", "ELEMENTWISE", "FAMILIES", "GEMM", "IDLE", "KERNEL_RULES",
+    "MEMSET", "NORM", "OP_RULES", "OTHER", "TRANSFERS", "Rule", "kernel_family", "op_family",
+]  # fmt: skip
 
 CONVOLUTION, GEMM, ATTENTION, NORM = "convolution", "GEMM", "attention", "norm"
 ELEMENTWISE, COPIES, TRANSFERS, MEMSET = "elementwise", "layout copies", "host transfers", "memset"
@@ -125,11 +109,6 @@ def kernel_family(name: str, previous: str | None = None) -> str:
     if own:
         return own[0] if len(own) == 1 else (previous if previous in own else OTHER)
     return _by_rules(name)
-
-
-def shared_kernels() -> dict[str, tuple[str, ...]]:
-    """Kernel names that two ops of this project use, with the families that they may mean."""
-    return {name: families for name, families in _own_kernels().items() if len(families) > 1}
 
 
 @lru_cache(maxsize=4096)

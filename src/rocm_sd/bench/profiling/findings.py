@@ -11,9 +11,9 @@ from rocm_sd.bench.profiling.families import ATTENTION, CONVOLUTION, COPIES, GEM
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from rocm_sd.bench.profiling.analysis import Analysis, Part
+    from rocm_sd.bench.profiling.analysis import Analysis, TimePart
 
-__all__ = ["Finding", "findings"]
+__all__ = ["SlowPath", "findings"]
 
 # A compiled or captured model keeps a GPU busy nine tenths of the time; eager SD 1.5 on an H200 is idle three quarters.
 _IDLE = 0.2
@@ -29,7 +29,7 @@ _NAIVE = 0.01
 
 
 @dataclass(frozen=True)
-class Finding:
+class SlowPath:
     """`share`: of the whole time, what it is about."""
 
     share: float
@@ -37,7 +37,7 @@ class Finding:
     next: str
 
 
-def findings(analysis: Analysis, engine: str | None = None) -> tuple[Finding, ...]:
+def findings(analysis: Analysis, engine: str | None = None) -> tuple[SlowPath, ...]:
     """The largest first. `engine` is what ran, so that the advice is not what the user already does."""
     ours = engine == "rocm-sd"
     found = [
@@ -49,13 +49,13 @@ def findings(analysis: Analysis, engine: str | None = None) -> tuple[Finding, ..
     return tuple(sorted(found, key=lambda each: -each.share))
 
 
-def _idle(analysis: Analysis, *, ours: bool) -> Iterator[Finding]:
+def _idle(analysis: Analysis, *, ours: bool) -> Iterator[SlowPath]:
     idle = analysis.family(IDLE)
     if idle is None or idle.share < _IDLE:
         return
     if not analysis.on_gpu:
         sentence = f"{idle.share:.0%} of the time is spent outside of torch's ops: Python and the host program"
-        yield Finding(idle.share, sentence, "Draw several pictures at once: rocm-sd generate PROMPT --batch 4")
+        yield SlowPath(idle.share, sentence, "Draw several pictures at once: rocm-sd generate PROMPT --batch 4")
         return
     cause = "it waits for the host"
     if analysis.graph_share < 0.5 and analysis.sees_host:
@@ -67,10 +67,10 @@ def _idle(analysis: Analysis, *, ours: bool) -> Iterator[Finding]:
         advice = "See why no graph was captured: print(rocm_sd.report(pipe))"
     else:
         advice = "Capture the steps as graphs: rocm_sd.optimize(pipe), or rocm-sd profile --engine rocm-sd"
-    yield Finding(idle.share, f"the GPU is idle {idle.share:.0%} of the time: {cause}", advice)
+    yield SlowPath(idle.share, f"the GPU is idle {idle.share:.0%} of the time: {cause}", advice)
 
 
-def _named_kernels(analysis: Analysis) -> Iterator[Finding]:
+def _named_kernels(analysis: Analysis) -> Iterator[SlowPath]:
     for pattern, least, sentence, advice in (
         (r"naive_conv", _NAIVE, "naive_conv kernels take {share}: MIOpen has no tuned convolution for this shape",
          "Let MIOpen search once, it keeps what it finds: MIOPEN_FIND_ENFORCE=3 rocm-sd profile"),
@@ -83,11 +83,11 @@ def _named_kernels(analysis: Analysis) -> Iterator[Finding]:
         hit = [part for part in analysis.kernels if re.search(pattern, part.name, re.IGNORECASE)]
         share = sum(part.share for part in hit)
         if hit and share >= least:
-            yield Finding(share, sentence.format(share=f"{share:.0%}"), advice)
+            yield SlowPath(share, sentence.format(share=f"{share:.0%}"), advice)
 
 
-def _components(analysis: Analysis, *, ours: bool) -> Iterator[Finding]:
-    """Shares within a component: a VAE that is a tenth of the picture is told apart from the whole."""
+def _components(analysis: Analysis, *, ours: bool) -> Iterator[SlowPath]:
+    """Shares within a component: a VAE that is a tenth of the picture does not vanish in the whole."""
     for part in analysis.modules:
         if "." in part.name or part.share < _PART_OF_ALL / 2:
             continue
@@ -97,36 +97,38 @@ def _components(analysis: Analysis, *, ours: bool) -> Iterator[Finding]:
         ):
             share = part.families.get(family, 0.0) / part.ms if part.ms else 0.0
             if share >= least:
-                told = "See what was skipped, and why: print(rocm_sd.report(pipe))" if ours else advice
-                yield Finding(share * part.share, f"{_title(part)}: {share:.0%} of the time {words}", told)
+                cure = "See what was skipped, and why: print(rocm_sd.report(pipe))" if ours else advice
+                yield SlowPath(share * part.share, f"{_title(part)}: {share:.0%} of the time {words}", cure)
 
 
-def _families(analysis: Analysis) -> Iterator[Finding]:
+def _families(analysis: Analysis) -> Iterator[SlowPath]:
     for part in analysis.families:
         if part.name in (OTHER, TRANSFERS) and part.share >= (_OTHER if part.name == OTHER else _TRANSFERS):
             yield _plain_family(analysis, part)
         percent = part.percent
         if percent is not None and percent < _OF_PEAK and part.share >= _PART_OF_ALL and part.bound == "compute":
             sentence = f"{part.name} reaches {percent:.0f}% of what this card can do, in {part.share:.0%} of the time"
-            yield Finding(part.share, sentence, f"See which shapes are slow: rocm-sd profile --json, {part.name}")
+            yield SlowPath(part.share, sentence, f"See which shapes are slow: rocm-sd profile --json, {part.name}")
     softmax = sum(p.share for p in analysis.kernels if "softmax" in p.name.lower() and ATTENTION in p.families)
     if analysis.on_gpu and softmax >= _PART_OF_ALL / 2:
         sentence = f"{softmax:.0%} of the time in a softmax of its own: attention runs unfused"
-        yield Finding(softmax, sentence, "See which attention is used here: rocm-sd info")
+        yield SlowPath(softmax, sentence, "See which attention is used here: rocm-sd info")
     if analysis.on_gpu and analysis.float32_share >= _FLOAT32:
         sentence = f"{analysis.float32_share:.0%} of the time in convolutions and products is in float32"
         share = analysis.float32_share * sum(p.share for p in analysis.families if p.name in (CONVOLUTION, GEMM))
-        yield Finding(share, sentence, "Load the pipeline in half precision: torch_dtype=torch.float16")
+        yield SlowPath(share, sentence, "Load the pipeline in half precision: torch_dtype=torch.float16")
 
 
-def _plain_family(analysis: Analysis, part: Part) -> Finding:
+def _plain_family(analysis: Analysis, part: TimePart) -> SlowPath:
     if part.name == TRANSFERS:
         sentence = f"{part.share:.0%} of the time in copies between host and GPU"
-        return Finding(part.share, sentence, "Keep the weights on the GPU: rocm_sd.optimize(pipe, level='performance')")
+        return SlowPath(
+            part.share, sentence, "Keep the weights on the GPU: rocm_sd.optimize(pipe, level='performance')"
+        )
     names = ", ".join(each.name[:60] for each in analysis.unknown[:3])
     sentence = f"{part.share:.0%} of the time in kernels that no rule knows: {names}"
-    return Finding(part.share, sentence, "All of them by name: rocm-sd profile --json")
+    return SlowPath(part.share, sentence, "All of them by name: rocm-sd profile --json")
 
 
-def _title(part: Part) -> str:
+def _title(part: TimePart) -> str:
     return {"vae": "VAE", "unet": "UNet", "text_encoder": "text encoder"}.get(part.name, part.name)

@@ -86,9 +86,9 @@ def page(trace: Trace, *, title: str, idle_us: float = 0.0, notes: Sequence[str]
         for name, us in sorted(top.families.items(), key=lambda item: -item[1])
         if top.us
     )
-    told = "".join(f"<p>{html.escape(note)}</p>" for note in notes)
+    paragraphs = "".join(f"<p>{html.escape(note)}</p>" for note in notes)
     text = _TEMPLATE.read_text(encoding="utf-8")
-    for mark, value in (("TITLE", html.escape(title)), ("FAMILIES", rows), ("NOTES", told), ("DATA", data)):
+    for mark, value in (("TITLE", html.escape(title)), ("FAMILIES", rows), ("NOTES", paragraphs), ("DATA", data)):
         text = text.replace(f"@@{mark}@@", value)
     return text
 

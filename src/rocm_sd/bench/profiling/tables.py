@@ -9,13 +9,13 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from rocm_sd.bench.profiling.analysis import ARITHMETIC, Analysis, Part
+from rocm_sd.bench.profiling.analysis import ARITHMETIC, Analysis, TimePart
 from rocm_sd.bench.profiling.families import IDLE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from rocm_sd.bench.profiling.findings import Finding
+    from rocm_sd.bench.profiling.findings import SlowPath
 
 __all__ = ["annotated", "show"]
 
@@ -36,21 +36,21 @@ _SLOWED = (
 
 
 def annotated(
-    analysis: Analysis, found: Sequence[Finding], notes: Sequence[str] = (), plain_ms: float | None = None
+    analysis: Analysis, found: Sequence[SlowPath], notes: Sequence[str] = (), plain_ms: float | None = None
 ) -> Analysis:
     """The analysis with its findings, and with a note for everything that is not as it seems."""
-    told = [*notes]
+    every = [*notes]
     if analysis.graph_share > 0.01:
-        told.append(_GRAPH.format(share=analysis.graph_share))
+        every.append(_GRAPH.format(share=analysis.graph_share))
     if plain_ms and analysis.profiled_ms > 1.2 * plain_ms:
-        told.append(
+        every.append(
             f"idle is measured against {plain_ms:.1f} ms, which it takes without the profiler"
             if analysis.on_gpu
             else _SLOWED.format(profiled=analysis.profiled_ms, plain=plain_ms)
         )
     if analysis.on_gpu and not any(part.floor_ms for part in analysis.families):
-        told.append(f"no roofline: the shapes of the ops or the peaks of {analysis.arch or 'this card'} are not known")
-    return replace(analysis, findings=tuple(found), notes=tuple(told))
+        every.append(f"no roofline: the shapes of the ops or the peaks of {analysis.arch or 'this card'} are not known")
+    return replace(analysis, findings=tuple(found), notes=tuple(every))
 
 
 def show(analysis: Analysis, console: Console | None = None, *, rows: int = 15) -> None:
@@ -102,13 +102,13 @@ def _families(analysis: Analysis) -> Table:
     return table
 
 
-def _family_name(part: Part, analysis: Analysis) -> str:
+def _family_name(part: TimePart, analysis: Analysis) -> str:
     if part.name == IDLE and not analysis.on_gpu:
         return "idle (Python, outside ops)"
     return part.name
 
 
-def _floor(part: Part) -> list[str]:
+def _floor(part: TimePart) -> list[str]:
     if part.floor_ms is None or part.percent is None:
         return ["", "", ""]
     # A percent that speaks for less than all of its time says for how much.

@@ -1,12 +1,15 @@
 """A Chrome trace of torch.profiler as values: nested ranges of the host, and kernels with the range that launched them.
 
 The trace file is read, and not the profiler's own objects: its format is documented and the same for CUDA and ROCm, and
-a file can come from another machine.
+a file can come from another machine. What rocprofv3 recorded becomes the same values:
+`rocprofv3 --kernel-trace --output-format csv|json -- python script.py`.
 """
 
 from __future__ import annotations
 
+import csv
 import gzip
+import io
 import json
 from bisect import bisect_right
 from dataclasses import dataclass, field
@@ -20,13 +23,26 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
-__all__ = ["MODULE", "REGION", "Kernel", "Span", "Trace", "UnreadableTrace", "load", "read", "union"]
+__all__ = [
+    "MODULE",
+    "REGION",
+    "KernelSpan",
+    "Span",
+    "Trace",
+    "UnreadableTrace",
+    "load",
+    "read",
+    "read_rocprof",
+    "union",
+]
 
-# Names of the ranges that `capture` puts into a trace.
+# Names of the ranges that `recording` puts into a trace.
 MODULE = "rocm_sd.module:"
 REGION = "rocm_sd.region"
 _DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}
 _LAUNCHES = {"cuda_runtime", "cuda_driver"}
+_ROCPROF_HINT = "Record one with: rocprofv3 --kernel-trace --output-format csv -- python SCRIPT"
+_ROCPROF_COLUMNS = ("Kernel_Name", "Start_Timestamp", "End_Timestamp")
 
 
 class UnreadableTrace(RocmSdError):
@@ -73,7 +89,7 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Kernel:
+class KernelSpan:
     """`launched_in` is the innermost range of the host at its launch; `graph`: it came from the replay of a graph."""
 
     name: str
@@ -89,7 +105,7 @@ class Trace:
     """`ops` are those of the host in order; `kernels` is empty where there is no GPU. `wall` in microseconds."""
 
     ops: Sequence[Span]
-    kernels: Sequence[Kernel]
+    kernels: Sequence[KernelSpan]
     start: float
     end: float
 
@@ -170,7 +186,7 @@ def _nest(spans: list[Span], event: Mapping[str, Any], name: str) -> None:
     spans.append(span)
 
 
-def _kernels(events: Sequence[Mapping[str, Any]], threads: Mapping[Any, list[Span]]) -> Iterator[Kernel]:
+def _kernels(events: Sequence[Mapping[str, Any]], threads: Mapping[Any, list[Span]]) -> Iterator[KernelSpan]:
     launches = {
         event["args"]["correlation"]: event
         for event in events
@@ -187,7 +203,7 @@ def _kernels(events: Sequence[Mapping[str, Any]], threads: Mapping[Any, list[Spa
             place = _innermost(threads.get(thread, []), starts.get(thread, []), float(launch["ts"]))
         start = float(event["ts"])
         stream = f"{arguments.get('device', 0)}/{arguments.get('stream', 0)}"
-        yield Kernel(str(event["name"]), start, start + float(event["dur"]), stream, place, graph)
+        yield KernelSpan(str(event["name"]), start, start + float(event["dur"]), stream, place, graph)
 
 
 def _innermost(spans: list[Span], starts: list[float], moment: float) -> Span | None:
@@ -196,3 +212,64 @@ def _innermost(spans: list[Span], starts: list[float], moment: float) -> Span | 
     while span is not None and span.end < moment:
         span = span.parent
     return span
+
+
+def read_rocprof(path: Path) -> Trace:
+    """Kernels only: rocprofv3 knows no modules and no torch ops. Its timestamps are nanoseconds."""
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        raise UnreadableTrace(path, "there is no such file", hint=_ROCPROF_HINT) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UnreadableTrace(path, str(error), hint=_ROCPROF_HINT) from error
+    kernels = sorted(
+        _from_json(path, text) if text.lstrip().startswith("{") else _from_csv(path, text), key=lambda k: k.start
+    )
+    if not kernels:
+        raise UnreadableTrace(path, "no kernel ran while it was recorded", hint=_ROCPROF_HINT)
+    return Trace((), kernels, kernels[0].start, max(kernel.end for kernel in kernels))
+
+
+def _from_csv(path: Path, text: str) -> Iterator[KernelSpan]:
+    rows = csv.DictReader(io.StringIO(text, newline=""))
+    missing = [name for name in _ROCPROF_COLUMNS if name not in (rows.fieldnames or ())]
+    if missing:
+        raise UnreadableTrace(path, f"it has no column {', '.join(missing)}", hint=_ROCPROF_HINT)
+    for row in rows:
+        stream = f"{row.get('Agent_Id') or 0}/{row.get('Queue_Id') or 0}"
+        yield _kernel(path, f"line {rows.line_num}", row["Kernel_Name"], row, stream, _ROCPROF_COLUMNS[1:])
+
+
+def _from_json(path: Path, text: str) -> Iterator[KernelSpan]:
+    """Names stand in `kernel_symbols` by id, and each dispatch in `buffer_records.kernel_dispatch`."""
+    try:
+        tools = json.loads(text)["rocprofiler-sdk-tool"]
+        for tool in tools if isinstance(tools, list) else [tools]:
+            names = {symbol["kernel_id"]: _symbol(symbol) for symbol in tool["kernel_symbols"]}
+            for number, record in enumerate(tool["buffer_records"]["kernel_dispatch"]):
+                dispatch = record["dispatch_info"]
+                stream = f"{dispatch['agent_id']['handle']}/{dispatch.get('queue_id', {}).get('handle', 0)}"
+                name = names.get(dispatch["kernel_id"], f"kernel {dispatch['kernel_id']}")
+                yield _kernel(path, f"dispatch {number}", name, record, stream, ("start_timestamp", "end_timestamp"))
+    except (ValueError, KeyError, TypeError) as error:
+        raise UnreadableTrace(
+            path, f"it is not rocprofv3's JSON ({type(error).__name__}: {error})", hint=_ROCPROF_HINT
+        ) from error
+
+
+def _symbol(symbol: Mapping[str, Any]) -> str:
+    # Readable first; `kernel_name` is mangled, and ends in .kd.
+    keys = ("formatted_kernel_name", "demangled_kernel_name", "truncated_kernel_name", "kernel_name")
+    return next((str(symbol[key]) for key in keys if symbol.get(key)), f"kernel {symbol['kernel_id']}")
+
+
+def _kernel(
+    path: Path, where: str, name: str, row: Mapping[str, Any], stream: str, times: tuple[str, ...]
+) -> KernelSpan:
+    try:
+        start, end = (int(row[key]) / 1e3 for key in times)
+    except (TypeError, ValueError) as error:
+        raise UnreadableTrace(path, f"{where} has no whole timestamps", hint=_ROCPROF_HINT) from error
+    if end < start:
+        raise UnreadableTrace(path, f"{where} ends before it starts", hint=_ROCPROF_HINT)
+    return KernelSpan(name, start, end, stream)

@@ -1,7 +1,7 @@
 """FLOPs and bytes of the torch ops in a trace, from the shapes that the profiler recorded with them.
 
 Bytes are the least that must be moved: every input and the output once. An op without a formula has no work here, and
-no percent of a peak is told for it.
+no percent of a peak is given for it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class OpWork:
 
 
 @dataclass(frozen=True)
-class _Call:
+class _ProfiledOp:
     """What the profiler recorded of a call: shapes of its tensors, and its other arguments as text."""
 
     name: str
@@ -84,7 +84,7 @@ def op_work(name: str, inputs: Mapping[str, Any]) -> OpWork | None:
     if dtype is None or not shapes[0]:
         return None
     widths = tuple(_DTYPES[kind][1] if kind in _DTYPES else 0 for kind in types)
-    counted = formula(_Call(name, shapes, widths, tuple(inputs.get("Concrete Inputs", ()))))
+    counted = formula(_ProfiledOp(name, shapes, widths, tuple(inputs.get("Concrete Inputs", ()))))
     return None if counted is None else OpWork(*counted, dtype, op_family(name) or ELEMENTWISE)
 
 
@@ -116,7 +116,7 @@ def _shape(dims: Any) -> Shape:
     return tuple(int(size) for size in dims or ())
 
 
-def _product(call: _Call, first: int, second: int, *others: int) -> tuple[float, float] | None:
+def _product(call: _ProfiledOp, first: int, second: int, *others: int) -> tuple[float, float] | None:
     """[.., M, K] times [.., K, N]."""
     a, b = call.shapes[first], call.shapes[second]
     if len(a) < 2 or len(a) != len(b) or a[-1] != b[-2]:
@@ -125,7 +125,7 @@ def _product(call: _Call, first: int, second: int, *others: int) -> tuple[float,
     return 2.0 * out * a[-1], call.moved(first, second, *others, out=out)
 
 
-def _linear(call: _Call) -> tuple[float, float] | None:
+def _linear(call: _ProfiledOp) -> tuple[float, float] | None:
     """x[.., K] times weight[N, K] transposed, and a bias."""
     x, weight = call.shapes[:2]
     if len(weight) != 2 or x[-1] != weight[1]:
@@ -134,7 +134,7 @@ def _linear(call: _Call) -> tuple[float, float] | None:
     return 2.0 * out * x[-1], call.moved(0, 1, 2, out=out)
 
 
-def _convolution(call: _Call) -> tuple[float, float] | None:
+def _convolution(call: _ProfiledOp) -> tuple[float, float] | None:
     """conv2d(x, weight, bias, stride, padding, dilation, groups); convolution has transposed and output_padding too."""
     x, weight = call.shapes[:2]
     stride, padding, dilation = (call.numbers(i) for i in (3, 4, 5))
@@ -150,7 +150,7 @@ def _convolution(call: _Call) -> tuple[float, float] | None:
     return 2.0 * math.prod(out) * math.prod(weight[1:]), call.moved(0, 1, 2, out=math.prod(out))
 
 
-def _attention(call: _Call) -> tuple[float, float] | None:
+def _attention(call: _ProfiledOp) -> tuple[float, float] | None:
     q, k, v = call.shapes[:3]
     if len(q) != 4 or len(k) != 4 or len(v) != 4:
         return None
@@ -159,23 +159,23 @@ def _attention(call: _Call) -> tuple[float, float] | None:
     return 2.0 * B * H * S * k[2] * (D + v[-1]), call.moved(0, 1, 2, out=out)
 
 
-def _norm(call: _Call) -> tuple[float, float]:
+def _norm(call: _ProfiledOp) -> tuple[float, float]:
     # Five operations a value for its moments and five to apply them, as `ops.group_norm_silu` counts.
     return 10.0 * call.size(0), call.moved(0, out=call.size(0))
 
 
-def _elementwise(call: _Call) -> tuple[float, float]:
+def _elementwise(call: _ProfiledOp) -> tuple[float, float]:
     """Each tensor once, and an output of the largest one's size."""
     largest = max(call.size(number) for number in range(len(call.shapes)))
     return float(largest), call.moved(*range(len(call.shapes)), out=largest)
 
 
-def _copy(call: _Call) -> tuple[float, float]:
+def _copy(call: _ProfiledOp) -> tuple[float, float]:
     """copy_(to, from)."""
     return 0.0, call.moved(1, out=call.size(0))
 
 
-def _upsample(call: _Call) -> tuple[float, float] | None:
+def _upsample(call: _ProfiledOp) -> tuple[float, float] | None:
     out = call.numbers(1)
     if not isinstance(out, list) or len(call.shapes[0]) != 4:
         return None
@@ -183,11 +183,11 @@ def _upsample(call: _Call) -> tuple[float, float] | None:
     return 0.0, call.moved(0, out=pixels)
 
 
-def _named(formula: Callable[[_Call], tuple[float, float] | None], names: Sequence[str]) -> dict[str, Any]:
+def _named(formula: Callable[[_ProfiledOp], tuple[float, float] | None], names: Sequence[str]) -> dict[str, Any]:
     return {f"aten::{name}": formula for name in names}
 
 
-_FORMULAS: dict[str, Callable[[_Call], tuple[float, float] | None]] = {
+_FORMULAS: dict[str, Callable[[_ProfiledOp], tuple[float, float] | None]] = {
     **_named(_convolution, ("conv2d", "convolution")),
     **_named(_linear, ("linear",)),
     **_named(lambda call: _product(call, 1, 2, 0), ("addmm", "baddbmm")),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from rocm_sd.bench.records import OURS, Measurement, Record
+from rocm_sd.bench.records import OURS
 from rocm_sd.bench.report.charts import Bar, bars, lines
 from rocm_sd.bench.report.parts import Figure, Section, Table, shown
 from rocm_sd.bench.report.speed import commands_of
@@ -13,6 +13,7 @@ from rocm_sd.bench.report.speed import commands_of
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from rocm_sd.bench.records import Record
 
 __all__ = ["memory"]
 
@@ -21,23 +22,17 @@ def memory(records: Sequence[Record]) -> Section:
     title = "Memory"
     figures: list[Figure] = []
     chosen: list[Record] = []
-    for record in records:
-        if record.kind != "engines":
-            continue
-        before = len(figures)
-        for batch in record.batches:
-            found = [m for m in record.measurements if m.batch == batch]
-            drawn = [(m, m.first_run_mib, m.second_run_mib) for m in found if _peak(m) is not None]
-            if drawn:
-                figures.append(_memory_bars(record, batch, drawn))
-        figures += _over_time(record)
-        if len(figures) > before:
+    for record in (record for record in records if record.kind == "engines"):
+        drawn = [_memory_bars(record, batch) for batch in record.batches]
+        found = [*(figure for figure in drawn if figure), *_over_time(record)]
+        if found:
             chosen.append(record)
+        figures += found
     if not figures:
         return Section(
             "memory",
             title,
-            missing="No memory was recorded. It is where a record has a GPU, or a system that tells it.",
+            missing="No memory was recorded. It is where a record has a GPU, or a system that reports it.",
         )
     lead = (
         "Peak memory of the first picture, compilation and search included, and of the second, which is what stays: "
@@ -46,31 +41,27 @@ def memory(records: Sequence[Record]) -> Section:
     return Section("memory", title, lead, tuple(figures), commands=commands_of(chosen))
 
 
-def _peak(m: Measurement) -> float | None:
-    known = [value for value in (m.first_run_mib, m.second_run_mib) if value is not None]
-    return max(known, default=None)
-
-
-def _memory_bars(record: Record, batch: int, found: list[tuple[Measurement, float | None, float | None]]) -> Figure:
+def _memory_bars(record: Record, batch: int) -> Figure | None:
     title = f"{record.workload.name}, batch {batch}, on {record.machine.device}"
-    rows = []
-    for m, first, second in found:
+    found = [m for m in record.measurements if m.batch == batch and (m.first_run_mib, m.second_run_mib) != (None, None)]
+    if not found:
+        return None
+    drawn = []
+    for m in found:
+        first, second = m.first_run_mib, m.second_run_mib
+        text = f"{shown(second)} MiB" if second is not None else "only a first run"
+        text += f" · first {shown(first)}" if first is not None else ""
         kind = "ours" if m.engine == OURS else "other"
-        told = f"{shown(second)} MiB" if second is not None else "only a first run"
-        told += f" · first {shown(first)}" if first is not None else ""
-        rows.append(Bar(m.engine, second if second is not None else first, told, kind=kind, outline=first))
-    table = Table.of(
-        title,
-        ("engine", "first-run MiB", "second-run MiB", "first picture s"),
-        [(m.engine, shown(first), shown(second), shown(m.first_picture_s)) for m, first, second in found],
-    )
-    return Figure(title, bars(title, rows, unit="MiB"), table)
+        drawn.append(Bar(m.engine, second if second is not None else first, text, kind=kind, outline=first))
+    headings = ("engine", "first-run MiB", "second-run MiB", "first picture s")
+    rows = [(m.engine, *map(shown, (m.first_run_mib, m.second_run_mib, m.first_picture_s))) for m in found]
+    return Figure(title, bars(title, drawn, unit="MiB"), Table.of(title, headings, rows))
 
 
 def _over_time(record: Record) -> list[Figure]:
     """record.extra["memory_over_time"]: [[seconds, MiB], ...], or one such list for each engine by name."""
-    told = record.extra.get("memory_over_time")
-    named: dict[str, Any] = told if isinstance(told, dict) else {OURS: told} if told else {}
+    kept = record.extra.get("memory_over_time")
+    named: dict[str, Any] = kept if isinstance(kept, dict) else {OURS: kept} if kept else {}
     series = {str(name): points for name, raw in named.items() if (points := _points(raw))}
     if not series:
         return []

@@ -8,9 +8,8 @@ from importlib.resources import files
 from typing import TYPE_CHECKING
 
 from rocm_sd import __version__
-from rocm_sd.bench.report import ladders, memory, pictures, projections, rooflines, speed
-from rocm_sd.bench.report.parts import Page, Picture
-from rocm_sd.bench.report.svg import Svg
+from rocm_sd.bench.report import memory, other_cards, pictures, rooflines, speed
+from rocm_sd.bench.report.parts import Page, Picture, Svg
 from rocm_sd.errors import optional_module
 
 if TYPE_CHECKING:
@@ -33,14 +32,14 @@ def page(
         notes.append("Weights are random, of the real architecture: speed and memory do not depend on them.")
     if not records:
         notes.append("No whole pictures were timed.")
-    projected = projections.projection(records)
+    projected = other_cards.projection(records)
     sections = (
         speed.speed(records),
         speed.ablation(records),
         rooflines.rooflines(inputs.op_runs),
         memory.memory(records),
         *((projected,) if projected else ()),
-        ladders.ladder(outcomes),
+        other_cards.ladder(outcomes),
         pictures.pictures(given, drawn),
     )
     return Page(

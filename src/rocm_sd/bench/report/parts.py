@@ -3,29 +3,25 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from rocm_sd.bench.report.svg import Svg
-
 __all__ = [
-    "MODELLED",
-    "Card",
-    "Figure",
-    "Headline",
-    "Page",
-    "Picture",
-    "Section",
-    "Table",
-    "ratio_words",
-    "shown",
-    "times",
-]
+    "Figure", "Headline", "MachineFacts", "Page", "Picture", "Section", "Svg", "Table", "ratio_words",
+    "shown", "times",
+]  # fmt: skip
 
-MODELLED = "modelled"
+
+class Svg(str):
+    """Markup that is finished: what it holds was escaped when it was made. Templates take it as it is."""
+
+    __slots__ = ()
+
+    def __html__(self) -> str:
+        return self
 
 
 @dataclass(frozen=True)
@@ -50,7 +46,7 @@ class Table:
         marked: Iterable[int] = (),
         label: str | None = None,
     ) -> Table:
-        """Every column is one of figures but those named in `text`. A column with no value in any row is left out."""
+        """Every column is one of figures but those named in `text`. A column with no value in any row is dropped."""
         names = tuple(headings)
         cells = [tuple("" if cell is None else str(cell) for cell in row) for row in rows]
         kept = [place for place in range(len(names)) if any(row[place] for row in cells)]
@@ -67,7 +63,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Figure:
-    """A chart, a table, or both. `folded` tables wait behind a line that opens them: the chart tells the story."""
+    """A chart, a table, or both. `folded` tables wait behind a line that opens them: the chart comes first."""
 
     title: str
     chart: Svg | None = None
@@ -111,7 +107,7 @@ class Headline:
 
 
 @dataclass(frozen=True)
-class Card:
+class MachineFacts:
     """A machine, as pairs of a word and a value."""
 
     title: str
@@ -123,34 +119,27 @@ class Page:
     title: str
     subtitle: str
     headlines: tuple[Headline, ...]
-    cards: tuple[Card, ...]
+    cards: tuple[MachineFacts, ...]
     notes: tuple[str, ...]
     sections: tuple[Section, ...]
-    version: str = field(default="")
+    version: str = ""
 
 
-def shown(value: float | None, unit: str = "") -> str:
+def shown(value: float | None) -> str:
     """Three significant figures, as a reader writes them: 1689, 41.9, 8.17, 0.0014. None is nothing."""
     if value is None or not math.isfinite(value):
         return ""
     size = abs(value)
     if size == 0:
-        text = "0"
-    elif size >= 99.95:
-        text = f"{value:.0f}"
-    elif size >= 9.995:
-        text = f"{value:.1f}"
-    elif size >= 0.9995:
-        text = f"{value:.2f}"
-    elif size >= 0.001:
-        text = f"{value:.{2 - math.floor(math.log10(size))}f}"
-    else:
-        text = f"{value:.2e}"
-    return f"{text} {unit}" if unit else text
+        return "0"
+    if size < 0.001:
+        return f"{value:.2e}"
+    places = 0 if size >= 99.95 else 1 if size >= 9.995 else 2 if size >= 0.9995 else 2 - math.floor(math.log10(size))
+    return f"{value:.{places}f}"
 
 
 def ratio_words(ratio: float) -> str:
-    """Two places: a ratio of 0.997 that is told in three reads as more than it is."""
+    """Two places: a ratio of 0.997 in three places reads as more than it is."""
     return f"{ratio:.2f}" if ratio < 9.995 else f"{ratio:.1f}"
 
 

@@ -33,7 +33,7 @@ class UnreadableLadder(RocmSdError):
 
 @dataclass(frozen=True)
 class OpTiming:
-    """One call of one op; times in microseconds. `ours` is None where it was left out, and then `left_out` says why."""
+    """One call of one op; times in microseconds. `ours` is None where it was skipped, and `why_skipped` says why."""
 
     op: str
     call: str
@@ -41,7 +41,7 @@ class OpTiming:
     ours: float | None
     stock: float | None
     implementation: str
-    left_out: str | None = None
+    why_skipped: str | None = None
 
 
 @dataclass(frozen=True)
@@ -103,9 +103,9 @@ def _require_sense(record: Record, path: Path) -> None:
 
     for m in record.measurements:
         where = f"{m.engine!r} at batch {m.batch}"
-        told = bool(m.ms) or m.left_out is not None or not record.complete
-        require(told, f"{where} has neither timings nor a reason")
-        require(not (m.ms and m.left_out), f"{where} was left out and has timings")
+        explained = bool(m.ms) or m.left_out is not None or not record.complete
+        require(explained, f"{where} has neither timings nor a reason")
+        require(not (m.ms and m.left_out), f"{where} was skipped and has timings")
     for c in record.comparisons:
         require(c.low <= c.high, f"the interval of {c.engine!r} against {c.against!r} is inside out")
     if record.kind == "op":
@@ -123,7 +123,7 @@ def _json(path: Path, *, named: bool) -> Any:
 
 
 def _op_run(record: Record) -> OpRun:
-    """Of a record of kind "op": the case that each batch number stands for, ours beside stock."""
+    """Of a record of kind "op": the case that each batch number stands for, ours and stock."""
     whole = record.workload.name.removeprefix("op:")
     timings = []
     for batch in record.batches:

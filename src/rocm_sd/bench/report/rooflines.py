@@ -24,7 +24,7 @@ TITLE = "Operators under the roof"
 
 
 @dataclass(frozen=True)
-class _Call:
+class _TimedCall:
     """One timed call and the least that it must do; `share` is of the roof: 1 is as fast as the card can be."""
 
     timing: OpTiming
@@ -49,14 +49,16 @@ def rooflines(runs: Sequence[OpRun]) -> Section:
     return Section("roofline", TITLE, lead, tuple(figures), commands=commands)
 
 
-def _call(timing: OpTiming, architecture: str) -> _Call:
+def _call(timing: OpTiming, architecture: str) -> _TimedCall:
     work = _work(timing)
     card = arch.get(architecture)
     # The table's word is "float16"; a dtype that the card has no rate for has no roof.
     known = card.peak(timing.dtype) is not None and card.bandwidth_gbps is not None
     if work is None or timing.ours is None or not known:
-        return _Call(timing, work, None)
-    return _Call(timing, work, arch.roofline(card, work.flops, work.bytes, timing.dtype).seconds / timing.ours * 1e6)
+        return _TimedCall(timing, work, None)
+    return _TimedCall(
+        timing, work, arch.roofline(card, work.flops, work.bytes, timing.dtype).seconds / timing.ours * 1e6
+    )
 
 
 def _work(timing: OpTiming) -> Work | None:
@@ -71,7 +73,7 @@ def _work(timing: OpTiming) -> Work | None:
     return None if sample is None else op.tuning.work(*sample.make(filled=False))
 
 
-def _figures(device: str, architecture: str, calls: list[_Call], notes: list[str]) -> list[Figure]:
+def _figures(device: str, architecture: str, calls: list[_TimedCall], notes: list[str]) -> list[Figure]:
     card = arch.get(architecture)
     figures = []
     drawable = [c for c in calls if c.work and c.work.flops > 0 and c.work.bytes > 0 and c.timing.ours]
@@ -102,17 +104,17 @@ def _figures(device: str, architecture: str, calls: list[_Call], notes: list[str
     return figures
 
 
-def _dots(c: _Call) -> Iterable[Dot]:
+def _dots(c: _TimedCall) -> Iterable[Dot]:
     assert c.work is not None
     for kind, us in (("other", c.timing.stock), ("ours", c.timing.ours)):
         if us:
             tflops = c.work.flops / us / 1e6
             who = "stock" if kind == "other" else f"rocm-sd ({c.timing.implementation})"
-            told = f"{c.timing.op} {c.timing.call}, {who}: {shown(us)} µs, {shown(tflops)} TFLOP/s"
-            yield Dot(c.work.flops / c.work.bytes, tflops, kind, told)
+            text = f"{c.timing.op} {c.timing.call}, {who}: {shown(us)} µs, {shown(tflops)} TFLOP/s"
+            yield Dot(c.work.flops / c.work.bytes, tflops, kind, text)
 
 
-def _every_call(title: str, calls: list[_Call]) -> Table:
+def _every_call(title: str, calls: list[_TimedCall]) -> Table:
     headings = ("op", "call", "picked", "µs", "stock µs", "times stock", "FLOP/byte", "TFLOP/s", "GB/s", "% of roof")
     rows = []
     for c in calls:
@@ -130,14 +132,14 @@ def _every_call(title: str, calls: list[_Call]) -> Table:
     return Table.of(title, headings, rows, text=(0, 1, 2))
 
 
-def _by_op(title: str, calls: list[_Call]) -> Table:
+def _by_op(title: str, calls: list[_TimedCall]) -> Table:
     """One row an op: how many calls, and the geometric mean of the speed-ups with the slowest and fastest call."""
     rows = []
     for op in dict.fromkeys(c.timing.op for c in calls):
         here = [c for c in calls if c.timing.op == op]
         ratios = [c.timing.stock / c.timing.ours for c in here if c.timing.ours and c.timing.stock]
         shares = [c.share for c in here if c.share]
-        left = [c.timing.left_out for c in here if c.timing.left_out]
+        skipped = [c.timing.why_skipped for c in here if c.timing.why_skipped]
         rows.append(
             (
                 op,
@@ -145,7 +147,7 @@ def _by_op(title: str, calls: list[_Call]) -> Table:
                 ratio_words(geometric_mean(ratios)) if ratios else "",
                 f"{ratio_words(min(ratios))} to {ratio_words(max(ratios))}" if ratios else "",
                 shown(100 * median(shares)) if shares else "",
-                f"no speed for {len(left)}: {left[0]}" if left else "",
+                f"no speed for {len(skipped)}: {skipped[0]}" if skipped else "",
             )
         )
     headings = ("op", "calls", "times stock", "from, to", "median % of roof", "note")

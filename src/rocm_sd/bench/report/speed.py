@@ -5,17 +5,19 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from rocm_sd.bench.records import BESIDE, INTERVALS, OURS, STOCK
-from rocm_sd.bench.report.charts import Bar, Step, bars, waterfall
-from rocm_sd.bench.report.parts import Card, Figure, Headline, Section, Table, ratio_words, shown, times
-from rocm_sd.comparison import TURNS_FOR_95
+from rocm_sd.bench.records import COMPILE, INTERVALS, OURS, STOCK
+from rocm_sd.bench.report.charts import Bar, WaterfallRow, bars, waterfall
+from rocm_sd.bench.report.parts import Figure, Headline, MachineFacts, Section, Table, ratio_words, shown, times
+from rocm_sd.comparison import TURNS_FOR_95, Comparison
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from rocm_sd.bench.records import Comparison, Measurement, Record
+    from rocm_sd.bench.records import Measurement, Record
 
-__all__ = ["ablation", "cards", "commands_of", "headlines", "speed", "workload_words"]
+__all__ = ["ablation", "cards", "commands_of", "headlines", "speed"]
+
+ONCE = "1×"  # noqa: RUF001 -- the sign of multiplication is meant
 
 
 def workload_words(record: Record) -> str:
@@ -33,15 +35,12 @@ def _usable(measurement: Measurement | None) -> bool:
 
 
 def _comparison(record: Record, engine: str, against: str, batch: int) -> Comparison | None:
-    return next(
-        (c for c in record.comparisons if (c.engine, c.against, c.batch) == (engine, against, batch)),
-        None,
-    )
+    return next((c for c in record.comparisons if (c.engine, c.against, c.batch) == (engine, against, batch)), None)
 
 
 def _interval(comparison: Comparison) -> str:
     ends = (comparison.low, comparison.high)
-    # An interval that ends beside 1 and not at it is told so: 1.003 is not 1.00.
+    # An interval that ends near 1 has three places: 1.003 is not 1.00.
     if any(0.995 <= end < 1.005 for end in ends):
         return " to ".join(f"{end:.3f}" for end in ends)
     return " to ".join(ratio_words(end) for end in ends)
@@ -73,9 +72,9 @@ def _headline(record: Record, c: Comparison) -> Headline:
     return Headline(times(c.ratio), sentence, detail, verdict=c.verdict)
 
 
-def cards(records: Sequence[Record]) -> tuple[Card, ...]:
+def cards(records: Sequence[Record]) -> tuple[MachineFacts, ...]:
     """Each machine once, with its versions."""
-    found: dict[str, Card] = {}
+    found: dict[str, MachineFacts] = {}
     for record in records:
         m = record.machine
         facts = [("architecture", m.arch)]
@@ -86,7 +85,7 @@ def cards(records: Sequence[Record]) -> tuple[Card, ...]:
         if m.driver:
             facts.append(("driver", str(m.driver)))
         facts += [("system", str(m.system)), *((str(k), str(v)) for k, v in m.versions.items() if v)]
-        found.setdefault(repr((m.device, facts)), Card(m.device, tuple(facts)))
+        found.setdefault(repr((m.device, facts)), MachineFacts(m.device, tuple(facts)))
     return tuple(found.values())
 
 
@@ -124,19 +123,15 @@ def _bar(record: Record, m: Measurement, stock: Measurement | None) -> Bar:
     if not _usable(m):
         return Bar(m.engine, None, "no speed, see below" if m.left_out else "not timed")
     kind = "ours" if m.engine == OURS else "other"
+    text = f"{shown(m.p50_ms)} ms"
     c = _comparison(record, m.engine, STOCK, m.batch)
     if c is None:
-        if stock is None or m.engine != STOCK:
-            return Bar(m.engine, m.images_per_s, f"{shown(m.p50_ms)} ms", kind=kind)
-        return Bar(m.engine, m.images_per_s, f"{shown(m.p50_ms)} ms · 1×", kind=kind)  # noqa: RUF001
+        return Bar(m.engine, m.images_per_s, f"{text} · {ONCE}" if stock and m.engine == STOCK else text, kind=kind)
     # Stock's rate times the ratio, so that the whisker is the interval of the ratio and not of one of the two.
     rate = stock.images_per_s if stock else m.images_per_s / c.ratio
-    told = f"{shown(m.p50_ms)} ms · {times(c.ratio)} ({_interval(c)})"
-    if c.verdict == "no difference":
-        return Bar(
-            m.engine, rate * c.ratio, f"{shown(m.p50_ms)} ms · no difference", rate * c.low, rate * c.high, "undecided"
-        )
-    return Bar(m.engine, rate * c.ratio, told, rate * c.low, rate * c.high, kind)
+    undecided = c.verdict == "no difference"
+    text += " · no difference" if undecided else f" · {times(c.ratio)} ({_interval(c)})"
+    return Bar(m.engine, rate * c.ratio, text, rate * c.low, rate * c.high, "undecided" if undecided else kind)
 
 
 def speed(records: Sequence[Record]) -> Section:
@@ -191,85 +186,81 @@ def ablation(records: Sequence[Record]) -> Section:
         return Section(
             "ablation", title, missing="No ablation was recorded. Type: rocm-sd bench sd15-512 --ablation --batch 1,8"
         )
-    figures = [draw(record, batch) for record in chosen for batch in record.batches for draw in (_waterfall, _card)]
+    figures = [
+        _waterfall(record, batch, of_card=of_card)
+        for record in chosen
+        for batch in record.batches
+        for of_card in (False, True)
+    ]
     lead = (
         "One optimisation is added a row. Grey is the time that is left, colour is what the row took away. A pale end "
         f"is a difference inside the spread: nothing can be said about it. {INTERVALS}"
     )
-    if any(BESIDE in record.engines for record in chosen):
-        lead += f" {BESIDE} is no such row: it was timed beside them."
+    if any(COMPILE in record.engines for record in chosen):
+        lead += f" {COMPILE} is no such row: it was timed in the same turns."
     return Section("ablation", title, lead, tuple(f for f in figures if f), commands=commands_of(chosen))
 
 
 _CARD_TIME = (
-    "How long the card was busy with one batch, gaps left out: what a row saves the card, whether or not it waits for "
-    "the host. One batch was recorded by torch.profiler, after all turns; it has no interval, and no end here is pale."
+    "How long the card was busy with one batch, without the gaps: what a row saves the card, whether or not it waits "
+    "for the host. One batch was recorded by torch.profiler, after all turns; it has no interval, and no end here is "
+    "pale."
 )
 
 
-def _waterfall(record: Record, batch: int) -> Figure | None:
+def _waterfall(record: Record, batch: int, *, of_card: bool) -> Figure | None:
+    """What each row took away. `of_card`: by the card's own time, where it was measured."""
     title = f"{record.workload.name}, batch {batch}, on {record.machine.device}"
-    steps: list[Step] = []
+    title = f"The card's own time: {title}" if of_card else title
+    drawn: list[WaterfallRow] = []
     rows: list[tuple[object, ...]] = []
     first: Measurement | None = None
     before: Measurement | None = None
     for m in (m for m in record.measurements if m.batch == batch):
-        if not _usable(m):
-            why = m.left_out or "not timed yet"
-            rows.append((m.engine, *[None] * 6, f"no speed: {why}"))
+        ms = _ms(m, of_card=of_card)
+        if ms is None:
+            if not of_card:
+                rows.append((m.engine, *[None] * 7, f"no speed: {m.left_out or 'not timed yet'}"))
             continue
-        above = None if m.engine == BESIDE else before
-        gained = _step(record, m, above) if above else None
-        whole = _step(record, m, first) if first else None
+        above = None if m.engine == COMPILE else before
+        gained = _gain(record, m, above, of_card=of_card) if above else None
+        whole = _gain(record, m, first, of_card=of_card) if first else None
         decided = gained is None or gained.verdict != "no difference"
-        told = f"{shown(m.p50_ms)} ms"
+        text = f"{shown(ms)} ms"
         if gained:
-            told += f" · {times(gained.ratio)}" if decided else " · no difference"
-        steps.append(Step(m.engine, above.p50_ms if above else None, m.p50_ms, told, decided))
+            text += f" · {times(gained.ratio)}" if decided else " · no difference"
+        drawn.append(WaterfallRow(m.engine, _ms(above, of_card=of_card) if above else None, ms, text, decided))
+        # What one of the two tables does not have is None, and makes no column there.
+        interval, notes = (None, None) if of_card else (gained and _interval(gained), "; ".join(m.notes))
+        memory = (None, None) if of_card else (shown(m.first_run_mib), shown(m.second_run_mib))
         rows.append(
             (
-                m.engine, shown(m.p50_ms), gained and ratio_words(gained.ratio), gained and _interval(gained),
-                whole and ratio_words(whole.ratio), shown(m.first_run_mib), shown(m.second_run_mib), "; ".join(m.notes),
+                m.engine, shown(ms), gained and ratio_words(gained.ratio), interval, whole and ratio_words(whole.ratio),
+                *memory, shown(m.p50_ms) if of_card else None, notes,
             )
         )  # fmt: skip
         first, before = first or m, m
-    if not steps:
+    if not drawn:
         return None
     headings = (
-        "with", "p50 ms", "times the row above", "interval", "times the first row", "first-run MiB",
-        "second-run MiB", "note",
+        "with", "card ms" if of_card else "p50 ms", "times the row above", "interval", "times the first row",
+        "first-run MiB", "second-run MiB", "p50 ms", "note",
     )  # fmt: skip
-    table = Table.of(title, headings, rows, text=(0, 7))
-    return Figure(title, waterfall(title, steps, unit="ms"), table, _notes(record))
+    table = Table.of(title, headings, rows, text=(0, 8))
+    return Figure(title, waterfall(title, drawn, unit="ms"), table, (_CARD_TIME,) if of_card else _notes(record))
 
 
-def _card(record: Record, batch: int) -> Figure | None:
-    """The same rows by the card's own time, where it was measured."""
-    title = f"The card's own time: {record.workload.name}, batch {batch}, on {record.machine.device}"
-    steps: list[Step] = []
-    rows: list[tuple[object, ...]] = []
-    first: float | None = None
-    before: float | None = None
-    for m in (m for m in record.measurements if m.batch == batch and _usable(m) and m.card_ms):
-        assert m.card_ms is not None
-        above = None if m.engine == BESIDE else before
-        gained = above / m.card_ms if above else None
-        told = f"{shown(m.card_ms)} ms" + (f" · {times(gained)}" if gained else "")
-        steps.append(Step(m.engine, above, m.card_ms, told))
-        rows.append(
-            (
-                m.engine, shown(m.card_ms), gained and ratio_words(gained), first and ratio_words(first / m.card_ms),
-                shown(m.p50_ms),
-            )
-        )  # fmt: skip
-        first, before = first or m.card_ms, m.card_ms
-    if not steps:
+def _ms(m: Measurement, *, of_card: bool) -> float | None:
+    if not _usable(m):
         return None
-    headings = ("with", "card ms", "times the row above", "times the first row", "p50 ms")
-    return Figure(title, waterfall(title, steps, unit="ms"), Table.of(title, headings, rows), (_CARD_TIME,))
+    return (m.card_ms or None) if of_card else m.p50_ms
 
 
-def _step(record: Record, m: Measurement, before: Measurement) -> Comparison:
+def _gain(record: Record, m: Measurement, before: Measurement, *, of_card: bool) -> Comparison:
+    """As it was recorded, or from the turns. The card's own time was taken once: it has no interval."""
+    if of_card and before.card_ms and m.card_ms:
+        ratio = before.card_ms / m.card_ms
+        return Comparison(m.engine, before.engine, m.batch, ratio, ratio, ratio, "faster")
     from rocm_sd.measuring import compare  # noqa: PLC0415 -- only ablations need it
 
     recorded = _comparison(record, m.engine, before.engine, m.batch)

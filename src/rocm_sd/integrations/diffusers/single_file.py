@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from safetensors.torch import save_file
 
 from rocm_sd.errors import Unsupported
-from rocm_sd.models.single_file import Part, checkpoint_weights
+from rocm_sd.models.single_file import Component, checkpoint_weights
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -24,4 +24,4 @@ def save_single_file(pipe: Any, file: Path) -> None:
 def single_file_weights(pipe: Any) -> dict[str, torch.Tensor]:
     if getattr(pipe, "text_encoder_2", None) is not None or not hasattr(pipe, "unet"):
         raise Unsupported("A checkpoint of one file", f"a {type(pipe).__name__}: it takes Stable Diffusion 1.x")
-    return checkpoint_weights(*(Part(p.config, p.state_dict()) for p in (pipe.unet, pipe.vae, pipe.text_encoder)))
+    return checkpoint_weights(*(Component(p.config, p.state_dict()) for p in (pipe.unet, pipe.vae, pipe.text_encoder)))

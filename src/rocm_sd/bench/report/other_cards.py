@@ -1,31 +1,36 @@
-"""The proof ladder: how high each op stands on each architecture, with registers, LDS and occupancy."""
+"""Cards that were not at hand: how high each op stands on the proof ladder there, and modelled times.
+
+Every row of the latter is labelled as modelled.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 from rocm_sd import arch as archs
+from rocm_sd.bench import projection as modelled
 from rocm_sd.bench.report.parts import Figure, Section, Table, shown
 from rocm_sd.verify.proofs import RUNGS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from rocm_sd.bench.records import Record
     from rocm_sd.bench.report.reading import Outcome
 
-__all__ = ["KERNELS", "ladder", "run"]
+__all__ = ["KERNELS", "ladder", "projection", "run_ladder"]
 
 HOST = "cpu"  # rungs 1 and 2 need no architecture and count for all
 # One that moves data and one that multiplies matrices: enough for a page that has no other ladder.
 KERNELS = ("group_norm_silu", "attention")
 
 
-def run(on_outcome: Callable[[Outcome, int], None]) -> tuple[Outcome, ...]:
+def run_ladder(on_outcome: Callable[[Outcome, int], None]) -> tuple[Outcome, ...]:
     """All rungs of two kernels on the emulated architectures; `on_outcome` gets each outcome and how many there are."""
-    from rocm_sd.verify import ladder as climbing  # noqa: PLC0415 -- the compiler is loaded only when it is used
+    from rocm_sd.verify import ladder as proofs  # noqa: PLC0415 -- the compiler is loaded only when it is used
 
-    tasks = climbing.plan(KERNELS, climbing.EMULATED)
-    outcomes = climbing.verify(tasks, lambda outcome: on_outcome(outcome.to_dict(), len(tasks)))
+    tasks = proofs.plan(KERNELS, proofs.EMULATED)
+    outcomes = proofs.verify(tasks, lambda outcome: on_outcome(outcome.to_dict(), len(tasks)))
     return tuple(outcome.to_dict() for outcome in outcomes)
 
 
@@ -121,3 +126,47 @@ def _error(outcome: Outcome | None) -> str | None:
     error, allowed = figures.get("largest_error"), figures.get("allowed")
     both = isinstance(error, (int, float)) and isinstance(allowed, (int, float))
     return f"{shown(error) or error} of {shown(allowed)}" if both else None
+
+
+def projection(records: Sequence[Record]) -> Section | None:
+    """record.extra["projection"], or the model's rows of the workload: plain values, each labelled as modelled."""
+    figures = []
+    for record in {record.workload.name: record for record in records}.values():
+        found = record.extra.get("projection", modelled.rows(record.workload.name))
+        rows = [row for row in found if isinstance(row, dict)] if isinstance(found, list) else []
+        if not rows:
+            continue
+        rows = [row | {"model_error": _model_error(row)} for row in rows]
+        plain = dict.fromkeys(
+            name for row in rows for name, value in row.items() if not isinstance(value, (dict, list))
+        )
+        names = [str(name) for name in plain if name != "label"]
+        title = f"{record.workload.name} on cards that were not at hand"
+        cells = [[*(_cell(row.get(name)) for name in names), modelled.LABEL] for row in rows]
+        words = [n for n, name in enumerate(names) if any(isinstance(row.get(name), str) for row in rows)]
+        table = Table.of(
+            title, [*(name.replace("_", " ") for name in names), "kind"], cells, text=[*words, len(names)],
+            label=modelled.LABEL,
+        )  # fmt: skip
+        figures.append(Figure(title, None, table, folded=False, label=modelled.LABEL))
+    if not figures:
+        return None
+    lead = (
+        "Modelled, not measured: FLOPs, bytes and efficiencies measured on another card, put through the figures of "
+        "these. docs/projection.md has the formula and what it ignores."
+    )
+    return Section("projection", "Projected to other cards", lead, tuple(figures))
+
+
+def _model_error(row: dict[str, Any]) -> str | None:
+    """In the words of the projection, or from its figures."""
+    deviation = row.get("deviation")
+    if isinstance(deviation, dict) and _cell(deviation.get("as_used")):
+        return f"{_cell(deviation['as_used'])}% on the card that was timed"
+    return str(row["model_error"]) if row.get("model_error") else None
+
+
+def _cell(value: object) -> str:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return "" if value is None else str(value)
+    return str(value) if isinstance(value, int) else shown(value)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from rocm_sd.bench.failures import Failed
+from rocm_sd.bench.turns import Failed
 
 
 @pytest.mark.parametrize(

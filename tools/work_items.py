@@ -32,7 +32,7 @@ PARTS = ("step", "prompt", "decode")
 
 
 def count(workload: str, batch: int = 1) -> tuple[WorkItem, ...]:
-    """Every call of one batch of pictures with classifier-free guidance; text encoders are left out."""
+    """Every call of one batch of pictures with classifier-free guidance; text encoders do not count."""
     recipe = WORKLOADS[workload]
     meta = torch.device("meta")
     pipe = architectures.random_pipeline(recipe.family, recipe.scheduler, recipe.prediction, meta, DTYPE)
@@ -56,7 +56,7 @@ def _guided_step(latents: tuple[int, ...]) -> tuple[Any, ...]:
 
 
 class _Tally:
-    """Counts calls while a model runs; layers that are part of another op are told by their owner."""
+    """Counts calls while a model runs; layers that are part of another op count with their owner."""
 
     def __init__(self) -> None:
         self._counts: Counter[tuple[str, str, tuple[tuple[str, int | str], ...]]] = Counter()
@@ -86,11 +86,11 @@ class _Tally:
             found.append(WorkItem(part, op, dict(problem), times, work.flops, work.bytes))
         return tuple(sorted(found, key=lambda i: (PARTS.index(i.part), -i.count * i.flops, -i.count * i.bytes, i.op)))
 
-    def watching(self, model: nn.Module, part: str) -> _Watch:
-        return _Watch(self, model, part)
+    def watching(self, model: nn.Module, part: str) -> _Hooks:
+        return _Hooks(self, model, part)
 
 
-class _Watch:
+class _Hooks:
     """Hooks on every layer that counts, for as long as the block lasts."""
 
     def __init__(self, tally: _Tally, model: nn.Module, part: str) -> None:

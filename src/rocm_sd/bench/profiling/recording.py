@@ -1,7 +1,7 @@
-"""Recording: torch.profiler around a region, with a range for every module of the models that are given.
+"""torch.profiler around a region, with a range for every module of the models that are given.
 
-Of the device alone it tells how long the card itself is busy with a picture: what an optimisation saves it, whatever
-the host needs to launch.
+`card_ms` records the device alone: how long the card itself is busy with a picture. That is what an optimisation saves
+it, whatever the host needs to launch.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def card_ms(draw: Callable[[], object]) -> float | None:
 
 
 def busy_ms(trace: Mapping[str, Any]) -> float | None:
-    """The time in which at least one kernel, copy or fill was under way; what runs beside another counts once.
+    """The time in which at least one kernel, copy or fill was under way; what runs at the same time counts once.
 
     None, and not 0, where the trace has nothing of a device: then it was not measured.
     """
