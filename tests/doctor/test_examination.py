@@ -46,12 +46,12 @@ def test_the_file_is_named_for_its_check():
     from importlib import import_module
 
     for each in all_checks():
-        assert import_module(f"rocm_sd.doctor.checks.{each.name}").CHECK is each
+        assert getattr(import_module(f"rocm_sd.doctor.checks.{each.name}"), each.name) is each
 
 
 def test_a_module_that_does_not_load_is_unknown(tmp_path, monkeypatch):
     (tmp_path / "aaa_broken.py").write_text("raise RuntimeError('half installed')\n")
-    (tmp_path / "aab_strange.py").write_text("CHECK = 5\n")
+    (tmp_path / "aab_strange.py").write_text("aab_strange = 5\n")
     monkeypatch.setattr(checks_package, "__path__", [*checks_package.__path__, str(tmp_path)])
     broken, strange, *others = all_checks()
     assert (broken.name, strange.name) == ("aaa_broken", "aab_strange")

@@ -6,7 +6,7 @@ import random as chance
 import time
 from typing import TYPE_CHECKING, Any
 
-from rocm_sd.doctor.check import CannotRun, Check, Finding, Fix, Probe, Status, number, on_the_gpu
+from rocm_sd.doctor.check import CannotRun, Finding, Fix, Probe, fine, measured_check, number, problem
 from rocm_sd.doctor.probing.common import Place, place, random
 from rocm_sd.doctor.probing.isolated import isolated
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from rocm_sd.doctor.facts import Facts
 
-__all__ = ["CHECK"]
+__all__ = ["first_run_stall"]
 
 # A search of minutes is known to be one after this long.
 _LIMIT_S = 15.0
@@ -73,18 +73,24 @@ def _timed(where: Place, picture: Any, kernel: Any) -> float:
     return (time.perf_counter() - started) * 1e3
 
 
-def judge(facts: Facts, answer: Mapping[str, Any]) -> Finding:
+@measured_check(
+    measures="the first and the second call of a VAE convolution of a size drawn by chance",
+    reports="ROCm/TheRock#2591 ROCm/TheRock#3266 invoke-ai/InvokeAI#8655 Comfy-Org/ComfyUI#10460 "
+    "multimodal-art-projection/YuE#169",
+    probe=Probe("first_convolution", measure),
+)
+def first_run_stall(facts: Facts, answer: Mapping[str, Any]) -> Finding:
     size = f"{answer['width']} x {answer['height']}"
     measured = {name: answer[name] for name in ("first_ms", "second_ms", "exceeded_s", "width", "height")}
     if answer["exceeded_s"] is not None:
         waited = number(answer, "exceeded_s")
         says = f"The first convolution at {size} had not ended after {waited:.0f} s."
-        return Finding(Status.PROBLEM, says, _MEANS, _fix(facts), measured)
+        return problem(says, _MEANS, _fix(facts), measured)
     first, second = number(answer, "first_ms"), number(answer, "second_ms")
     says = f"The first convolution at {size} took {first:.4g} ms, the second {second:.3g} ms."
     if first > _STALL_MS and first > _STALL_RATIO * second:
-        return Finding(Status.PROBLEM, says, _MEANS, _fix(facts), measured)
-    return Finding(Status.OK, says, measured=measured)
+        return problem(says, _MEANS, _fix(facts), measured)
+    return fine(says, measured=measured)
 
 
 def _fix(facts: Facts) -> Fix:
@@ -100,20 +106,3 @@ def _fix(facts: Facts) -> Fix:
         "once; ROCm 7.14 and later leave out the slowest candidates. The kernels of rocm-sd need no search.",
         commands=("rocm-sd tune",),
     )
-
-
-PROBE = Probe("first_convolution", measure)
-CHECK = Check(
-    name="first_run_stall",
-    question="Does the first picture of a new size stall?",
-    measures="the first and the second call of a VAE convolution of a size drawn by chance",
-    links=(
-        "https://github.com/ROCm/TheRock/issues/2591",
-        "https://github.com/ROCm/TheRock/issues/3266",
-        "https://github.com/invoke-ai/InvokeAI/issues/8655",
-        "https://github.com/Comfy-Org/ComfyUI/issues/10460",
-        "https://github.com/multimodal-art-projection/YuE/issues/169",
-    ),
-    run=on_the_gpu(PROBE, judge),
-    probe=PROBE,
-)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from rocm_sd import arch
-from rocm_sd.doctor.check import CannotRun, Check, Finding, Fix, Probe, Status, flag, on_the_gpu, text
+from rocm_sd.doctor.check import CannotRun, Finding, Fix, Probe, fine, flag, measured_check, not_here, problem, text
 from rocm_sd.doctor.probing.common import Place, place
 from rocm_sd.doctor.probing.isolated import one_by_one
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from rocm_sd.doctor.facts import Facts
 
-__all__ = ["CHECK"]
+__all__ = ["fp8_product"]
 
 _FORMATS = {"ocp": "float8_e4m3fn", "fnuz": "float8_e4m3fnuz"}
 _LIMIT_S = 9.0
@@ -73,7 +73,12 @@ def _judged(result: torch.Tensor, exact: torch.Tensor) -> dict[str, Any]:
     return {"ok": ok, "error": "" if ok else f"largest error {error:.3g} of the largest value"}
 
 
-def judge(_facts: Facts, answer: Mapping[str, Any]) -> Finding:
+@measured_check(
+    measures="torch._scaled_mm in both formats of e4m3 against float64, each in a process of its own",
+    reports="pytorch/ao#4130 ROCm/ROCm#6019 vllm-project/vllm#51021 pytorch/pytorch#198194",
+    probe=Probe("scaled_product", measure),
+)
+def fp8_product(_facts: Facts, answer: Mapping[str, Any]) -> Finding:
     tried = {name: answer[name] for name in _NAMES}
     expected = answer["expected"]
     wrong = [name for name, told in tried.items() if flag(told, "accepted") and not flag(told, "ok")]
@@ -82,29 +87,13 @@ def judge(_facts: Facts, answer: Mapping[str, Any]) -> Finding:
         says = "; ".join(f"torch accepts {_NAMES[name]} here, and {text(tried[name], 'error')}" for name in wrong)
         own = f"This GPU has {_NAMES[expected]}. " if expected in _NAMES and expected not in wrong else ""
         means = "A model that was quantized for the other format gives noise, without an error."
-        return Finding(Status.PROBLEM, f"{says}.", means, Fix(f"{own}Do not use the wrong one. {_STORE}"), measured)
+        return problem(f"{says}.", means, Fix(f"{own}Do not use the wrong one. {_STORE}"), measured)
     if expected is None:
         raise CannotRun("the FP8 format of this GPU is not known, and nothing that ran was wrong")
     if expected == "none":
-        return Finding(Status.NOT_HERE, f"This GPU has no FP8 products. {_STORE}", measured=measured)
+        return not_here(f"This GPU has no FP8 products. {_STORE}", measured=measured)
     if not flag(tried[expected], "accepted"):
         says = f"This GPU has {_NAMES[expected]}, but torch refuses: {text(tried[expected], 'error')}."
         means = "FP8 models fail, or are computed in another dtype and gain nothing."
-        return Finding(Status.PROBLEM, says, means, Fix(f"Install a torch built for a later ROCm. {_STORE}"), measured)
-    return Finding(Status.OK, f"Products of {_NAMES[expected]} are right.", measured=measured)
-
-
-PROBE = Probe("scaled_product", measure)
-CHECK = Check(
-    name="fp8_product",
-    question="Do FP8 products run, in the format of this GPU, and rightly?",
-    measures="torch._scaled_mm in both formats of e4m3 against float64, each in a process of its own",
-    links=(
-        "https://github.com/pytorch/ao/issues/4130",
-        "https://github.com/ROCm/ROCm/issues/6019",
-        "https://github.com/vllm-project/vllm/issues/51021",
-        "https://github.com/pytorch/pytorch/issues/198194",
-    ),
-    run=on_the_gpu(PROBE, judge),
-    probe=PROBE,
-)
+        return problem(says, means, Fix(f"Install a torch built for a later ROCm. {_STORE}"), measured)
+    return fine(f"Products of {_NAMES[expected]} are right.", measured=measured)

@@ -6,7 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rocm_sd.arch.gemm_libraries import LIBRARIES, build_of_torch
-from rocm_sd.doctor.check import CannotRun, Check, Finding, Fix, Probe, Status, number, on_the_gpu, text
+from rocm_sd.doctor.check import CannotRun, Finding, Fix, Probe, fine, measured_check, number, problem, text
 from rocm_sd.doctor.probing.common import medians, place, random
 from rocm_sd.doctor.probing.isolated import isolated
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from rocm_sd.doctor.facts import Facts
 
-__all__ = ["CHECK"]
+__all__ = ["gemm_library"]
 
 # Rows, columns and depth: projections and feed-forward layers of SD 1.5 at 512 x 512, of SDXL, and a large square.
 _SHAPES = ((4096, 320, 320), (8192, 320, 2560), (2048, 1280, 10240), (4096, 4096, 4096))
@@ -71,7 +71,13 @@ def _rows(switch: str | None, device: str | None, quick: bool) -> dict[str, Any]
     return {"device": where.told(), "rows": rows, "tflops": work / sum(row["ms"] for row in rows)}
 
 
-def judge(facts: Facts, answer: Mapping[str, Any]) -> Finding:
+@measured_check(
+    measures="matrix products of UNet shapes in three layouts by torch's default and by each library, each in its own "
+    "process",
+    reports="ROCm/TheRock#5314 ROCm/ROCm#6271 pytorch/pytorch#138067",
+    probe=Probe("gemm_library", measure),
+)
+def gemm_library(facts: Facts, answer: Mapping[str, Any]) -> Finding:
     libraries = answer["libraries"]
     rates = {name: number(told, "tflops") for name, told in libraries.items() if told["tflops"] is not None}
     errors = {name: text(told, "error") for name, told in libraries.items() if told["tflops"] is None}
@@ -87,8 +93,8 @@ def judge(facts: Facts, answer: Mapping[str, Any]) -> Finding:
     says = f"torch's GEMMs run at {ours:.3g} TFLOP/s; by library: {told}.{lost}"
     if rates[best] > _HARM * ours:
         means = f"The linear layers of every step run at {ours / rates[best]:.0%} of the speed that is there."
-        return Finding(Status.PROBLEM, says, means, _fix(best, facts), measured)
-    return Finding(Status.OK, says, measured=measured)
+        return problem(says, means, _fix(best, facts), measured)
+    return fine(says, measured=measured)
 
 
 def _broken(
@@ -99,7 +105,7 @@ def _broken(
     says = f"torch's default GEMM fails: {errors['default']}. These run: {', '.join(_NAMES.get(n, n) for n in rates)}."
     means = "No picture can be made with these settings."
     fix = _fix(max(rates, key=rates.__getitem__), facts)
-    return Finding(Status.PROBLEM, says, means, fix, measured)
+    return problem(says, means, fix, measured)
 
 
 def _fix(best: str, facts: Facts) -> Fix:
@@ -113,19 +119,3 @@ def _fix(best: str, facts: Facts) -> Fix:
     return Fix(
         f'In your own code: torch.backends.cuda.preferred_blas_library("{best}"). rocm-sd tune finds it by itself.'
     )
-
-
-PROBE = Probe("gemm_library", measure)
-CHECK = Check(
-    name="gemm_library",
-    question="Does torch take the faster GEMM library?",
-    measures="matrix products of UNet shapes in three layouts by torch's default and by each library, each in its own "
-    "process",
-    links=(
-        "https://github.com/ROCm/TheRock/issues/5314",
-        "https://github.com/ROCm/ROCm/issues/6271",
-        "https://github.com/pytorch/pytorch/issues/138067",
-    ),
-    run=on_the_gpu(PROBE, judge),
-    probe=PROBE,
-)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from rocm_sd.doctor.check import CannotRun, Check, Finding, Fix, Probe, Status, flag, on_the_gpu, rows, text
+from rocm_sd.doctor.check import CannotRun, Finding, Fix, Probe, fine, flag, measured_check, problem, rows, text
 from rocm_sd.doctor.probing.common import Place, place, random
 from rocm_sd.doctor.probing.isolated import isolated
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from rocm_sd.doctor.facts import Facts
 
-__all__ = ["CHECK"]
+__all__ = ["graph_replay"]
 
 _LIMIT_S = 18.0
 _SWITCH = "ROCM_SD_STEP_GRAPH"
@@ -104,34 +104,22 @@ def _block(x: torch.Tensor, weights: Mapping[str, torch.Tensor]) -> torch.Tensor
     return functional.scaled_dot_product_attention(rows, rows, rows)
 
 
-def judge(_facts: Facts, answer: Mapping[str, Any]) -> Finding:
+@measured_check(
+    measures="a norm, a convolution, a linear layer and attention, captured once and replayed twice with new inputs",
+    reports="pytorch/pytorch#155684 pytorch/pytorch#185074 pytorch/pytorch#155720",
+    probe=Probe("graph_capture", measure),
+)
+def graph_replay(_facts: Facts, answer: Mapping[str, Any]) -> Finding:
     measured = {name: answer[name] for name in ("captured", "replays", "error")}
     if not flag(answer, "captured"):
         says = f"A graph of one block could not be captured and replayed: {text(answer, 'error')}."
         means = "Programs that use graphs, torch.compile in its reduce-overhead mode among them, fail or crash."
-        return Finding(Status.PROBLEM, says, means, _FIX, measured)
+        return problem(says, means, _FIX, measured)
     replays = rows(answer, "replays")
     wrong = [row for row in replays if not flag(row, "ok")]
     if wrong:
         error = wrong[0]["largest_error"]
         told = "it is not a number" if error is None else f"error {error:.3g}, allowed {wrong[0]['allowed']:.3g}"
         says = f"{len(wrong)} of {len(replays)} replays with new inputs are wrong: {told}."
-        return Finding(
-            Status.PROBLEM, says, "Pictures are wrong without an error where graphs are used.", _FIX, measured
-        )
-    return Finding(Status.OK, f"{len(replays)} replays with new inputs are right.", measured=measured)
-
-
-PROBE = Probe("graph_capture", measure)
-CHECK = Check(
-    name="graph_replay",
-    question="Does a replayed graph compute what the plain calls compute?",
-    measures="a norm, a convolution, a linear layer and attention, captured once and replayed twice with new inputs",
-    links=(
-        "https://github.com/pytorch/pytorch/issues/155684",
-        "https://github.com/pytorch/pytorch/issues/185074",
-        "https://github.com/pytorch/pytorch/issues/155720",
-    ),
-    run=on_the_gpu(PROBE, judge),
-    probe=PROBE,
-)
+        return problem(says, "Pictures are wrong without an error where graphs are used.", _FIX, measured)
+    return fine(f"{len(replays)} replays with new inputs are right.", measured=measured)

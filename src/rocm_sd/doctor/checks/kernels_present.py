@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from rocm_sd.doctor.check import CannotRun, Check, Finding, Fix, Probe, Probes, Status
+from rocm_sd.doctor.check import CannotRun, Finding, Fix, Probe, Probes, check, fine, not_here, problem
 from rocm_sd.doctor.facts import Facts, numbers
 from rocm_sd.doctor.probing.common import Place, place, random
 from rocm_sd.doctor.probing.isolated import isolated
 from rocm_sd.doctor.wheels import pip_line
 
-__all__ = ["CHECK"]
+__all__ = ["kernels_present"]
 
 # A convolution may be searched for first.
 _LIMIT_S = {"elementwise": 15.0, "gemm": 15.0, "conv": 30.0, "sdpa": 15.0}
@@ -74,9 +74,14 @@ def _call(kind: str, inputs: list[Any]) -> Any:
     return functional.scaled_dot_product_attention(*inputs)
 
 
-def run(facts: Facts, probes: Probes) -> Finding:
+@check(
+    measures="one small call of each kind, each in a process of its own, against the CPU in float64",
+    reports="ROCm/TheRock#7839 pytorch/pytorch#194498 patientx-cfz/comfyui-rocm#71",
+    probe=Probe("smoke", measure),
+)
+def kernels_present(facts: Facts, probes: Probes) -> Finding:
     if facts.torch.version is None:
-        return Finding(Status.NOT_HERE, "torch is not installed.")
+        return not_here("torch is not installed.")
     told = probes.ask("smoke")
     failed: dict[str, str] = {}
     for kind, name in _KINDS.items():
@@ -91,10 +96,9 @@ def run(facts: Facts, probes: Probes) -> Finding:
         raise CannotRun("torch sees no GPU, so the kernels ran on the CPU")
     place = "on the CPU" if kind_of_device == "cpu" else "on the GPU"
     if not failed:
-        return Finding(Status.OK, f"Elementwise, matrix product, convolution and attention run {place}.")
+        return fine(f"Elementwise, matrix product, convolution and attention run {place}.")
     reasons = "; ".join(f"{_KINDS[kind]}: {reason}" for kind, reason in failed.items())
-    return Finding(
-        Status.PROBLEM,
+    return problem(
         f"{len(failed)} of {len(_KINDS)} kinds of kernel fail {place}: {reasons}.",
         "Kernels for this GPU are missing or broken, and pictures fail where they are needed.",
         _fix(facts),
@@ -118,18 +122,3 @@ def _fix(facts: Facts) -> Fix:
     if line is None:
         return Fix("Install a torch that is built for this GPU; gfx_override and torch_build say more.")
     return Fix("Install the torch that has its kernels; gfx_override may know a shorter way.", commands=(line,))
-
-
-PROBE = Probe("smoke", measure)
-CHECK = Check(
-    name="kernels_present",
-    question="Does each kind of kernel run on the GPU, and give the right numbers?",
-    measures="one small call of each kind, each in a process of its own, against the CPU in float64",
-    links=(
-        "https://github.com/ROCm/TheRock/issues/7839",
-        "https://github.com/pytorch/pytorch/issues/194498",
-        "https://github.com/patientx-cfz/comfyui-rocm/issues/71",
-    ),
-    run=run,
-    probe=PROBE,
-)

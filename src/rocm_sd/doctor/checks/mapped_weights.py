@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from rocm_sd.doctor.check import CannotRun, Check, Finding, Fix, Probe, Status, number, on_the_gpu
+from rocm_sd.doctor.check import CannotRun, Finding, Fix, Probe, fine, measured_check, number, problem
 from rocm_sd.doctor.probing.common import Place, place
 from rocm_sd.doctor.probing.isolated import isolated
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from rocm_sd.doctor.facts import Facts
 
-__all__ = ["CHECK"]
+__all__ = ["mapped_weights"]
 
 _MIB = 2**20
 _REPEATS = 3
@@ -86,17 +86,23 @@ def _copy(tensor: torch.Tensor, where: Place) -> float:
     return time.perf_counter() - started
 
 
-def judge(facts: Facts, answer: Mapping[str, Any]) -> Finding:
+@measured_check(
+    measures="the copy of 32 MiB to the GPU from a mapped safetensors file and from ordinary memory",
+    reports="ROCm/ROCm#6358 ROCm/ROCm#6523 safetensors/safetensors#821 vladmandic/sdnext#5028 "
+    "vllm-project/vllm/pull/56343",
+    probe=Probe("mapped_weights", measure),
+)
+def mapped_weights(facts: Facts, answer: Mapping[str, Any]) -> Finding:
     size = number(answer, "bytes")
     measured = {name: answer[name] for name in ("mapped_s", "heap_s", "bytes", "exceeded_s")}
     if answer["exceeded_s"] is not None:
         says = f"Copying {size / 2**20:.0f} MiB to the GPU had not ended after {number(answer, 'exceeded_s'):.0f} s."
-        return Finding(Status.PROBLEM, says, _MEANS, _fix(facts), measured)
+        return problem(says, _MEANS, _fix(facts), measured)
     mapped, heap = number(answer, "mapped_s"), number(answer, "heap_s")
     says = f"{size / 2**20:.0f} MiB take {mapped:.2g} s from a mapped file, {heap:.2g} s from ordinary memory."
     if mapped > _HARM * heap and size / mapped < _SLOW_BYTES_PER_S:
-        return Finding(Status.PROBLEM, says, _MEANS, _fix(facts), measured)
-    return Finding(Status.OK, says, measured=measured)
+        return problem(says, _MEANS, _fix(facts), measured)
+    return fine(says, measured=measured)
 
 
 def _fix(facts: Facts) -> Fix:
@@ -109,20 +115,3 @@ def _fix(facts: Facts) -> Fix:
             safe=True,
         )
     return Fix(f"Read the weights into memory before they go to the GPU. {elsewhere}")
-
-
-PROBE = Probe("mapped_weights", measure)
-CHECK = Check(
-    name="mapped_weights",
-    question="Do weights reach the GPU quickly from a memory-mapped file?",
-    measures="the copy of 32 MiB to the GPU from a mapped safetensors file and from ordinary memory",
-    links=(
-        "https://github.com/ROCm/ROCm/issues/6358",
-        "https://github.com/ROCm/ROCm/issues/6523",
-        "https://github.com/safetensors/safetensors/issues/821",
-        "https://github.com/vladmandic/sdnext/issues/5028",
-        "https://github.com/vllm-project/vllm/pull/56343",
-    ),
-    run=on_the_gpu(PROBE, judge),
-    probe=PROBE,
-)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
-from rocm_sd.doctor.check import CannotRun, Check, Finding, Fix, Probe, Status, flag, number, on_the_gpu, rows, text
+from rocm_sd.doctor.check import CannotRun, Finding, Fix, Probe, fine, flag, measured_check, number, problem, rows, text
 from rocm_sd.doctor.probing.attention import FUSED, attention, says_it_can
 from rocm_sd.doctor.probing.common import Place, place, random
 from rocm_sd.doctor.probing.isolated import isolated
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from rocm_sd.doctor.facts import Facts
 
-__all__ = ["CHECK"]
+__all__ = ["sdpa_numerics"]
 
 _HEADS = (40, 64, 80, 128, 160, 384, 512)
 _KEYS = (77, 1024)
@@ -111,7 +111,14 @@ def _largest_error(result: torch.Tensor, exact: torch.Tensor) -> float:
     return float((result.cpu().double() - exact).abs().max())
 
 
-def judge(_facts: Facts, answer: Mapping[str, Any]) -> Finding:
+@measured_check(
+    measures="the error against float64 of every backend of scaled_dot_product_attention that says it can run, for "
+    "heads of 40 to 512, 77 and 1024 keys, float16 and bfloat16, beside that of plain math",
+    reports="pytorch/pytorch#189849 ROCm/TheRock#6561 vllm-project/vllm-omni#7484 ROCm/aotriton#210 ROCm/TheRock#1315",
+    probe=Probe("sdpa_numerics", measure),
+    also_on_cpu=True,
+)
+def sdpa_numerics(_facts: Facts, answer: Mapping[str, Any]) -> Finding:
     """The probe's own gate: an error of at most twice that of plain math in the same dtype, plus one rounding."""
     table = rows(answer)
     wrong = [row for row in table if not flag(row, "ok")]
@@ -121,19 +128,17 @@ def judge(_facts: Facts, answer: Mapping[str, Any]) -> Finding:
     if wrong:
         worst = _worst(wrong)
         says = f"{len(wrong)} of {len(table)} cases are wrong, among them {_case(worst)}: {_error(worst)}."
-        return Finding(Status.PROBLEM, says, _MEANS, _FIX, measured)
+        return problem(says, _MEANS, _FIX, measured)
     if crashed:
         told = "; ".join(f"{name}: {why}" for name, why in crashed.items())
         means = "A program that takes this backend ends in the middle of a picture."
-        return Finding(
-            Status.PROBLEM, f"An attention backend does not survive its test. {told}.", means, _FIX, measured
-        )
+        return problem(f"An attention backend does not survive its test. {told}.", means, _FIX, measured)
     if failed:
         raise CannotRun(f"{' and '.join(failed)} did not end in time")
     heads = sorted({int(number(row, "head")) for row in table})
     backends = sorted({text(row, "backend") for row in table})
     says = f"All {len(table)} cases are right, heads {heads[0]} to {heads[-1]} by {', '.join(backends)}."
-    return Finding(Status.OK, says, measured=measured)
+    return fine(says, measured=measured)
 
 
 def _worst(wrong: list[Mapping[str, Any]]) -> Mapping[str, Any]:
@@ -151,21 +156,3 @@ def _error(row: Mapping[str, Any]) -> str:
     by_math = row["math_error"]
     beside = "gives no number" if by_math is None else f"has {by_math:.2g}"
     return f"error {number(row, 'error'):.2g}, where plain math {beside}"
-
-
-PROBE = Probe("sdpa_numerics", measure)
-CHECK = Check(
-    name="sdpa_numerics",
-    question="Is torch's attention right at every head size?",
-    measures="the error against float64 of every backend of scaled_dot_product_attention that says it can run, for "
-    "heads of 40 to 512, 77 and 1024 keys, float16 and bfloat16, beside that of plain math",
-    links=(
-        "https://github.com/pytorch/pytorch/issues/189849",
-        "https://github.com/ROCm/TheRock/issues/6561",
-        "https://github.com/vllm-project/vllm-omni/issues/7484",
-        "https://github.com/ROCm/aotriton/issues/210",
-        "https://github.com/ROCm/TheRock/issues/1315",
-    ),
-    run=on_the_gpu(PROBE, judge, also_on_cpu=True),
-    probe=PROBE,
-)

@@ -8,7 +8,21 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from rocm_sd.arch import host
-from rocm_sd.doctor.check import CannotRun, Check, Finding, Fix, Probe, Probes, Status, flag, on_the_gpu, text
+from rocm_sd.doctor.check import (
+    CannotRun,
+    Finding,
+    Fix,
+    Probe,
+    Probes,
+    Status,
+    check,
+    fine,
+    flag,
+    not_here,
+    on_the_gpu,
+    problem,
+    text,
+)
 from rocm_sd.doctor.facts import Facts, known_as
 from rocm_sd.doctor.probing.common import Place, place, random
 from rocm_sd.doctor.probing.isolated import isolated
@@ -16,7 +30,7 @@ from rocm_sd.doctor.probing.isolated import isolated
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["CHECK"]
+__all__ = ["triton_works"]
 
 _LIMIT_S = 15.0
 # `--quick` leaves out the last.
@@ -101,16 +115,16 @@ def judge(facts: Facts, answer: Mapping[str, Any]) -> Finding:
     if failed and _is_unsupported(facts):
         gfx = facts.meant.gfx if facts.meant else None
         says = f"Triton does not compile for {gfx}: {text(tried[failed[0]], 'error')}."
-        return Finding(Status.NOT_HERE, says, "rocm-sd uses stock torch; do without torch.compile.", measured=measured)
+        return not_here(says, "rocm-sd uses stock torch; do without torch.compile.", measured=measured)
     if failed:
         told = "; ".join(f"{_KERNELS[name]}: {text(tried[name], 'error')}" for name in failed)
         means = "torch.compile fails or crashes. rocm-sd uses stock torch where Triton does not work, and is slower."
-        return Finding(Status.PROBLEM, f"Triton does not work here: {told}.", means, _reinstall(facts), measured)
+        return problem(f"Triton does not work here: {told}.", means, _reinstall(facts), measured)
     if "multiply_bfloat16" in tried and not flag(tried["multiply_bfloat16"], "ok"):
         says = f"Triton works, but not in bfloat16: {text(tried['multiply_bfloat16'], 'error')}."
         means = "torch.compile and Triton kernels may end the program when a model is in bfloat16."
-        return Finding(Status.PROBLEM, says, means, Fix("Load models in float16."), measured)
-    return Finding(Status.OK, f"{len(tried)} small kernels compile, run and are right.", measured=measured)
+        return problem(says, means, Fix("Load models in float16."), measured)
+    return fine(f"{len(tried)} small kernels compile, run and are right.", measured=measured)
 
 
 def _is_unsupported(facts: Facts) -> bool:
@@ -129,9 +143,18 @@ def _reinstall(facts: Facts) -> Fix:
     )
 
 
-def run(facts: Facts, probes: Probes) -> Finding:
+PROBE = Probe("triton_compile", measure)
+
+
+@check(
+    measures="a sum and products in float16 and bfloat16, compiled anew, each in a process of its own",
+    reports="ROCm/ROCm#3060 CS1o/Stable-Diffusion-Info#68 Comfy-Org/ComfyUI#14868 unslothai/unsloth#7682 "
+    "ROCm/TheRock#6467",
+    probe=PROBE,
+)
+def triton_works(facts: Facts, probes: Probes) -> Finding:
     if not any("triton" in name for name in facts.packages):
-        return Finding(Status.NOT_HERE, "Triton is not installed; rocm-sd does without it.")
+        return not_here("Triton is not installed; rocm-sd does without it.")
     found = on_the_gpu(PROBE, judge)(facts, probes)
     if found.status is Status.PROBLEM and not _torch_runs(probes):
         raise CannotRun(f"torch's own kernels fail on this GPU as well, see kernels_present. {found.says}")
@@ -145,20 +168,3 @@ def _torch_runs(probes: Probes) -> bool:
     except CannotRun:
         return True
     return not isinstance(told, dict) or told.get("ok") is not False
-
-
-PROBE = Probe("triton_compile", measure)
-CHECK = Check(
-    name="triton_works",
-    question="Does Triton compile and run on this GPU?",
-    measures="a sum and products in float16 and bfloat16, compiled anew, each in a process of its own",
-    links=(
-        "https://github.com/ROCm/ROCm/issues/3060",
-        "https://github.com/CS1o/Stable-Diffusion-Info/issues/68",
-        "https://github.com/Comfy-Org/ComfyUI/issues/14868",
-        "https://github.com/unslothai/unsloth/issues/7682",
-        "https://github.com/ROCm/TheRock/issues/6467",
-    ),
-    run=run,
-    probe=PROBE,
-)
