@@ -119,7 +119,7 @@ if name == "count":
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("crash", "the probe crash crashed (SIGSEGV)"),
+        ("crash", "the probe crash was ended by SIGSEGV"),
         ("fail", "the probe fail ended with code 1: out of luck"),
         ("nonsense", "could not be read: 'all is well'"),
         ("list", "could not be read"),

@@ -57,7 +57,7 @@ WATCHED = (
 class Gpu:
     """A GPU as the kernel lists it. `index` is its place in that list, which HIP_VISIBLE_DEVICES counts in.
 
-    `gfx` is the real one, whatever HSA_OVERRIDE_GFX_VERSION says; sizes are in bytes, and None is what is not told.
+    `gfx` is the real one, whatever HSA_OVERRIDE_GFX_VERSION says; sizes are in bytes, and None is what is not known.
     """
 
     index: int
@@ -130,8 +130,8 @@ class Facts:
     @property
     def amd(self) -> tuple[Gpu, ...]:
         """As the kernel lists them; where it lists none (WSL2, Windows), as torch does."""
-        told = enumerate(self.torch.devices if self.torch.build == "rocm" else ())
-        return self.listed_amd or tuple(_as_torch_lists(device, index) for index, device in told)
+        listed = self.torch.devices if self.torch.build == "rocm" else ()
+        return self.listed_amd or tuple(_as_torch_lists(device, index) for index, device in enumerate(listed))
 
     @property
     def cards(self) -> tuple[Gpu, ...]:
@@ -159,7 +159,7 @@ class Facts:
         return max(self.cards or self.amd, key=lambda gpu: gpu.compute_units or 0, default=None)
 
     def called(self, gpu: Gpu) -> str:
-        """Its product name where torch tells it; the kernel knows the chip's name alone."""
+        """Its product name where torch has it; the kernel knows the chip's name alone."""
         of_torch = (
             each.name for each in self.torch.devices if each.pci_address and each.pci_address == gpu.pci_address
         )
@@ -172,7 +172,7 @@ class Facts:
 
     @property
     def arch(self) -> arch.Arch | None:
-        """The table's entry of the GPU in use: NVIDIA's names are not told by the kernel, so None there."""
+        """The table's entry of the GPU in use: the kernel knows no names of NVIDIA's, so None there."""
         return arch.get(self.gfx) if self.gfx else None
 
     def to_json(self) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from rocm_sd.doctor.check import CannotRun
+from rocm_sd.doctor.probing.isolated import ending
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -25,7 +26,7 @@ _MODULE = "rocm_sd.doctor.probing"
 class LiveProbes:
     """`python -m rocm_sd.doctor.probing NAME ARGUMENTS` in a process of its own, whose end costs one answer.
 
-    `answers` keeps what was told, under the probe's name, so that it is asked once and can be recorded.
+    `answers` keeps them under the probe's name, so that it is asked once and can be recorded.
     """
 
     def __init__(self, *, quick: bool = False, patience: float = PATIENCE_S, module: str = _MODULE) -> None:
@@ -64,10 +65,10 @@ class RecordedProbes:
         return _answer(answer)
 
 
-def _answer(told: dict[str, Any]) -> Mapping[str, Any]:
-    if "cannot" in told:
-        raise CannotRun(str(told["cannot"]))
-    return told
+def _answer(given: dict[str, Any]) -> Mapping[str, Any]:
+    if "cannot" in given:
+        raise CannotRun(str(given["cannot"]))
+    return given
 
 
 def answer_of(who: str, module: Sequence[str], patience: float) -> dict[str, Any]:
@@ -86,7 +87,7 @@ def answer_of(who: str, module: Sequence[str], patience: float) -> dict[str, Any
         start_new_session=True,
     )
     try:
-        told, errors = running.communicate(timeout=patience)
+        printed, errors = running.communicate(timeout=patience)
     except subprocess.TimeoutExpired:
         _end(running)
         raise CannotRun(f"{who} did not answer within {patience:.0f} s") from None
@@ -94,9 +95,9 @@ def answer_of(who: str, module: Sequence[str], patience: float) -> dict[str, Any
         _end(running)
         raise
     if running.returncode != 0:
-        raise CannotRun(f"{who} {_ending(running.returncode)}{_last_line(errors)}")
+        raise CannotRun(f"{who} {ending(running.returncode)}{_last_line(errors)}")
     # Drivers print to standard output, too: the answer is the last line.
-    lines = told.strip().splitlines()
+    lines = printed.strip().splitlines()
     if not lines:
         raise CannotRun(f"{who} ended without an answer")
     try:
@@ -118,15 +119,6 @@ def _end(running: subprocess.Popen[str]) -> None:
     except subprocess.TimeoutExpired:
         # A process that waits inside a hung driver cannot be ended: it is left behind, and the examination goes on.
         return
-
-
-def _ending(code: int) -> str:
-    if code >= 0:
-        return f"ended with code {code}"
-    try:
-        return f"crashed ({signal.Signals(-code).name})"
-    except ValueError:
-        return f"crashed (signal {-code})"
 
 
 def _last_line(errors: str) -> str:

@@ -47,14 +47,14 @@ def gather(root: Path | None = None, environment: Mapping[str, str] | None = Non
     """The machine at hand. `root` is where sys/, proc/ and opt/ are, `environment` what its variables are."""
     root = root or Path("/")
     given = os.environ if environment is None else environment
-    told = _ask_torch(_PATIENCE_S)
-    torch = _torch_facts(told)
+    answer = _ask_torch(_PATIENCE_S)
+    torch = _torch_facts(answer)
     return Facts(
         system=host.system_name(platform.system(), platform.release()),
         python=platform.python_version(),
         kernel=host.version_digits(platform.release()) if platform.system() == "Linux" else None,
-        rocm=told.get("rocm") or _rocm_version(root) or _rocm_of(torch.version),
-        miopen=told.get("miopen"),
+        rocm=answer.get("rocm") or _rocm_version(root) or _rocm_of(torch.version),
+        miopen=answer.get("miopen"),
         memory_total=_memory(root),
         gpus=gpus_in(root),
         torch=torch,
@@ -111,9 +111,9 @@ def _ask_torch(patience: float) -> dict[str, Any]:
         return {"error": str(reason)}
 
 
-def _torch_facts(told: Mapping[str, Any]) -> TorchFacts:
+def _torch_facts(answer: Mapping[str, Any]) -> TorchFacts:
     known = {each.name for each in fields(TorchFacts)}
-    facts = read(TorchFacts, {name: value for name, value in told.items() if name in known})
+    facts = read(TorchFacts, {name: value for name, value in answer.items() if name in known})
     # A torch that crashes is installed all the same: its package tells the version.
     return replace(facts, version=_packages().get("torch")) if facts.error else facts
 

@@ -23,19 +23,19 @@ def allocator_settings(facts: Facts, _probes: Probes) -> Finding:
         return fine("No setting of torch's allocator is given.")
     if facts.torch.build in {"cpu", "none"}:
         return not_here(f"{', '.join(given)} is set, and this torch has no GPU to allocate on.")
-    told = "; ".join(f"{name}={value}" for name, value in given.items())
+    seen = "; ".join(f"{name}={value}" for name, value in given.items())
     parsed = {name: _options(value) for name, value in given.items()}
     if any(options is None for options in parsed.values()):
         fix = Fix("Unset it: torch's own defaults are sound.", unset=tuple(given), safe=True)
-        return problem(f"{told} is not of the form name:value,name:value.", "torch ends with an error.", fix)
+        return problem(f"{seen} is not of the form name:value,name:value.", "torch ends with an error.", fix)
     read = next(iter(given))
     wrong, kept = _wrong(parsed[read] or {}, facts)
     if len({tuple(sorted((each or {}).items())) for each in parsed.values()}) > 1:
         wrong.insert(0, f"they say different things, and torch reads {read} alone")
     if not wrong:
-        return fine(f"{told}.")
+        return fine(f"{seen}.")
     return problem(
-        f"{told}: {'; '.join(wrong)}.",
+        f"{seen}: {'; '.join(wrong)}.",
         "Memory is reserved that nobody uses, until a picture no longer fits; or the setting does nothing.",
         _fix(given, kept),
     )

@@ -30,15 +30,15 @@ def apu_memory(facts: Facts, _probes: Probes) -> Finding:
     if used.vram_total is None or used.gtt_total is None:
         raise CannotRun("the kernel does not tell mem_info_vram_total and mem_info_gtt_total")
     own, shared = used.vram_total, used.gtt_total
-    told = facts.torch.devices[0].total if facts.torch.devices else None
-    measured = {"vram_total": own, "gtt_total": shared, "torch_total": told, "memory_total": facts.memory_total}
+    in_torch = facts.torch.devices[0].total if facts.torch.devices else None
+    measured = {"vram_total": own, "gtt_total": shared, "torch_total": in_torch, "memory_total": facts.memory_total}
     seen = f"{facts.called(used)} owns {own / _GIB:.1f} GiB and may use {shared / _GIB:.1f} GiB of the system's"
     if facts.cards:
-        return _beside_a_card(facts, seen, told, measured)
+        return _beside_a_card(facts, seen, in_torch, measured)
     reach = own + shared
-    if told is not None and told < 0.75 * max(own, shared):
+    if in_torch is not None and in_torch < 0.75 * max(own, shared):
         return problem(
-            f"{seen}, but torch sees {told / _GIB:.1f} GiB.",
+            f"{seen}, but torch sees {in_torch / _GIB:.1f} GiB.",
             "The runtime counts less than the kernel gives: models that would fit are refused.",
             Fix("A newer kernel and ROCm count it right; or raise the GPU's own memory in the firmware's settings."),
             measured,
@@ -55,10 +55,10 @@ def apu_memory(facts: Facts, _probes: Probes) -> Finding:
     return fine(f"{seen}.", means, measured=measured)
 
 
-def _beside_a_card(facts: Facts, seen: str, told: int | None, measured: dict[str, int | None]) -> Finding:
+def _beside_a_card(facts: Facts, seen: str, in_torch: int | None, measured: dict[str, int | None]) -> Finding:
     card: Gpu | None = facts.meant
     assert card is not None
-    counted = f", and torch counts {told / _GIB:.1f} GiB as its own" if told is not None else ""
+    counted = f", and torch counts {in_torch / _GIB:.1f} GiB as its own" if in_torch is not None else ""
     return problem(
         f"{seen}{counted}.",
         "Programs take the system's memory for video memory, and this GPU for a large card.",

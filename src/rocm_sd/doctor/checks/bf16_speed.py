@@ -6,7 +6,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rocm_sd.doctor.check import CannotRun, Finding, Fix, Probe, fine, measured_check, number, problem, text
-from rocm_sd.doctor.probing.common import medians, place, random
+from rocm_sd.doctor.probing.common import Place, medians, random
 from rocm_sd.doctor.probing.isolated import one_by_one
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 __all__ = ["bf16_speed"]
 
 _DTYPES = ("float16", "bfloat16")
-_LIMIT_S = 9.0
+_LIMITS_S = dict.fromkeys(_DTYPES, 9.0)
 # Where the matrix unit has both, they run at one rate; where bfloat16 is emulated or at half rate it is twice or more.
 _HARM = 1.5
 _FIX = Fix(
@@ -28,17 +28,16 @@ _FIX = Fix(
 
 def measure(*, device: str | None = None, quick: bool = False) -> dict[str, Any]:
     """{"float16": {"gemm_ms", "conv_ms", "error"}, "bfloat16": ...}; some compilers abort the process on bfloat16."""
-    calls = {dtype: (dtype, device, quick) for dtype in _DTYPES}
-    told = one_by_one(_times, calls, {"gemm_ms": None, "conv_ms": None}, _LIMIT_S)
-    if told["device"] is None:
-        raise CannotRun(f"neither dtype ran: {told['float16']['error']}")
-    return told
+    calls = {dtype: (dtype, quick) for dtype in _DTYPES}
+    answers = one_by_one(device, _times, calls, {"gemm_ms": None, "conv_ms": None}, _LIMITS_S)
+    if answers["device"] is None:
+        raise CannotRun(f"neither dtype ran: {answers['float16']['error']}")
+    return answers
 
 
-def _times(name: str, device: str | None, quick: bool) -> dict[str, Any]:
+def _times(where: Place, name: str, quick: bool) -> dict[str, Any]:
     import torch  # noqa: PLC0415 -- in the process that needs it
 
-    where = place(device)
     dtype = getattr(torch, name)
     small = quick or not where.is_gpu
     rows, depth, channels, size = (128, 320, 32, 16) if small else (4096, 2560, 320, 64)
@@ -51,7 +50,7 @@ def _times(name: str, device: str | None, quick: bool) -> dict[str, Any]:
     }
     with torch.no_grad():
         taken = medians(calls, where)
-    return {"device": where.told(), "result": {"gemm_ms": taken["gemm"], "conv_ms": taken["conv"], "error": ""}}
+    return {"gemm_ms": taken["gemm"], "conv_ms": taken["conv"], "error": ""}
 
 
 @measured_check(

@@ -6,9 +6,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rocm_sd.doctor.check import Finding, Fix, Probe, fine, measured_check, number, problem, rows, text
-from rocm_sd.doctor.probing.common import Place, place
 from rocm_sd.doctor.probing.convolutions import LIMIT_S, timed
-from rocm_sd.doctor.probing.isolated import isolated
+from rocm_sd.doctor.probing.isolated import isolated_on
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -16,6 +15,7 @@ if TYPE_CHECKING:
     import torch
 
     from rocm_sd.doctor.facts import Facts
+    from rocm_sd.doctor.probing.common import Place
 
 __all__ = ["convolution_layout"]
 
@@ -27,12 +27,8 @@ _SUGGEST = "PYTORCH_MIOPEN_SUGGEST_NHWC"
 
 
 def measure(*, device: str | None = None, quick: bool = False) -> dict[str, Any]:
-    return isolated(_measured, device, quick, limit_s=LIMIT_S).required("the convolutions could not be timed")
-
-
-def _measured(device: str | None, quick: bool) -> dict[str, Any]:
-    where = place(device)
-    return {"device": where.told(), "rows": timed(where, _both_layouts, quick=quick)}
+    outcome = isolated_on(device, timed, _both_layouts, quick, limit_s=LIMIT_S)
+    return outcome.required("the convolutions could not be timed")
 
 
 def _both_layouts(_where: Place, first: tuple[torch.Tensor, torch.Tensor]) -> dict[str, Callable[[], Any]]:

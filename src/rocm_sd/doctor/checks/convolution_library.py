@@ -9,9 +9,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rocm_sd.doctor.check import Finding, Fix, Probe, fine, measured_check, number, problem, rows, text
-from rocm_sd.doctor.probing.common import Place, place
 from rocm_sd.doctor.probing.convolutions import LIMIT_S, timed
-from rocm_sd.doctor.probing.isolated import isolated
+from rocm_sd.doctor.probing.isolated import isolated_on
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -19,6 +18,7 @@ if TYPE_CHECKING:
     import torch
 
     from rocm_sd.doctor.facts import Facts
+    from rocm_sd.doctor.probing.common import Place
 
 __all__ = ["convolution_library"]
 
@@ -29,13 +29,13 @@ _LEAST_MS = 0.05
 
 
 def measure(*, device: str | None = None, quick: bool = False) -> dict[str, Any]:
-    return isolated(_measured, device, quick, limit_s=LIMIT_S).required("the convolutions could not be timed")
+    outcome = isolated_on(device, _measured, quick, limit_s=LIMIT_S)
+    return outcome.required("the convolutions could not be timed")
 
 
-def _measured(device: str | None, quick: bool) -> dict[str, Any]:
-    where = place(device)
+def _measured(where: Place, quick: bool) -> dict[str, Any]:
     library = ("miopen" if where.on_rocm else "cudnn") if where.is_gpu else "onednn"
-    return {"device": where.told(), "library": library, "rows": timed(where, _on_and_off, quick=quick)}
+    return {"library": library, **timed(where, _on_and_off, quick)}
 
 
 def _on_and_off(where: Place, tensors: tuple[torch.Tensor, torch.Tensor]) -> dict[str, Callable[[], Any]]:

@@ -7,8 +7,8 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from rocm_sd.doctor.check import CannotRun, Finding, Fix, Probe, fine, measured_check, number, problem
-from rocm_sd.doctor.probing.common import Place, place, random
-from rocm_sd.doctor.probing.isolated import isolated
+from rocm_sd.doctor.probing.common import Place, random
+from rocm_sd.doctor.probing.isolated import isolated_on
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -36,20 +36,19 @@ def measure(*, device: str | None = None, quick: bool = False) -> dict[str, Any]
     drawn = chance.SystemRandom()
     height, width = (drawn.randrange(37, 63) for _ in range(2))
     scale = 1 if quick else 5
-    outcome = isolated(_first_and_second, device, height * scale, width * scale, limit_s=_LIMIT_S)
+    outcome = isolated_on(device, _first_and_second, height * scale, width * scale, limit_s=_LIMIT_S)
     size = {"height": height * scale, "width": width * scale, "channels": 128}
     if outcome.answer is not None:
         return {**outcome.answer, **size, "exceeded_s": None}
     if outcome.exceeded:
-        # What the device is, its process could not tell any more; no other than a GPU's library searches.
+        # What the device is, its process had no time to say; no other than a GPU's library searches.
         return {"device": None, "first_ms": None, "second_ms": None, **size, "exceeded_s": _LIMIT_S}
     raise CannotRun(f"the convolution failed: {outcome.failed}")
 
 
-def _first_and_second(device: str | None, height: int, width: int) -> dict[str, Any]:
+def _first_and_second(where: Place, height: int, width: int) -> dict[str, Any]:
     import torch  # noqa: PLC0415 -- in the process that needs it
 
-    where = place(device)
     if not where.is_gpu:
         height, width = height // 4, width // 4
     kernel = random(where, 128, 128, 3, 3)
@@ -58,7 +57,7 @@ def _first_and_second(device: str | None, height: int, width: int) -> dict[str, 
         _timed(where, random(where, 1, 16, 8, 8), random(where, 16, 16, 1, 1))
         picture = random(where, 1, 128, height, width)
         first, second = _timed(where, picture, kernel), _timed(where, picture, kernel)
-    return {"device": where.told(), "first_ms": first, "second_ms": second}
+    return {"first_ms": first, "second_ms": second}
 
 
 def _timed(where: Place, picture: Any, kernel: Any) -> float:

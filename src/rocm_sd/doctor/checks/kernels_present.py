@@ -6,14 +6,14 @@ from typing import Any
 
 from rocm_sd.doctor.check import CannotRun, Finding, Fix, Probe, Probes, check, fine, not_here, problem
 from rocm_sd.doctor.facts import Facts, numbers
-from rocm_sd.doctor.probing.common import Place, place, random
-from rocm_sd.doctor.probing.isolated import isolated
+from rocm_sd.doctor.probing.common import Place, random
+from rocm_sd.doctor.probing.isolated import one_by_one
 from rocm_sd.doctor.wheels import pip_line
 
 __all__ = ["kernels_present"]
 
 # A convolution may be searched for first.
-_LIMIT_S = {"elementwise": 15.0, "gemm": 15.0, "conv": 30.0, "sdpa": 15.0}
+_LIMITS_S = {"elementwise": 15.0, "gemm": 15.0, "conv": 30.0, "sdpa": 15.0}
 # Sums of up to 576 products in float16: one part in a hundred is far above rounding, and far below a wrong kernel.
 _ALLOWED = 0.01
 _KINDS = {"elementwise": "elementwise", "gemm": "matrix product", "conv": "convolution", "sdpa": "attention"}
@@ -23,23 +23,15 @@ _OVERRIDE = "HSA_OVERRIDE_GFX_VERSION"
 def measure(*, device: str | None = None, quick: bool = False) -> dict[str, Any]:
     """A missing kernel is an error of its process, a wrong one may be a fault that ends it: each has its own.
 
-    `device` is None where no process lived to tell it.
+    `device` is None where no process lived to say it.
     """
-    told: dict[str, Any] = {"device": None}
-    for kind in _KINDS:
-        outcome = isolated(_run, kind, device, 64 if quick else 256, limit_s=_LIMIT_S[kind])
-        if outcome.answer is None:
-            told[kind] = {"ok": False, "error": outcome.failed}
-            continue
-        told[kind] = outcome.answer["result"]
-        told["device"] = outcome.answer["device"]
-    return told
+    calls = {kind: (kind, 64 if quick else 256) for kind in _KINDS}
+    return one_by_one(device, _run, calls, {"ok": False}, _LIMITS_S)
 
 
-def _run(kind: str, device: str | None, size: int) -> dict[str, Any]:
+def _run(where: Place, kind: str, size: int) -> dict[str, Any]:
     import torch  # noqa: PLC0415 -- in the process that needs it
 
-    where = place(device)
     inputs = _inputs(kind, where, size)
     with torch.no_grad():
         # .cpu() waits for the kernel, and raises what it met.
@@ -48,7 +40,7 @@ def _run(kind: str, device: str | None, size: int) -> dict[str, Any]:
     error = float((result - exact).abs().max() / exact.abs().max())
     ok = error <= _ALLOWED
     sentence = "" if ok else f"the result is wrong: largest error {error:.3g} of the largest value"
-    return {"device": where.told(), "result": {"ok": ok, "error": sentence}}
+    return {"ok": ok, "error": sentence}
 
 
 def _inputs(kind: str, where: Place, size: int) -> list[Any]:
@@ -82,15 +74,15 @@ def _call(kind: str, inputs: list[Any]) -> Any:
 def kernels_present(facts: Facts, probes: Probes) -> Finding:
     if facts.torch.version is None:
         return not_here("torch is not installed.")
-    told = probes.ask("smoke")
+    answers = probes.ask("smoke")
     failed: dict[str, str] = {}
     for kind, name in _KINDS.items():
-        answer = told.get(kind)
+        answer = answers.get(kind)
         if not isinstance(answer, dict) or not isinstance(answer.get("ok"), bool):
             raise CannotRun(f"the answer on the {name} kernel could not be read: {answer!r}")
         if not answer["ok"]:
             failed[kind] = str(answer.get("error") or "no reason was given")
-    where = told.get("device")
+    where = answers.get("device")
     kind_of_device = where.get("kind") if isinstance(where, dict) else None
     if facts.gpus and kind_of_device == "cpu":
         raise CannotRun("torch sees no GPU, so the kernels ran on the CPU")

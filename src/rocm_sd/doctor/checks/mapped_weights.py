@@ -9,8 +9,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from rocm_sd.doctor.check import CannotRun, Finding, Fix, Probe, fine, measured_check, number, problem
-from rocm_sd.doctor.probing.common import Place, place
-from rocm_sd.doctor.probing.isolated import isolated
+from rocm_sd.doctor.probing.isolated import isolated_on
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -18,6 +17,7 @@ if TYPE_CHECKING:
     import torch
 
     from rocm_sd.doctor.facts import Facts
+    from rocm_sd.doctor.probing.common import Place
 
 __all__ = ["mapped_weights"]
 
@@ -40,7 +40,7 @@ def measure(*, device: str | None = None, quick: bool = False) -> dict[str, Any]
     """{"mapped_s", "heap_s", "bytes"}; `exceeded_s` where the copy from the file had not ended by then."""
     size = (8 if quick else 32) * _MIB
     with tempfile.TemporaryDirectory(prefix="rocm-sd-probe-", ignore_cleanup_errors=True) as folder:
-        outcome = isolated(_times, device, size, folder, limit_s=_LIMIT_S)
+        outcome = isolated_on(device, _times, size, folder, limit_s=_LIMIT_S)
     if outcome.answer is not None:
         return {**outcome.answer, "bytes": size, "exceeded_s": None}
     if outcome.exceeded:
@@ -48,11 +48,10 @@ def measure(*, device: str | None = None, quick: bool = False) -> dict[str, Any]
     raise CannotRun(f"the copies failed: {outcome.failed}")
 
 
-def _times(device: str | None, size: int, folder: str) -> dict[str, Any]:
+def _times(where: Place, size: int, folder: str) -> dict[str, Any]:
     import torch  # noqa: PLC0415 -- in the process that needs it
     from safetensors.torch import save_file  # noqa: PLC0415 -- as above
 
-    where = place(device)
     weights = torch.randint(0, 255, (size,), dtype=torch.uint8)
     files = [Path(folder) / f"{number}.safetensors" for number in range(_REPEATS)]
     # The driver's first copy of all sets up its buffers.
@@ -65,7 +64,7 @@ def _times(device: str | None, size: int, folder: str) -> dict[str, Any]:
         mapped.append(_copy(_mapped(path), where))
         if sum(mapped) > _BUDGET_S:
             break
-    return {"device": where.told(), "mapped_s": median(mapped), "heap_s": median(heap)}
+    return {"mapped_s": median(mapped), "heap_s": median(heap)}
 
 
 def _mapped(path: Path) -> torch.Tensor:

@@ -53,7 +53,7 @@ def miopen_settings(facts: Facts, _probes: Probes) -> Finding:
         changes = [*(f"{name}={value}" for name, value in env.items()), *(f"unset {name}" for name in unset)]
         fix = Fix(f"{', '.join(changes)}.", env=env, unset=tuple(unset), safe=True)
         return problem(f"{'; '.join(wrong)}.", f"{'; '.join(means)}.", fix)
-    return fine(_told(facts), "What a first run of a new size costs, first_run_stall measures.")
+    return fine(_search(facts), "What a first run of a new size costs, first_run_stall measures.")
 
 
 def _nhwc_is_on(facts: Facts) -> bool:
@@ -63,7 +63,7 @@ def _nhwc_is_on(facts: Facts) -> bool:
     return numbers(facts.rocm) >= _NHWC_FROM_ROCM and numbers(facts.torch.version) < _NHWC_UNTIL_TORCH
 
 
-def _told(facts: Facts) -> str:
+def _search(facts: Facts) -> str:
     mode = facts.environment.get(_MODE)
     if mode is not None:
         return f"{_MODE}={mode}."

@@ -12,8 +12,8 @@ from rocm_sd import arch
 from rocm_sd.doctor.check import Finding, Fix, Probe, fine, measured_check, number, problem, rows, text
 from rocm_sd.doctor.facts import Facts, known_as
 from rocm_sd.doctor.probing.attention import attention, chosen_backend, why_not
-from rocm_sd.doctor.probing.common import Place, medians, place, random
-from rocm_sd.doctor.probing.isolated import isolated
+from rocm_sd.doctor.probing.common import Place, medians, random
+from rocm_sd.doctor.probing.isolated import isolated_on
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -37,14 +37,13 @@ _OWN_KERNEL = "rocm-sd has an attention kernel of its own for this; type: rocm-s
 
 
 def measure(*, device: str | None = None, quick: bool = False) -> dict[str, Any]:
-    return isolated(_rows, device, quick, limit_s=_LIMIT_S).required("attention could not be timed")
+    return isolated_on(device, _rows, quick, limit_s=_LIMIT_S).required("attention could not be timed")
 
 
-def _rows(device: str | None, quick: bool) -> dict[str, Any]:
-    where = place(device)
+def _rows(where: Place, quick: bool) -> dict[str, Any]:
     # 4096 queries are 512 x 512 pixels in SD 1.5 and a level of 1024 x 1024 in SDXL.
     queries = (1024 if quick else 4096) if where.is_gpu else 256
-    return {"device": where.told(), "rows": [_row(where, queries, *shape) for shape in _SHAPES]}
+    return {"rows": [_row(where, queries, *shape) for shape in _SHAPES]}
 
 
 def _row(where: Place, queries: int, name: str, heads: int, head: int, keys: int | None) -> dict[str, Any]:
@@ -66,7 +65,7 @@ def _row(where: Place, queries: int, name: str, heads: int, head: int, keys: int
 
 @measured_check(
     measures="which backend torch chooses at the attention shapes of SD 1.5, SDXL and the VAE, its own reasons, and "
-    "the time beside plain math",
+    "the time compared with plain math",
     reports="ROCm/aotriton#16 ROCm/TheRock#1364 ROCm/TheRock#1925 ROCm/ROCm#5834 "
     "AUTOMATIC1111/stable-diffusion-webui#9073",
     probe=Probe("sdpa_backend", measure),

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from rocm_sd.doctor.check import CannotRun, Finding, Fix, Probe, fine, flag, measured_check, number, problem, rows, text
 from rocm_sd.doctor.probing.attention import FUSED, attention, says_it_can
-from rocm_sd.doctor.probing.common import Place, place, random
-from rocm_sd.doctor.probing.isolated import isolated
+from rocm_sd.doctor.probing.common import Place, random
+from rocm_sd.doctor.probing.isolated import isolated_on
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -39,21 +39,21 @@ def measure(*, device: str | None = None, quick: bool = False) -> dict[str, Any]
     """
     rows: list[dict[str, Any]] = []
     failed: dict[str, dict[str, Any]] = {}
-    told: dict[str, str] | None = None
+    where: dict[str, str] | None = None
     for backend in FUSED:
-        outcome = isolated(_cases, backend, device, quick, limit_s=_LIMIT_S)
+        outcome = isolated_on(device, _cases, backend, quick, limit_s=_LIMIT_S)
         if outcome.answer is None:
             failed[backend] = {"reason": outcome.failed, "exceeded": outcome.exceeded}
             continue
-        told = outcome.answer["device"]
+        where = outcome.answer["device"]
         rows += outcome.answer["rows"]
-    if told is None:
+    if where is None:
         raise CannotRun(f"no attention ran at all: {failed[FUSED[0]]['reason']}")
-    return {"device": told, "rows": _without_repeated_math(rows), "failed": failed}
+    return {"device": where, "rows": _without_repeated_math(rows), "failed": failed}
 
 
 def _without_repeated_math(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Every process computes plain math for its comparisons; one of them tells it."""
+    """Every process computes plain math for its comparisons; one row of each case is kept."""
     seen: set[tuple[Any, ...]] = set()
     kept = []
     for row in rows:
@@ -64,10 +64,9 @@ def _without_repeated_math(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return kept
 
 
-def _cases(backend: str, device: str | None, quick: bool) -> dict[str, Any]:
+def _cases(where: Place, backend: str, quick: bool) -> dict[str, Any]:
     import torch  # noqa: PLC0415 -- in the process that needs it
 
-    where = place(device)
     dtypes = (torch.float16, torch.bfloat16) if where.is_gpu else (torch.float32, torch.bfloat16)
     heads, keys = (_HEADS_QUICK, _KEYS_QUICK) if quick else (_HEADS, _KEYS)
     rows = []
@@ -80,7 +79,7 @@ def _cases(backend: str, device: str | None, quick: bool) -> dict[str, Any]:
             inputs = [tensor.to(dtype) for tensor in plain]
             case = {"head": head, "keys": length, "dtype": str(dtype).removeprefix("torch.")}
             rows += [case | row for row in _compare(backend, where, inputs)]
-    return {"device": where.told(), "rows": rows}
+    return {"rows": rows}
 
 
 def _compare(backend: str, where: Place, inputs: list[torch.Tensor]) -> list[dict[str, Any]]:
@@ -113,7 +112,7 @@ def _largest_error(result: torch.Tensor, exact: torch.Tensor) -> float:
 
 @measured_check(
     measures="the error against float64 of every backend of scaled_dot_product_attention that says it can run, for "
-    "heads of 40 to 512, 77 and 1024 keys, float16 and bfloat16, beside that of plain math",
+    "heads of 40 to 512, 77 and 1024 keys, float16 and bfloat16, compared with that of plain math",
     reports="pytorch/pytorch#189849 ROCm/TheRock#6561 vllm-project/vllm-omni#7484 ROCm/aotriton#210 ROCm/TheRock#1315",
     probe=Probe("sdpa_numerics", measure),
     also_on_cpu=True,
@@ -130,9 +129,9 @@ def sdpa_numerics(_facts: Facts, answer: Mapping[str, Any]) -> Finding:
         says = f"{len(wrong)} of {len(table)} cases are wrong, among them {_case(worst)}: {_error(worst)}."
         return problem(says, _MEANS, _FIX, measured)
     if crashed:
-        told = "; ".join(f"{name}: {why}" for name, why in crashed.items())
+        crashes = "; ".join(f"{name}: {why}" for name, why in crashed.items())
         means = "A program that takes this backend ends in the middle of a picture."
-        return problem(f"An attention backend does not survive its test. {told}.", means, _FIX, measured)
+        return problem(f"An attention backend does not survive its test. {crashes}.", means, _FIX, measured)
     if failed:
         raise CannotRun(f"{' and '.join(failed)} did not end in time")
     heads = sorted({int(number(row, "head")) for row in table})
@@ -154,5 +153,5 @@ def _error(row: Mapping[str, Any]) -> str:
     if row["error"] is None:
         return str(row.get("reason") or "the result is not a number")
     by_math = row["math_error"]
-    beside = "gives no number" if by_math is None else f"has {by_math:.2g}"
-    return f"error {number(row, 'error'):.2g}, where plain math {beside}"
+    compared = "gives no number" if by_math is None else f"has {by_math:.2g}"
+    return f"error {number(row, 'error'):.2g}, where plain math {compared}"

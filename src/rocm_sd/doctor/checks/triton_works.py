@@ -24,8 +24,8 @@ from rocm_sd.doctor.check import (
     text,
 )
 from rocm_sd.doctor.facts import Facts, known_as
-from rocm_sd.doctor.probing.common import Place, place, random
-from rocm_sd.doctor.probing.isolated import isolated
+from rocm_sd.doctor.probing.common import Place, random
+from rocm_sd.doctor.probing.isolated import one_by_one
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 __all__ = ["triton_works"]
 
 _LIMIT_S = 15.0
-# `--quick` leaves out the last.
+# `--quick` skips the last.
 _KERNELS = {
     "add_float32": "a sum in float32",
     "multiply_float16": "a product in float16",
@@ -42,24 +42,16 @@ _KERNELS = {
 
 
 def measure(*, device: str | None = None, quick: bool = False) -> dict[str, Any]:
-    """{"version", "add_float32": {"ok", "error"}, ...}; `quick` leaves out bfloat16.
+    """{"version", "add_float32": {"ok", "error"}, ...}; `quick` skips bfloat16.
 
     Each has a process of its own: on cards without bfloat16 the compiler does not refuse, it aborts the process.
-    `device` is None where no process lived to tell it.
+    `device` is None where no process lived to say it.
     """
     if find_spec("triton") is None:
         raise CannotRun("Triton is not installed")
-    told: dict[str, Any] = {"version": _version(), "device": None}
-    for name in list(_KERNELS)[: 2 if quick else None]:
-        outcome = isolated(_compiled, name, device, limit_s=_LIMIT_S)
-        if outcome.answer is None:
-            told[name] = {"ok": False, "error": outcome.failed}
-            continue
-        told["device"] = outcome.answer["device"]
-        if told["device"]["kind"] == "cpu":
-            raise CannotRun("there is no GPU, and Triton compiles for nothing else")
-        told[name] = outcome.answer["result"]
-    return told
+    calls = {name: (name,) for name in list(_KERNELS)[: 2 if quick else None]}
+    answers = one_by_one(device, _compiled, calls, {"ok": False}, dict.fromkeys(calls, _LIMIT_S))
+    return {"version": _version(), **answers}
 
 
 def _version() -> str | None:
@@ -67,14 +59,13 @@ def _version() -> str | None:
     return next((f"{package} {version}" for package, version in found if version), None)
 
 
-def _compiled(name: str, device: str | None) -> dict[str, Any]:
-    where = place(device)
+def _compiled(where: Place, name: str) -> dict[str, Any]:
     if not where.is_gpu:
-        return {"device": where.told()}
+        raise CannotRun("there is no GPU, and Triton compiles for nothing else")
     # In a new folder nothing was compiled before: what is found there would prove nothing. Triton reads it at import.
     with tempfile.TemporaryDirectory(prefix="rocm-sd-probe-", ignore_cleanup_errors=True) as folder:
         os.environ["TRITON_CACHE_DIR"] = folder
-        return {"device": where.told(), "result": _add(where) if name.startswith("add") else _multiply(name, where)}
+        return _add(where) if name.startswith("add") else _multiply(name, where)
 
 
 def _add(where: Place) -> dict[str, Any]:
@@ -117,9 +108,9 @@ def judge(facts: Facts, answer: Mapping[str, Any]) -> Finding:
         says = f"Triton does not compile for {gfx}: {text(tried[failed[0]], 'error')}."
         return not_here(says, "rocm-sd uses stock torch; do without torch.compile.", measured=measured)
     if failed:
-        told = "; ".join(f"{_KERNELS[name]}: {text(tried[name], 'error')}" for name in failed)
+        failures = "; ".join(f"{_KERNELS[name]}: {text(tried[name], 'error')}" for name in failed)
         means = "torch.compile fails or crashes. rocm-sd uses stock torch where Triton does not work, and is slower."
-        return problem(f"Triton does not work here: {told}.", means, _reinstall(facts), measured)
+        return problem(f"Triton does not work here: {failures}.", means, _reinstall(facts), measured)
     if "multiply_bfloat16" in tried and not flag(tried["multiply_bfloat16"], "ok"):
         says = f"Triton works, but not in bfloat16: {text(tried['multiply_bfloat16'], 'error')}."
         means = "torch.compile and Triton kernels may end the program when a model is in bfloat16."
@@ -162,9 +153,9 @@ def triton_works(facts: Facts, probes: Probes) -> Finding:
 
 
 def _torch_runs(probes: Probes) -> bool:
-    """Where torch's own kernels fail, Triton is not to blame; where that is not told, it may be."""
+    """Where torch's own kernels fail, Triton is not to blame; where that is not known, it may be."""
     try:
-        told = probes.ask("smoke").get("elementwise")
+        smoke = probes.ask("smoke").get("elementwise")
     except CannotRun:
         return True
-    return not isinstance(told, dict) or told.get("ok") is not False
+    return not isinstance(smoke, dict) or smoke.get("ok") is not False

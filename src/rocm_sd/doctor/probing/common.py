@@ -44,7 +44,7 @@ class Place:
 
         return torch.float16 if self.is_gpu else torch.float32
 
-    def told(self) -> dict[str, str]:
+    def to_dict(self) -> dict[str, str]:
         return {"kind": self.device.type, "vendor": self.arch.vendor.value, "arch": self.arch.name}
 
 

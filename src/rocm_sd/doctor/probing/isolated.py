@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rocm_sd.doctor.check import CannotRun
+from rocm_sd.doctor.probing.common import place
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from multiprocessing.connection import Connection
 
-__all__ = ["Outcome", "isolated", "one_by_one"]
+__all__ = ["Outcome", "ending", "isolated", "isolated_on", "one_by_one"]
 
 # A fork saves the seconds that importing torch takes. It is sound as long as the parent has neither opened the GPU nor
 # computed anything, and the parent only waits. Windows and macOS start afresh.
@@ -57,7 +58,7 @@ def isolated(work: Callable[..., dict[str, Any]], *arguments: Any, limit_s: floa
         kind, value = ours.recv()
     except EOFError:
         process.join(5)
-        return Outcome(None, f"its process {_ending(process.exitcode)}")
+        return Outcome(None, f"its process {ending(process.exitcode)}")
     finally:
         ours.close()
         # What hangs in the driver cannot even be killed: no waiting for it.
@@ -68,21 +69,36 @@ def isolated(work: Callable[..., dict[str, Any]], *arguments: Any, limit_s: floa
     return Outcome(value) if kind == "answer" else Outcome(None, str(value))
 
 
-def one_by_one(
-    work: Callable[..., dict[str, Any]], calls: Mapping[str, tuple[Any, ...]], failed: Mapping[str, Any], limit_s: float
-) -> dict[str, Any]:
-    """work(*arguments) of each name in a process of its own: its "result", or `failed` with the reason as "error".
+def isolated_on(device: str | None, work: Callable[..., dict[str, Any]], *arguments: Any, limit_s: float) -> Outcome:
+    """work(place, *arguments) in another process, which opens the device; the answer says as "device" where it ran."""
+    return isolated(_placed, device, work, arguments, limit_s=limit_s)
 
-    "device" is where the last one ran that lived to tell it, or None.
+
+def _placed(device: str | None, work: Callable[..., dict[str, Any]], arguments: tuple[Any, ...]) -> dict[str, Any]:
+    where = place(device)
+    return {"device": where.to_dict(), **work(where, *arguments)}
+
+
+def one_by_one(
+    device: str | None,
+    work: Callable[..., dict[str, Any]],
+    calls: Mapping[str, tuple[Any, ...]],
+    failed: Mapping[str, Any],
+    limits: Mapping[str, float],
+) -> dict[str, Any]:
+    """work(place, *arguments) of each name in a process of its own: its answer, or `failed` with the reason as "error".
+
+    "device" is where the last one ran that lived to say it, or None.
     """
-    told: dict[str, Any] = {"device": None}
+    answers: dict[str, Any] = {"device": None}
     for name, arguments in calls.items():
-        outcome = isolated(work, *arguments, limit_s=limit_s)
+        outcome = isolated_on(device, work, *arguments, limit_s=limits[name])
         if outcome.answer is None:
-            told[name] = {**failed, "error": outcome.failed}
+            answers[name] = {**failed, "error": outcome.failed}
         else:
-            told |= {"device": outcome.answer["device"], name: outcome.answer["result"]}
-    return told
+            answers["device"] = outcome.answer.pop("device")
+            answers[name] = outcome.answer
+    return answers
 
 
 def _import_beforehand() -> None:
@@ -104,7 +120,7 @@ def _send(connection: Connection, work: Callable[..., dict[str, Any]], arguments
     connection.close()
 
 
-def _ending(code: int | None) -> str:
+def ending(code: int | None) -> str:
     if code is None:
         return "ended without a word"
     if code >= 0:
