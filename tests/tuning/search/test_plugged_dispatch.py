@@ -187,7 +187,7 @@ def test_by_name_it_is_found_and_among_the_names(brought, monkeypatch):
 
 FAULTS = {
     "gone": (None, "mine was faster than stock torch here, and no package that is installed has it"),
-    "broken": ("1 / 0", "the candidates mine are skipped: ZeroDivisionError"),
+    "broken": ("1 / 0", "the plug-in mine is skipped: ZeroDivisionError"),
     "stumbles": ("[of('attention', why_not=stumbles)]", "not used: its why_not or its space raised KeyError"),
     "refuses": ("[of('attention', why_not=lambda problem, device: 'a Monday')]", "and is not used: a Monday"),
     "changed": ("[of('attention', version='2')]", "mine was measured in another version than is installed"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from rocm_sd.arch.gemm_libraries import LIBRARIES, build_of_torch
+from rocm_sd.arch.libraries import LIBRARIES, build_of_torch
 from rocm_sd.doctor.check import CannotRun, Finding, Fix, Probe, fine, measured_check, number, problem, text
 from rocm_sd.doctor.probing.common import Place, medians, random
 from rocm_sd.doctor.probing.isolated import one_by_one

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rocm_sd.arch.gemm_libraries import LIBRARIES, Library, build_of_torch
+from rocm_sd.arch.libraries import LIBRARIES, Library, build_of_torch
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -11,7 +11,7 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from rocm_sd import arch
-from rocm_sd.errors import InvalidOption
+from rocm_sd.errors import require_one_of
 from rocm_sd.kernels.config import NO_CONFIG
 from rocm_sd.ops import OPS
 from rocm_sd.ops.plugins import PlugIn, installed
@@ -84,8 +84,7 @@ def operations() -> dict[str, Op]:
 
 def operation(name: str) -> Op:
     known = operations()
-    if name not in known:
-        raise InvalidOption("op", name, list(known))
+    require_one_of("op", name, known)
     return known[name]
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 
-from rocm_sd.arch.convolution_libraries import convolution_library
+from rocm_sd.arch.libraries import convolution_library
 from rocm_sd.ops.definition import Implementation, Verification, anywhere
 from rocm_sd.ops.registry import Op
 from rocm_sd.tuning.choice import STOCK
