@@ -8,12 +8,19 @@ from __future__ import annotations
 import importlib.metadata
 import logging
 from collections.abc import Iterable, Iterator
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 __all__ = ["added", "by_name"]
 
 log = logging.getLogger("rocm_sd")
-_Kind = TypeVar("_Kind")
+
+
+class _Named(Protocol):
+    @property
+    def name(self) -> str: ...
+
+
+_Kind = TypeVar("_Kind", bound=_Named)
 
 
 def added(group: str, kind: type, what: str) -> Iterator[tuple[importlib.metadata.EntryPoint, list[Any] | None]]:
@@ -34,13 +41,13 @@ def added(group: str, kind: type, what: str) -> Iterator[tuple[importlib.metadat
 
 def by_name(group: str, kind: type[_Kind], what: str, built_in: Iterable[_Kind]) -> dict[str, _Kind]:
     """All that are built in or installed, by `name`; what is of another kind or has a taken name is skipped."""
-    found: dict[str, Any] = {each.name: each for each in built_in}  # type: ignore[attr-defined]
+    found: dict[str, Any] = {each.name: each for each in built_in}
     for point, values in added(group, kind, what):
         for each in values or ():
             if not isinstance(each, kind):
                 reason = f"{point.value} is a {type(each).__name__} and no {kind.__module__}.{kind.__name__}"
                 log.warning("the %s %s is skipped: %s", what, point.name, reason)
-            elif each.name in found:  # type: ignore[attr-defined]
+            elif each.name in found:
                 log.warning("the %s %s is skipped: there is one of that name", what, f"{each.name} of {point.value}")
             else:
                 found[each.name] = each

@@ -13,7 +13,7 @@ from rocm_sd.kernels.config import OpenConfig
 from rocm_sd.ops import OPS
 from rocm_sd.tuning.ranking import RatedConfig
 from rocm_sd.tuning.search.candidates import Candidate
-from rocm_sd.tuning.search.results import Failure, TuningResult
+from rocm_sd.tuning.search.tuner import Failure, TuningResult
 from rocm_sd.tuning.static import sweep
 from rocm_sd.tuning.static.data_files import BucketResult
 

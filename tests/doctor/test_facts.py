@@ -13,6 +13,7 @@ from rocm_sd.doctor.facts import WATCHED, Facts, Gpu, TorchDevice, TorchFacts, n
 from rocm_sd.doctor.reading import gather, gpus_in
 from rocm_sd.doctor.recording import load, read_probes, record, without_names
 from rocm_sd.errors import InvalidOption
+from rocm_sd.typed_json import read
 
 GIB = 2**30
 MACHINES = Path(__file__).parent / "machines"
@@ -66,7 +67,7 @@ def test_facts_survive_json(here):
 
 def test_facts_of_an_unknown_kind_are_refused():
     with pytest.raises(ValueError, match="shoe_size is not known"):
-        Facts.from_json({"system": "Linux", "python": "3.12", "shoe_size": 42})
+        read(Facts, {"system": "Linux", "python": "3.12", "shoe_size": 42})
 
 
 def test_only_listed_variables_are_read():

@@ -151,7 +151,7 @@ def _examined(
 
 
 def _as_json(facts: Facts, examined: Sequence[Examined], treatment: Treatment | None) -> dict[str, Any]:
-    told: dict[str, Any] = {"facts": facts.to_json(), "findings": [_row(each) for each in examined]}
+    told: dict[str, Any] = {"facts": asdict(facts), "findings": [_row(each) for each in examined]}
     if treatment is not None:
         told["fix"] = {
             "env": dict(treatment.env),

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from rocm_sd.tuning.search.results import TuningResult
+    from rocm_sd.tuning.search.tuner import TuningResult
     from rocm_sd.tuning.static.data_files import BucketResult
 
 __all__ = ["described", "show_known", "show_outcomes", "show_static"]

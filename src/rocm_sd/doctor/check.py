@@ -37,7 +37,7 @@ class CannotRun(Exception):
 
 
 class Probes(Protocol):
-    def ask(self, name: str, **arguments: Any) -> Mapping[str, Any]:
+    def ask(self, name: str) -> Mapping[str, Any]:
         """Run the probe of that name, in a process of its own, and give its answer; or raise CannotRun."""
 
 

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping  # noqa: TC003 -- read at run time, with the other types of the dataclasses
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
 from rocm_sd import arch
-from rocm_sd.typed_json import read
 
 __all__ = ["WATCHED", "Facts", "Gpu", "TorchDevice", "TorchFacts", "known_as", "numbers", "visible_to_torch"]
 
@@ -174,13 +172,6 @@ class Facts:
     def arch(self) -> arch.Arch | None:
         """The table's entry of the GPU in use: the kernel knows no names of NVIDIA's, so None there."""
         return arch.get(self.gfx) if self.gfx else None
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, record: Mapping[str, Any]) -> Facts:
-        return read(cls, record)
 
 
 def known_as(gfx: str) -> arch.Arch:

@@ -31,23 +31,18 @@ class LiveProbes:
 
     def __init__(self, *, quick: bool = False, patience: float = PATIENCE_S, module: str = _MODULE) -> None:
         self.answers: dict[str, dict[str, Any]] = {}
-        self._quick = quick
+        self._arguments = json.dumps({"quick": True} if quick else {})
         self._patience = patience
         self._module = module
-        self._asked: dict[str, dict[str, Any]] = {}
 
-    def ask(self, name: str, **arguments: Any) -> Mapping[str, Any]:
-        if self._quick:
-            arguments.setdefault("quick", True)
-        text = json.dumps(arguments, sort_keys=True)
-        question = f"{name} {text}"
-        if question not in self._asked:
+    def ask(self, name: str) -> Mapping[str, Any]:
+        if name not in self.answers:
             try:
-                self._asked[question] = answer_of(f"the probe {name}", [self._module, name, text], self._patience)
+                asked = [self._module, name, self._arguments]
+                self.answers[name] = answer_of(f"the probe {name}", asked, self._patience)
             except CannotRun as reason:
-                self._asked[question] = {"cannot": str(reason)}
-            self.answers[name] = self._asked[question]
-        return _answer(self._asked[question])
+                self.answers[name] = {"cannot": str(reason)}
+        return _answer(self.answers[name])
 
 
 class RecordedProbes:
@@ -56,7 +51,7 @@ class RecordedProbes:
     def __init__(self, answers: Mapping[str, Any]) -> None:
         self._answers = answers
 
-    def ask(self, name: str, **_arguments: Any) -> Mapping[str, Any]:
+    def ask(self, name: str) -> Mapping[str, Any]:
         if name not in self._answers:
             raise CannotRun(f"the answer of the probe {name} was not recorded")
         answer = self._answers[name]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ from rocm_sd.doctor.facts import Facts
 from rocm_sd.doctor.reading import gpus_in
 from rocm_sd.errors import InvalidOption
 from rocm_sd.files import read_json, read_text, write_text
+from rocm_sd.typed_json import read
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -45,7 +46,7 @@ def load(folder: Path) -> Facts:
     """The machine in a folder. Where the folder has a sysfs tree, the GPUs are read from it, as on a real machine."""
     file = folder / FACTS
     try:
-        facts = Facts.from_json(json.loads(file.read_text(encoding="utf-8")))
+        facts = read(Facts, json.loads(file.read_text(encoding="utf-8")))
     except OSError as error:
         hint = "Name a folder that `rocm-sd doctor --record FOLDER` wrote."
         raise InvalidOption("machine", str(folder), [], hint=f"{error.strerror or error}: {file}. {hint}") from None
@@ -69,7 +70,7 @@ def read_probes(folder: Path) -> dict[str, Any]:
 def record(folder: Path, facts: Facts, answers: Mapping[str, Any], root: Path | None = None) -> tuple[Path, ...]:
     """Write a machine down; `root` is where its sys/ is. Gives the files written."""
     written = [
-        _write(folder / FACTS, json.dumps(without_names(facts.to_json()), indent=2) + "\n"),
+        _write(folder / FACTS, json.dumps(without_names(asdict(facts)), indent=2) + "\n"),
         _write(folder / PROBES, json.dumps(without_names(dict(answers)), indent=2) + "\n"),
     ]
     return (*written, *_record_nodes(root or Path("/"), folder), *_record_cards(root or Path("/"), folder))

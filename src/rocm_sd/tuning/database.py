@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rocm_sd.errors import InvalidOption
+from rocm_sd.files import write_text
 from rocm_sd.tuning.database_file import Opened, open_file, set_aside, without_file
 from rocm_sd.tuning.entries import Entry, Quarantined, entry_from_dict, now, quarantined_from_dict, text
 from rocm_sd.tuning.location import default_path
@@ -199,9 +200,9 @@ class Database:
             "quarantine": [vars(one) | {"environment": vars(one.environment)} for one in quarantined],
         }
         path = Path(path)
-        part = path.with_name(f"{path.name}.{os.getpid()}.part")
-        part.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-        part.replace(path)
+        # A folder that is not there was mistyped, and is not made.
+        path.parent.stat()
+        write_text(path, json.dumps(content, indent=1, allow_nan=False) + "\n")
         return len(entries) + len(quarantined)
 
     def import_json(self, path: Path | str) -> int:

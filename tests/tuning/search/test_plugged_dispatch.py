@@ -378,7 +378,7 @@ def test_info_list_and_tune_name_it(brought, capsys, monkeypatch):
     from rich.console import Console
 
     from rocm_sd.cli.tune_tables import show_outcomes
-    from rocm_sd.tuning.search.results import TuningResult
+    from rocm_sd.tuning.search.tuner import TuningResult
 
     assert {each.op for each in plug_ins()} == {"geglu", "memory_format"}
     outcomes = [

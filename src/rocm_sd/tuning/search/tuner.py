@@ -25,7 +25,6 @@ from rocm_sd.tuning.search.calls import make
 from rocm_sd.tuning.search.candidates import Candidate, candidates, hash_of, operations
 from rocm_sd.tuning.search.halving import Halving, Strategy
 from rocm_sd.tuning.search.pipeline_settings import CONVOLUTION_LIBRARY
-from rocm_sd.tuning.search.results import Failure, TuningResult
 from rocm_sd.tuning.search.workbench import OK, ask, measure_candidate
 from rocm_sd.workers import Worker
 
@@ -37,7 +36,7 @@ if TYPE_CHECKING:
     from rocm_sd.tuning.database import Database
     from rocm_sd.tuning.search.calls import OpCall, Traced
 
-__all__ = ["Tuner", "TunerOptions", "TunerProgress"]
+__all__ = ["Failure", "Tuner", "TunerOptions", "TunerProgress", "TuningResult"]
 
 Key = tuple[str, str, frozenset[tuple[str, int]]]  # hash, implementation, config
 _LAST = 0.1  # of the budget: no candidate begins in it, the one under way may take it
@@ -64,6 +63,53 @@ class TunerProgress:
     share: float
     what: str
     best: str = ""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A candidate by name, and what was wrong with it: a wrong result, an error, a crash or a hang."""
+
+    candidate: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class TuningResult:
+    """`measured` of `candidates` are known, `now` of them since this run; `unchecked`: why none could be checked."""
+
+    op: str
+    problem: Mapping[str, int | str]
+    count: int
+    chosen: Candidate
+    us: float | None
+    stock_us: float | None
+    candidates: int
+    measured: int
+    now: int
+    complete: bool
+    failures: tuple[Failure, ...]
+    unchecked: str = ""
+
+    @property
+    def times_stock(self) -> float | None:
+        return None if not self.us or not self.stock_us else self.stock_us / self.us
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "op": self.op,
+            "problem": dict(self.problem),
+            "count": self.count,
+            "chosen": {"implementation": self.chosen.implementation, "config": self.chosen.config.to_dict()},
+            "us": self.us,
+            "stock_us": self.stock_us,
+            "times_stock": self.times_stock,
+            "candidates": self.candidates,
+            "measured": self.measured,
+            "measured_now": self.now,
+            "complete": self.complete,
+            "failures": [{"candidate": f.candidate, "reason": f.reason} for f in self.failures],
+            "unchecked": self.unchecked or None,
+        }
 
 
 @dataclass

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rocm_sd.errors import NoDiskSpace, RocmSdError
+from rocm_sd.errors import RocmSdError
+from rocm_sd.files import write_text
 from rocm_sd.tuning.choice import STOCK
 from rocm_sd.tuning.ranking import rank, static_choice
 
@@ -114,7 +114,7 @@ def write(
     table["searched"] = _searched(found, compiler, version)
     if "others" in existing:
         table["others"] = existing["others"]
-    _replace(path, json.dumps(table, indent=2) + "\n")
+    write_text(path, json.dumps(table, indent=2) + "\n")
     return path
 
 
@@ -141,7 +141,7 @@ def write_others(found: Sequence[BucketResult], folder: Path, version: str) -> P
     part = {"static": _static(*static, len(found), with_), "bucket": buckets}
     part["searched"] = _searched(found, "clang", version)
     table["others"] = dict(sorted({**table.get("others", {}), first.implementation: part}.items()))
-    _replace(path, json.dumps(table, indent=2) + "\n")
+    write_text(path, json.dumps(table, indent=2) + "\n")
     return path
 
 
@@ -199,17 +199,3 @@ def require_writable(folder: Path) -> None:
     existing = next(place for place in (folder, *folder.resolve().parents) if place.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         raise RocmSdError(f"Nothing can be written to {folder}.", hint="Choose another folder with --out.")
-
-
-def _replace(path: Path, text: str) -> None:
-    """Written next to it and renamed, so that a reader sees the old file or the new one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    written = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        written.write_text(text, encoding="utf-8", newline="\n")
-        written.replace(path)
-    except OSError as error:
-        written.unlink(missing_ok=True)
-        if error.errno == errno.ENOSPC:
-            raise NoDiskSpace(path) from None
-        raise

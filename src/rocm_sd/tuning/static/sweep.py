@@ -26,11 +26,11 @@ from rocm_sd.kernels.config import NO_CONFIG
 from rocm_sd.kernels.hip import toolchain
 from rocm_sd.ops import OPS
 from rocm_sd.tuning.choice import within
-from rocm_sd.tuning.ranking import RatedConfig
+from rocm_sd.tuning.ranking import RatedConfig, model
 from rocm_sd.tuning.static.data_files import BucketResult, require_writable, write, write_others
-from rocm_sd.tuning.static.modelled import modelled_config
 from rocm_sd.tuning.static.tasks import build, count
 from rocm_sd.verify.compiler import targets
+from rocm_sd.verify.hip_programs import CountedHipLaunch
 from rocm_sd.verify.pools import pool
 from rocm_sd.verify.programs import CountedLaunch
 from rocm_sd.workers import cancelling
@@ -43,12 +43,13 @@ if TYPE_CHECKING:
     from rocm_sd.ops.definition import Kernels
     from rocm_sd.ops.registry import Op
     from rocm_sd.tuning import Problem
-    from rocm_sd.tuning.static.tasks import Built
+    from rocm_sd.tuning.static.tasks import Built, CompiledLaunch
 
 __all__ = ["DATA", "SweepPlan", "plan", "tune"]
 
 DATA = Path(rocm_sd.tuning.__file__).parent / "data"
 TIMEOUT_S = 600.0  # one config: several kernels at several sizes, each allowed 180 s by the compiler
+_COMPILED = ("vgprs", "lds", "waves_per_simd", "wide_loads", "matrix_in_main")  # figures of a launch
 UNUSABLE = ("spills", "scratch", "lds", "matrix")  # gates that no config may fail; the others come before the time
 
 
@@ -298,4 +299,41 @@ def _rated(
     calls, programs = built.calls[bucket.samples[0]], counts[bucket.arch]
     if [(c.kernel, c.grid) for c in calls] != [(p.kernel, p.grid) for p in programs]:
         return RatedConfig(config, dropped=f"{counter}: it launched other kernels or grids than were compiled")
-    return modelled_config(archs.get(bucket.arch), config, calls, programs, tuple(failed.values()))
+    return _modelled(archs.get(bucket.arch), config, calls, programs, tuple(failed.values()))
+
+
+def _modelled(
+    arch: Arch,
+    config: Config,
+    launches: Sequence[CompiledLaunch],
+    workgroups: Sequence[CountedLaunch],
+    blemishes: tuple[str, ...],
+) -> RatedConfig:
+    """A config, rated by its compiled launches and what a workgroup of each does: `ranking` gives the time."""
+    kernels: list[dict[str, Any]] = []
+    left_out: dict[str, None] = {}
+    total = 0.0
+    for launch, counted in zip(launches, workgroups, strict=True):
+        x, y, z = launch.grid
+        modelled = model(arch, x * y * z, launch.code, counted.program)
+        left_out.update(dict.fromkeys(modelled.left_out))
+        total += modelled.seconds
+        kernel: dict[str, Any] = {"kernel": launch.kernel, "workgroups": x * y * z}
+        # HIP launches are counted for more than the model needs.
+        if isinstance(counted, CountedHipLaunch):
+            kernel["threads"] = launch.code.waves * launch.code.wave_size
+        kernel |= {name: getattr(launch, name) for name in _COMPILED}
+        if isinstance(counted, CountedHipLaunch):
+            kernel |= {"coalescing": counted.coalescing, "conflicts": counted.conflicts}
+        kernel["modelled_us"] = round(modelled.seconds * 1e6, 3)
+        kernel["bound_by"] = max(modelled.terms, key=lambda term: modelled.terms[term], default="unknown")
+        kernels.append(kernel)
+    figures = {
+        "vgprs": max(k["vgprs"] for k in kernels),
+        "spills": 0,
+        "lds": max(k["lds"] for k in kernels),
+        "waves_per_simd": min(k["waves_per_simd"] for k in kernels),
+        "kernels": kernels,
+        "left_out": list(left_out),
+    }
+    return RatedConfig(config, round(total * 1e6, 3), None, blemishes, figures)
