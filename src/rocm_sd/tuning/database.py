@@ -48,6 +48,7 @@ _PUT = f"""INSERT INTO measurements ({_COLUMNS}) VALUES ({", ".join("?" * 12)})
     WHERE {_age("excluded")} > {_age("measurements")}"""
 _SET_ASIDE = """EXISTS (SELECT 1 FROM quarantine q WHERE (q.op, q.candidate, q.environment, q.kernel_hash) =
     (m.op, m.candidate, m.environment, m.kernel_hash))"""
+_OF_PROBLEM = "op = ? AND problem = ? AND environment = ?"
 _OF_CANDIDATE = "(op, candidate, environment, kernel_hash) = (?, ?, ?, ?)"
 
 
@@ -85,13 +86,10 @@ class Database:
         """
         hashes = _hashes(kernel_hash)
         allowed = "" if among is None else f"AND candidate IN ({_marks(among)})"
-        found = self._ask(
-            f"""SELECT {_COLUMNS} FROM measurements m WHERE op = ? AND problem = ? AND environment = ?
-            AND kernel_hash IN ({_marks(hashes)}) AND numerics = 'ok' AND median_us IS NOT NULL
-            AND NOT {_SET_ASIDE} {allowed}
-            ORDER BY median_us, candidate, config LIMIT 1""",
+        found = self._entries(
+            f"""{_OF_PROBLEM} AND kernel_hash IN ({_marks(hashes)}) AND numerics = 'ok' AND median_us IS NOT NULL
+            AND NOT {_SET_ASIDE} {allowed} ORDER BY median_us, candidate, config LIMIT 1""",
             (op, text(problem), environment.key(), *hashes, *(among or ())),
-            Entry.from_row,
         )
         return found[0] if found else None
 
@@ -106,39 +104,29 @@ class Database:
     ) -> Entry | None:
         """The measurement of one candidate, right or wrong, unless it is set aside."""
         hashes = _hashes(kernel_hash)
-        found = self._ask(
-            f"""SELECT {_COLUMNS} FROM measurements m WHERE op = ? AND problem = ? AND environment = ?
-            AND kernel_hash IN ({_marks(hashes)}) AND candidate = ? AND config = ? AND NOT {_SET_ASIDE}""",
+        found = self._entries(
+            f"""{_OF_PROBLEM} AND kernel_hash IN ({_marks(hashes)}) AND candidate = ? AND config = ?
+            AND NOT {_SET_ASIDE}""",
             (op, text(problem), environment.key(), *hashes, candidate, text(config)),
-            Entry.from_row,
         )
         return found[0] if found else None
 
     def by_others(
-        self,
-        op: str,
-        problem: Mapping[str, int | str],
-        environment: Environment,
-        known: Collection[str],
+        self, op: str, problem: Mapping[str, int | str], environment: Environment, known: Collection[str]
     ) -> tuple[Entry, ...]:
         """Every measurement of this problem by candidates of other names, right or wrong, set aside or not."""
-        rows = self._ask(
-            f"""SELECT {_COLUMNS} FROM measurements WHERE op = ? AND problem = ? AND environment = ?
-            AND candidate NOT IN ({_marks(known)}) ORDER BY {", ".join(_KEY)}""",
+        return self._entries(
+            f"{_OF_PROBLEM} AND candidate NOT IN ({_marks(known)}) ORDER BY {', '.join(_KEY)}",
             (op, text(problem), environment.key(), *known),
-            Entry.from_row,
         )
-        return tuple(rows)
 
     def all(self, op: str | None = None, environment: Environment | None = None) -> tuple[Entry, ...]:
         """Every measurement, right or wrong, set aside or not; of one op or environment where it is named."""
-        rows = self._ask(
-            f"""SELECT {_COLUMNS} FROM measurements WHERE (:op IS NULL OR op = :op)
-            AND (:environment IS NULL OR environment = :environment) ORDER BY {", ".join(_KEY)}""",
+        return self._entries(
+            f"""(:op IS NULL OR op = :op) AND (:environment IS NULL OR environment = :environment)
+            ORDER BY {", ".join(_KEY)}""",
             {"op": op, "environment": environment and environment.key()},
-            Entry.from_row,
         )
-        return tuple(rows)
 
     def count(self, environment: Environment | None = None) -> int:
         sql = "SELECT COUNT(*) FROM measurements WHERE :environment IS NULL OR environment = :environment"
@@ -238,6 +226,9 @@ class Database:
             SET reason = excluded.reason, taken = excluded.taken
             WHERE (excluded.taken, excluded.reason) < (quarantine.taken, quarantine.reason)"""
         self._write(sql, [one.row() for one in quarantined])
+
+    def _entries(self, where: str, values: tuple[Any, ...] | dict[str, Any]) -> tuple[Entry, ...]:
+        return tuple(self._ask(f"SELECT {_COLUMNS} FROM measurements m WHERE {where}", values, Entry.from_row))
 
     def _ask(self, sql: str, values: tuple[Any, ...] | dict[str, Any], read: Callable[[Any], _Row]) -> list[_Row]:
         def ask(connection: sqlite3.Connection) -> list[_Row]:
