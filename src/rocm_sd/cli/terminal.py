@@ -34,7 +34,7 @@ def bar(
 ) -> Iterator[Callable[..., None]]:
     """A bar, which is gone at its end; it gives `update(completed=3, description="what is under way")`.
 
-    On standard error unless told otherwise, so that --json leaves nothing but JSON on standard output. `share`: it
+    On standard error unless `console` is given, so that --json leaves nothing but JSON on standard output. `share`: it
     shows a percentage, and not how many of how many.
     """
     done = TaskProgressColumn() if share else MofNCompleteColumn()

@@ -38,7 +38,7 @@ _COLUMNS = ", ".join((*_KEY, *_VALUE))
 
 
 def _age(table: str) -> str:
-    """By what the newer of two measurements is told; at the same time there is one answer still, the slower."""
+    """What orders two measurements by age; of two taken at the same time the slower counts as the newer."""
     times = (f"coalesce({table}.{name}, 9e999)" for name in ("median_us", "low_us", "high_us", "stock_us"))
     return f"({table}.taken, {', '.join(times)}, {table}.numerics)"
 

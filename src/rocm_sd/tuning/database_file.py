@@ -87,7 +87,7 @@ def without_file(path: Path, why: str) -> Opened:
     """In memory, beginning with what can be read of the file."""
     _say_once(f"{path} is not written to, and what is measured lasts as long as this process: {why}.")
     memory = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
-    # In a folder that cannot be written, SQLite reads a file only where it is told that nobody changes it.
+    # In a folder that cannot be written, SQLite reads a file only where it knows that nobody changes it.
     for way in ("mode=ro", "mode=ro&immutable=1"):
         with suppress(sqlite3.Error, OSError, _Later):
             source = _checked(sqlite3.connect(f"{path.absolute().as_uri()}?{way}", uri=True, timeout=BUSY_S))
@@ -116,7 +116,7 @@ def set_aside(path: Path, identity: tuple[int, int] | None, why: str) -> bool:
     except OSError as error:
         _say_once(f"{path} cannot be used ({why}), nor be renamed ({error}).")
         return False
-    log.warning("%s cannot be used (%s). It is kept as %s, and a new one is begun.", path, why, target.name)
+    log.warning("%s cannot be used (%s). It is kept as %s, and a new one is made.", path, why, target.name)
     return True
 
 

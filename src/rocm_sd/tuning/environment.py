@@ -1,4 +1,4 @@
-"""What a measurement depends on beside the problem: the card, its driver, and every library that compiles or computes.
+"""What a measurement depends on, the problem aside: the card, its driver, and every library that compiles or computes.
 
 A measurement is used only where all of it is the same. The kernel's own source is the other half of the key.
 """

@@ -34,7 +34,7 @@ def apu_memory(facts: Facts, _probes: Probes) -> Finding:
     measured = {"vram_total": own, "gtt_total": shared, "torch_total": in_torch, "memory_total": facts.memory_total}
     seen = f"{facts.called(used)} owns {own / _GIB:.1f} GiB and may use {shared / _GIB:.1f} GiB of the system's"
     if facts.cards:
-        return _beside_a_card(facts, seen, in_torch, measured)
+        return _with_a_card(facts, seen, in_torch, measured)
     reach = own + shared
     if in_torch is not None and in_torch < 0.75 * max(own, shared):
         return problem(
@@ -55,7 +55,7 @@ def apu_memory(facts: Facts, _probes: Probes) -> Finding:
     return fine(f"{seen}.", means, measured=measured)
 
 
-def _beside_a_card(facts: Facts, seen: str, in_torch: int | None, measured: dict[str, int | None]) -> Finding:
+def _with_a_card(facts: Facts, seen: str, in_torch: int | None, measured: dict[str, int | None]) -> Finding:
     card: Gpu | None = facts.meant
     assert card is not None
     counted = f", and torch counts {in_torch / _GIB:.1f} GiB as its own" if in_torch is not None else ""

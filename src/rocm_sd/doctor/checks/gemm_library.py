@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from rocm_sd.arch.libraries import LIBRARIES, build_of_torch
+from rocm_sd.arch.torch_libraries import GEMM_LIBRARIES, build_of_torch
 from rocm_sd.doctor.check import CannotRun, Finding, Fix, Probe, fine, measured_check, number, problem, text
 from rocm_sd.doctor.probing.common import Place, medians, random
 from rocm_sd.doctor.probing.isolated import one_by_one
@@ -36,7 +36,7 @@ def measure(*, device: str | None = None, quick: bool = False) -> dict[str, Any]
     Each library has a process of its own: one of them crashes on some cards.
     """
     build = build_of_torch()
-    switched = [library for library in LIBRARIES if library.build == build and library.name != "ck"]
+    switched = [library for library in GEMM_LIBRARIES if library.build == build and library.name != "ck"]
     calls = {_DEFAULT: (None, quick)} | {library.name: (library.switch, quick) for library in switched}
     limits = dict.fromkeys(calls, _LIMIT_S)
     libraries = one_by_one(device, _rows, calls, {"tflops": None, "rows": []}, limits)

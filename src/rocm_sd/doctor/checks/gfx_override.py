@@ -60,7 +60,7 @@ def _unset(facts: Facts, gfx: str, built_for: set[str]) -> Finding:
     alone = all(gpu.gfx in _RUNS_GFX1030 | {"gfx1030"} for gpu in facts.amd)
     return problem(
         f"{VARIABLE} is not set, and torch has kernels for gfx1030 but none for {gfx}.",
-        f"{gfx} has the instructions of gfx1030 and can run its kernels, if told to. A torch for {gfx} is better.",
+        f"{gfx} has the instructions of gfx1030 and can run its kernels, once it is set. A torch for {gfx} is better.",
         Fix(f"Set {VARIABLE}=10.3.0.", env={VARIABLE: "10.3.0"}, safe=alone),
     )
 

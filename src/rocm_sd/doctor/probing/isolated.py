@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from multiprocessing.connection import Connection
 
-__all__ = ["Outcome", "ending", "isolated", "isolated_on", "one_by_one"]
+__all__ = ["ProcessOutcome", "ending", "isolated", "isolated_on", "one_by_one"]
 
 # A fork saves the seconds that importing torch takes. It is sound as long as the parent has neither opened the GPU nor
 # computed anything, and the parent only waits. Windows and macOS start afresh.
@@ -26,7 +26,7 @@ _LONGEST_REASON = 400
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ProcessOutcome:
     """`answer`, or None with the reason in `failed`; `exceeded` where it was ended for taking too long."""
 
     answer: dict[str, Any] | None
@@ -40,7 +40,7 @@ class Outcome:
         return self.answer
 
 
-def isolated(work: Callable[..., dict[str, Any]], *arguments: Any, limit_s: float) -> Outcome:
+def isolated(work: Callable[..., dict[str, Any]], *arguments: Any, limit_s: float) -> ProcessOutcome:
     """work(*arguments) in another process. `work` is a function of a module, and so are its arguments plain values.
 
     What it cannot do, the caller cannot: that one reason is raised here again.
@@ -54,11 +54,11 @@ def isolated(work: Callable[..., dict[str, Any]], *arguments: Any, limit_s: floa
     theirs.close()
     try:
         if not ours.poll(limit_s):
-            return Outcome(None, f"it did not end within {limit_s:g} s", exceeded=True)
+            return ProcessOutcome(None, f"it did not end within {limit_s:g} s", exceeded=True)
         kind, value = ours.recv()
     except EOFError:
         process.join(5)
-        return Outcome(None, f"its process {ending(process.exitcode)}")
+        return ProcessOutcome(None, f"its process {ending(process.exitcode)}")
     finally:
         ours.close()
         # What hangs in the driver cannot even be killed: no waiting for it.
@@ -66,10 +66,12 @@ def isolated(work: Callable[..., dict[str, Any]], *arguments: Any, limit_s: floa
         process.join(1)
     if kind == "cannot":
         raise CannotRun(value)
-    return Outcome(value) if kind == "answer" else Outcome(None, str(value))
+    return ProcessOutcome(value) if kind == "answer" else ProcessOutcome(None, str(value))
 
 
-def isolated_on(device: str | None, work: Callable[..., dict[str, Any]], *arguments: Any, limit_s: float) -> Outcome:
+def isolated_on(
+    device: str | None, work: Callable[..., dict[str, Any]], *arguments: Any, limit_s: float
+) -> ProcessOutcome:
     """work(place, *arguments) in another process, which opens the device; the answer says as "device" where it ran."""
     return isolated(_placed, device, work, arguments, limit_s=limit_s)
 

@@ -160,9 +160,9 @@ def _searched(found: Sequence[BucketResult], compiler: str, version: str) -> dic
         "compiled": sum(len(each.candidates) for each in found),
         "dropped": dict(sorted(sum((Counter(each.dropped) for each in found), Counter()).items())),
     }
-    left_out = dict.fromkeys(text for each in found for c in each.ranked for text in c.figures.get("left_out", ()))
-    if left_out:
-        searched["left_out"] = list(left_out)
+    skipped = dict.fromkeys(term for each in found for c in each.ranked for term in c.figures.get("left_out", ()))
+    if skipped:
+        searched["left_out"] = list(skipped)
     return searched
 
 

@@ -311,12 +311,12 @@ def _modelled(
 ) -> RatedConfig:
     """A config, rated by its compiled launches and what a workgroup of each does: `ranking` gives the time."""
     kernels: list[dict[str, Any]] = []
-    left_out: dict[str, None] = {}
+    not_modelled: dict[str, None] = {}
     total = 0.0
     for launch, counted in zip(launches, workgroups, strict=True):
         x, y, z = launch.grid
         modelled = model(arch, x * y * z, launch.code, counted.program)
-        left_out.update(dict.fromkeys(modelled.left_out))
+        not_modelled.update(dict.fromkeys(modelled.not_modelled))
         total += modelled.seconds
         kernel: dict[str, Any] = {"kernel": launch.kernel, "workgroups": x * y * z}
         # HIP launches are counted for more than the model needs.
@@ -334,6 +334,6 @@ def _modelled(
         "lds": max(k["lds"] for k in kernels),
         "waves_per_simd": min(k["waves_per_simd"] for k in kernels),
         "kernels": kernels,
-        "left_out": list(left_out),
+        "left_out": list(not_modelled),
     }
     return RatedConfig(config, round(total * 1e6, 3), None, blemishes, figures)

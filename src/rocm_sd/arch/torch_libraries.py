@@ -14,13 +14,13 @@ if TYPE_CHECKING:
     from rocm_sd.arch.types import Arch
 
 __all__ = [
-    "FUSED_HEADS", "LIBRARIES", "ConvolutionLibrary", "FusedHeads", "Library", "build_of_torch", "convolution_library",
-    "why_not_fused",
+    "FUSED_HEADS", "GEMM_LIBRARIES", "ConvolutionLibrary", "FusedHeads", "GemmLibrary", "build_of_torch",
+    "convolution_library", "why_not_fused",
 ]  # fmt: skip
 
 
 @dataclass(frozen=True)
-class Library:
+class GemmLibrary:
     """For GEMMs. `switch` is torch's word for it; `adds_bias` where its GEMM can add a bias on the way out."""
 
     name: str
@@ -29,12 +29,12 @@ class Library:
     adds_bias: bool
 
 
-LIBRARIES = (
-    Library("cublas", "CUDA", "cublas", adds_bias=False),
-    Library("cublaslt", "CUDA", "cublaslt", adds_bias=True),
-    Library("rocblas", "ROCm", "cublas", adds_bias=False),
-    Library("hipblaslt", "ROCm", "cublaslt", adds_bias=True),
-    Library("ck", "ROCm", "ck", adds_bias=False),
+GEMM_LIBRARIES = (
+    GemmLibrary("cublas", "CUDA", "cublas", adds_bias=False),
+    GemmLibrary("cublaslt", "CUDA", "cublaslt", adds_bias=True),
+    GemmLibrary("rocblas", "ROCm", "cublas", adds_bias=False),
+    GemmLibrary("hipblaslt", "ROCm", "cublaslt", adds_bias=True),
+    GemmLibrary("ck", "ROCm", "ck", adds_bias=False),
 )
 
 
