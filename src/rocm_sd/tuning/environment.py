@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from functools import cache, lru_cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rocm_sd import arch
 from rocm_sd.arch import host
@@ -51,11 +51,6 @@ class Environment:
     def from_key(cls, key: str) -> Environment:
         return _from_key(key)
 
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Environment:
-        """Raises ValueError where a field is missing, is not known, or has another type."""
-        return read(cls, values, top="the environment")
-
 
 @lru_cache(maxsize=64)
 def _key(environment: Environment) -> str:
@@ -64,7 +59,7 @@ def _key(environment: Environment) -> str:
 
 @lru_cache(maxsize=64)
 def _from_key(key: str) -> Environment:
-    return Environment.from_dict(json.loads(key))
+    return read(Environment, json.loads(key), top="the environment")
 
 
 def current(device: object = None) -> Environment:
