@@ -20,7 +20,7 @@ from rocm_sd.typed_json import read
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-__all__ = ["PACKAGES", "gather", "gpus_in"]
+__all__ = ["PACKAGES", "cards", "gather", "gpus_in"]
 
 PACKAGES = (
     "accelerate",
@@ -65,7 +65,7 @@ def gather(root: Path | None = None, environment: Mapping[str, str] | None = Non
 
 def gpus_in(root: Path) -> tuple[Gpu, ...]:
     """In the order of the kernel's nodes, which is the order that HIP_VISIBLE_DEVICES counts in."""
-    memory = dict(_memory_by_address(root))
+    memory = {address: _sizes(device) for device, address in cards(root)}
     found = sorted(arch.find_gpus(root), key=lambda gpu: (gpu.vendor.value, -1 if gpu.node is None else gpu.node))
     gpus: list[Gpu] = []
     for gpu in found:
@@ -89,19 +89,19 @@ def gpus_in(root: Path) -> tuple[Gpu, ...]:
     return tuple(gpus)
 
 
-def _memory_by_address(root: Path) -> Iterator[tuple[str, dict[str, int]]]:
-    """amdgpu tells the sizes of its memories in a card's folder: video memory, and what it may take of the system's."""
-    folder = root / _DRM
-    if not folder.is_dir():
-        return
-    for card in sorted(folder.glob("card[0-9]*")):
+def cards(root: Path) -> Iterator[tuple[Path, str]]:
+    """The device folder of each card with its PCI address, which a copy has in its uevent and not as a link."""
+    for card in sorted((root / _DRM).glob("card[0-9]*")):
         device = card / "device"
-        if "-" in card.name or not device.is_dir():
-            continue
-        slot = re.search(r"^PCI_SLOT_NAME=(\S+)$", read_text(device / "uevent"), re.MULTILINE)
-        sizes = {name: read_text(device / f"mem_info_{name}") for name in ("vram_total", "vram_used", "gtt_total")}
-        numbers = {name: int(text) for name, text in sizes.items() if text.isdecimal()}
-        yield (slot[1] if slot else device.resolve().name), numbers
+        if "-" not in card.name and device.is_dir():
+            slot = re.search(r"^PCI_SLOT_NAME=(\S+)$", read_text(device / "uevent"), re.MULTILINE)
+            yield device, slot[1] if slot else device.resolve().name
+
+
+def _sizes(device: Path) -> dict[str, int]:
+    """amdgpu has the sizes of its memories in a card's folder: video memory, and what it may take of the system's."""
+    sizes = {name: read_text(device / f"mem_info_{name}") for name in ("vram_total", "vram_used", "gtt_total")}
+    return {name: int(text) for name, text in sizes.items() if text.isdecimal()}
 
 
 def _ask_torch(patience: float) -> dict[str, Any]:
