@@ -26,9 +26,10 @@ def test_help_has_examples(capsys):
 
 
 def test_the_table_has_verdicts_and_figures(capsys):
-    assert rocm_sd("verify", "group_norm_silu", "--arch", "gfx1100", "--rung", "1,3,5") == 0
+    # The op with the fewest kernels.
+    assert rocm_sd("verify", "geglu", "--arch", "gfx1100", "--rung", "1,3,5") == 0
     shown = capsys.readouterr().out
-    assert "group_norm_silu" in shown
+    assert "geglu" in shown
     assert "3 compiled" in shown
     assert "VGPRs" in shown
     assert re.search(r"\d+ waves", shown)
