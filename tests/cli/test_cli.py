@@ -109,9 +109,9 @@ def test_a_wrong_option_is_one_sentence_and_an_exit_code(model, tmp_path, capsys
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert draw(model, tmp_path, *options) == code
-    told = capsys.readouterr().err
-    assert sentence in told
-    assert "Traceback" not in told
+    shown = capsys.readouterr().err
+    assert sentence in shown
+    assert "Traceback" not in shown
     assert not list(tmp_path.iterdir())
 
 

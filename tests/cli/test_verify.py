@@ -72,8 +72,8 @@ def test_a_failure_is_an_exit_code_and_a_sentence(monkeypatch, capsys, rung, wro
     failed = Outcome("group_norm_silu", "gfx1100", rung, "failed", "_apply: spills: 3 VGPRs", wrong_numbers)
     monkeypatch.setattr(ladder, "verify", lambda _tasks, _progress: [failed])
     assert rocm_sd("verify", "--arch", "gfx1100", "--rung", "3") == code
-    told = capsys.readouterr()
-    assert "failed" in told.out
-    assert "_apply: spills: 3 VGPRs" in told.out
-    assert f"1 of 1 checks failed: group_norm_silu on gfx1100 ({rung})" in told.err
-    assert "Type: rocm-sd verify group_norm_silu --arch gfx1100 --json" in told.err
+    shown = capsys.readouterr()
+    assert "failed" in shown.out
+    assert "_apply: spills: 3 VGPRs" in shown.out
+    assert f"1 of 1 checks failed: group_norm_silu on gfx1100 ({rung})" in shown.err
+    assert "Type: rocm-sd verify group_norm_silu --arch gfx1100 --json" in shown.err

@@ -37,8 +37,8 @@ def test_every_check_is_found_and_explains_itself():
 def test_every_check_is_explained_in_the_document():
     page = (Path(__file__).parents[2] / "docs/doctor.md").read_text(encoding="utf-8")
     tables = page[page.index("## Versions and settings") :]
-    told = re.findall(r"^\| `(\w+)` \|", tables, flags=re.MULTILINE)
-    assert sorted(told) == [each.name for each in all_checks()]
+    explained = re.findall(r"^\| `(\w+)` \|", tables, flags=re.MULTILINE)
+    assert sorted(explained) == [each.name for each in all_checks()]
 
 
 def test_the_file_is_named_for_its_check():
@@ -67,13 +67,13 @@ def test_a_check_that_raises_is_unknown_and_the_next_one_runs():
     def faulty(facts, probes):
         return 1 / 0
 
-    told = []
+    begun = []
     fine = check("fine", lambda *_: Finding(Status.OK, "fine."))
-    examined = examine(FACTS, RecordedProbes({}), [check("a", cannot), check("b", faulty), fine], told.append)
+    examined = examine(FACTS, RecordedProbes({}), [check("a", cannot), check("b", faulty), fine], begun.append)
     assert [each.finding.status for each in examined] == [Status.UNKNOWN, Status.UNKNOWN, Status.OK]
     assert "no GPU" in examined[0].finding.says
     assert "ZeroDivisionError" in examined[1].finding.says
-    assert told == ["a", "b", "fine"]
+    assert begun == ["a", "b", "fine"]
 
 
 def test_an_unknown_name_lists_the_known_ones():
@@ -175,5 +175,5 @@ def test_a_recorded_machine_answers_what_was_recorded():
 
 def test_a_real_probe_answers_here():
     assert sys.executable
-    told = LiveProbes(quick=True).ask("smoke")
-    assert told["gemm"] == {"ok": True, "error": ""}
+    answer = LiveProbes(quick=True).ask("smoke")
+    assert answer["gemm"] == {"ok": True, "error": ""}

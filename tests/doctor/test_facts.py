@@ -45,12 +45,12 @@ def test_this_machine_is_read_without_importing_torch_here(here):
     program = (
         "import sys, rocm_sd.cli.doctor, rocm_sd.doctor.examination as e; e.all_checks(); print('torch' in sys.modules)"
     )
-    told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert told.stdout.strip() == "False"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
 
 
 @pytest.mark.gpu
-def test_a_real_gpu_is_told_by_torch_and_by_the_kernel(here):
+def test_a_real_gpu_is_listed_by_torch_and_by_the_kernel(here):
     device = here.torch.devices[0]
     assert 0 < device.free <= device.total
     assert here.torch.build in {"rocm", "cuda"}
@@ -151,7 +151,7 @@ def test_versions_are_compared_as_numbers():
     assert numbers(None) == () < (1,)
 
 
-def test_a_torch_that_crashes_is_told_and_not_taken_for_absent(monkeypatch, tmp_path):
+def test_a_torch_that_crashes_is_reported_and_not_taken_for_absent(monkeypatch, tmp_path):
     (tmp_path / "python").write_text("#!/bin/sh\necho 'no such symbol' >&2\nexit 3\n")
     (tmp_path / "python").chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
@@ -161,7 +161,7 @@ def test_a_torch_that_crashes_is_told_and_not_taken_for_absent(monkeypatch, tmp_
     assert facts.torch.build == "cpu" or facts.torch.devices == ()
 
 
-def test_a_torch_that_hangs_or_babbles_is_told(monkeypatch, tmp_path):
+def test_a_torch_that_hangs_or_babbles_is_reported(monkeypatch, tmp_path):
     program = tmp_path / "python"
     monkeypatch.setattr(sys, "executable", str(program))
     program.write_text("#!/bin/sh\nexec sleep 30\n")

@@ -166,27 +166,27 @@ def test_a_process_that_is_killed_in_the_middle_of_writing_loses_nothing_that_wa
     process = SPAWN.Process(target=_write_for_ever, args=(path, send))
     process.start()
     send.close()
-    told = [receive.recv() for _ in range(20)]
+    written = [receive.recv() for _ in range(20)]
     os.kill(process.pid, signal.SIGKILL)
     process.join()
     with suppress(EOFError):
         while receive.poll():
-            told.append(receive.recv())
+            written.append(receive.recv())
     database = Database(path)
     kept = {e.problem["turn"] for e in database.all()}
-    assert set(told) <= kept
+    assert set(written) <= kept
     # Whole transactions: of each turn both entries, or neither.
     assert database.count() == 2 * len(kept)
     database.put([entry()])
     assert best(database) == entry()
 
 
-def _write_for_ever(path: Path, told) -> None:
+def _write_for_ever(path: Path, sender) -> None:
     database = Database(path)
     turn = 0
     while True:
         database.put([entry(problem={"turn": turn, "half": half}) for half in range(2)])
-        told.send(turn)
+        sender.send(turn)
         turn += 1
 
 
