@@ -36,19 +36,14 @@ def free_memory(facts: Facts, _probes: Probes) -> Finding:
         raise CannotRun(f"{name} reports more free memory ({free / _GIB:.1f} GiB) than it has ({total / _GIB:.1f} GiB)")
     seen = f"{free / _GIB:.1f} of {total / _GIB:.1f} GiB of {name} are free"
     measured = {"free": free, "total": total}
-    if free < _LEAST:
-        if total < _LEAST:
-            fix = Fix("Ask for the smaller way: rocm_sd.optimize(pipe, level='memory').")
-            means = "Stable Diffusion 1.5 does not fit without moving parts of it out and in."
-        else:
-            fix = Fix("End the programs that hold the rest, and look again.", commands=_WHO)
-            means = "Another program holds it. A picture will fail, or spill into the system's memory and crawl."
-        return problem(f"Only {seen}.", means, fix, measured)
-    if free < (1 - _HELD_BY_OTHERS) * total:
+    fix = Fix("End the programs that hold the rest, and look again.", commands=("rocm-smi --showpids",))
+    if total < _LEAST:
+        means = "Stable Diffusion 1.5 does not fit without moving parts of it out and in."
+        fix = Fix("Ask for the smaller way: rocm_sd.optimize(pipe, level='memory').")
+    elif free < _LEAST:
+        means = "Another program holds it. A picture will fail, or spill into the system's memory and crawl."
+    elif free < (1 - _HELD_BY_OTHERS) * total:
         means = "Another program holds more than half of it. Large pictures will fail, or crawl."
-        fix = Fix("End the programs that hold the rest, and look again.", commands=_WHO)
-        return problem(f"{seen}.", means, fix, measured)
-    return fine(f"{seen}.", measured=measured)
-
-
-_WHO = ("rocm-smi --showpids",)
+    else:
+        return fine(f"{seen}.", measured=measured)
+    return problem(f"{'Only ' if free < _LEAST else ''}{seen}.", means, fix, measured)

@@ -54,14 +54,10 @@ def measure(*, device: str | None = None, quick: bool = False) -> dict[str, Any]
 
 def _without_repeated_math(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Every process computes plain math for its comparisons; one row of each case is kept."""
-    seen: set[tuple[Any, ...]] = set()
-    kept = []
+    kept: dict[tuple[Any, ...], dict[str, Any]] = {}
     for row in rows:
-        key = tuple(row[name] for name in ("backend", "head", "keys", "dtype"))
-        if key not in seen:
-            seen.add(key)
-            kept.append(row)
-    return kept
+        kept.setdefault(tuple(row[name] for name in ("backend", "head", "keys", "dtype")), row)
+    return list(kept.values())
 
 
 def _cases(where: Place, backend: str, quick: bool) -> dict[str, Any]:

@@ -24,27 +24,21 @@ def two_tritons(facts: Facts, _probes: Probes) -> Finding:
     found = {name: facts.packages[name] for name in TRITON_PACKAGES if name in facts.packages}
     installed = ", ".join(f"{name} {version}" for name, version in found.items())
     wanted = facts.torch.wants_triton
+    name, _, version = (wanted or "").partition("==")
     if len(found) > 1:
-        return problem(
-            f"{len(found)} packages install Triton into the same folder: {installed}.",
-            "Files of both are mixed. torch.compile and Triton kernels fail, or are built for another GPU.",
-            _one(tuple(found), wanted, facts),
-            {"installed": found, "wanted": wanted},
-        )
-    if wanted is None:
+        says = f"{len(found)} packages install Triton into the same folder: {installed}."
+        means = "Files of both are mixed. torch.compile and Triton kernels fail, or are built for another GPU."
+    elif wanted is None:
         return Finding(Status.OK if found else Status.NOT_HERE, f"Triton: {installed or 'none'}; torch asks for none.")
-    name, _, version = wanted.partition("==")
-    if not found:
+    elif not found:
         means = "torch.compile and Triton kernels cannot run; stock torch can."
         return problem(f"torch asks for {wanted}, and no Triton is installed.", means, _one((), wanted, facts))
-    if found.get(name) != version:
-        return problem(
-            f"torch {facts.torch.version} asks for {wanted}, and {installed} is installed.",
-            "A Triton of another version or for another vendor fails when torch compiles.",
-            _one(tuple(found), wanted, facts),
-            {"installed": found, "wanted": wanted},
-        )
-    return fine(f"There is one Triton, {installed}, and torch asks for it.")
+    elif found.get(name) != version:
+        says = f"torch {facts.torch.version} asks for {wanted}, and {installed} is installed."
+        means = "A Triton of another version or for another vendor fails when torch compiles."
+    else:
+        return fine(f"There is one Triton, {installed}, and torch asks for it.")
+    return problem(says, means, _one(tuple(found), wanted, facts), {"installed": found, "wanted": wanted})
 
 
 def _one(installed: tuple[str, ...], wanted: str | None, facts: Facts) -> Fix:

@@ -350,7 +350,7 @@ class _Measure:
         if candidate in self._known:
             self._known.discard(candidate)
             return _score(self._search.entry(candidate))
-        if self.over:
+        if self.left() <= 0:
             return None
         return self.anew(candidate, turns)
 
@@ -361,10 +361,6 @@ class _Measure:
         if self._search.unchecked or not self._seconds:
             return 0.0
         return min(1 - (time.monotonic() - self._begun) / self._seconds, self._tuner.left_s / self._seconds)
-
-    @property
-    def over(self) -> bool:
-        return self.left() <= 0
 
 
 def _score(entry: Entry | None) -> float | None:
