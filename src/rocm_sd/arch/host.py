@@ -48,7 +48,7 @@ def system_name(name: str, release: str) -> str:
 
 
 def driver(vendor: Vendor, root: Path) -> str | None:
-    """By what the kernel says under sys/ and proc/ of `root`: "nvidia 580.82.07", or `UNVERSIONED`."""
+    """Read the driver's version under sys/ and proc/ of `root`: "nvidia 580.82.07", or `UNVERSIONED`."""
     if vendor is Vendor.AMD:
         version_ = read_text(root / "sys/module/amdgpu/version")
         return f"amdgpu {version_}" if version_ else UNVERSIONED if (root / "sys/module/amdgpu").is_dir() else None
@@ -78,5 +78,5 @@ def convolution_library(number: int, *, on_rocm: bool) -> str:
 
 
 def pci_address(properties: Any) -> str:
-    """Of torch's properties of a device; its function (.0, .1) torch does not tell."""
+    """Make the address from torch's properties of a device, which lack its function (.0, .1)."""
     return f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"

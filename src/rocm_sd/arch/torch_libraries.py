@@ -64,7 +64,7 @@ _OF_BUILD = {
 
 
 def convolution_library(device_type: str) -> ConvolutionLibrary:
-    """Of this build of torch, for tensors on such a device."""
+    """The library that this build of torch convolves with, for tensors on such a device."""
     if device_type != "cuda":
         return ConvolutionLibrary("oneDNN", f"a tensor on {device_type}: there is nothing to search")
     return _OF_BUILD[build_of_torch() or "CUDA"]

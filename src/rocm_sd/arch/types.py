@@ -17,7 +17,7 @@ class Vendor(Enum):
 
     @classmethod
     def of(cls, name: str) -> Vendor:
-        """Of an architecture: that is what the prefix of its name means."""
+        """The vendor of an architecture, which the prefix of its name says."""
         return cls.AMD if name.startswith("gfx") else cls.NVIDIA if name.startswith(("sm_", "nvidia")) else cls.NONE
 
 

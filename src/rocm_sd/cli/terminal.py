@@ -44,7 +44,7 @@ def bar(
 
 
 def say(console: Console, line: str) -> None:
-    """As it is, whatever looks like markup in it, and on one line however narrow the terminal: it can be copied."""
+    """Print it as it is, with what looks like markup, on one line however narrow the terminal: it can be copied."""
     console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
@@ -56,5 +56,5 @@ def batch_sizes(text: str) -> tuple[int, ...]:
 
 
 def parts(text: str | None) -> list[str]:
-    """Of "a, b" each once."""
+    """The parts of "a, b", each once."""
     return list(dict.fromkeys(part.strip() for part in (text or "").split(",") if part.strip()))

@@ -85,7 +85,7 @@ def _tried(row: Mapping[str, Any]) -> str:
 
 
 def _by_op(title: str, rows: Iterable[tuple[Any, ...]], *figures: str) -> Table:
-    """Of rows (op, problem, chosen, figures ...): those of one op under its name, in the order of the first of each."""
+    """Group rows (op, problem, chosen, figures ...) under the name of their op, in the order of the first of each."""
     table = Table(title=title, title_justify="left")
     table.add_column("problem")
     table.add_column("chosen", no_wrap=True)

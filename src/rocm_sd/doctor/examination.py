@@ -48,7 +48,7 @@ def chosen_checks(names: Sequence[str]) -> tuple[Check, ...]:
 def examine(
     facts: Facts, probes: Probes, checks: Sequence[Check], progress: Callable[[str], None] | None = None
 ) -> tuple[Examined, ...]:
-    """In the order of `checks`; `progress` gets the name of each before it is run."""
+    """Run the checks in their order; `progress` gets the name of each before it is run."""
     examined = []
     for check in checks:
         if progress is not None:

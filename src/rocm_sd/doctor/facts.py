@@ -209,7 +209,7 @@ def visible_to_torch(facts: Facts) -> tuple[Gpu, ...]:
 
 
 def _as_the_kernel_lists(device: TorchDevice, facts: Facts) -> Gpu:
-    """By its place on the bus, else by gfx and kind, else by what is visible; what is not listed, as torch tells."""
+    """Find it by its place on the bus, else by gfx and kind, else by what is visible; else it is as torch lists it."""
     for gpu in facts.gpus:
         if device.pci_address is not None and gpu.pci_address == device.pci_address:
             return gpu

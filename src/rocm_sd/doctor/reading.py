@@ -64,7 +64,7 @@ def gather(root: Path | None = None, environment: Mapping[str, str] | None = Non
 
 
 def gpus_in(root: Path) -> tuple[Gpu, ...]:
-    """In the order of the kernel's nodes, which is the order that HIP_VISIBLE_DEVICES counts in."""
+    """List the GPUs in the order of the kernel's nodes, which is the order that HIP_VISIBLE_DEVICES counts in."""
     memory = {address: _sizes(device) for device, address in cards(root)}
     found = sorted(arch.find_gpus(root), key=lambda gpu: (gpu.vendor.value, -1 if gpu.node is None else gpu.node))
     gpus: list[Gpu] = []

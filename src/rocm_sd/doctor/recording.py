@@ -75,7 +75,7 @@ def record(folder: Path, facts: Facts, answers: Mapping[str, Any], root: Path | 
 
 
 def without_names(value: Any) -> Any:
-    """Of a path only its last part, of a serial number nothing: an error's text may hold either."""
+    """Keep the last part of a path, and nothing of a serial number: an error's text may hold either."""
     if isinstance(value, str):
         return _PATH.sub(_last_part, _SERIAL.sub("GPU-(serial)", value))
     if isinstance(value, dict):

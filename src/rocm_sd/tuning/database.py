@@ -137,7 +137,7 @@ class Database:
         self._quarantine([Quarantined(op, candidate, environment, kernel_hash, reason, now())])
 
     def quarantined(self, environment: Environment | None = None) -> tuple[Quarantined, ...]:
-        """Of every environment where none is named."""
+        """What is set aside in this environment; in every environment, where none is named."""
         sql = """SELECT * FROM quarantine WHERE :environment IS NULL OR environment = :environment
             ORDER BY op, candidate, taken"""
         return tuple(self._ask(sql, {"environment": environment and environment.key()}, Quarantined.from_row))
@@ -206,7 +206,7 @@ class Database:
         return self._add(entries, quarantined)
 
     def merge(self, other: Database) -> int:
-        """As if the export of the other one were imported."""
+        """Add what the other one has, as if its export were imported."""
         return self._add(other.all(), other.quarantined())
 
     def close(self) -> None:

@@ -97,7 +97,7 @@ def _current(device: torch.device) -> Environment:
 
 
 def driver(vendor: arch.Vendor, root: Path = _ROOT) -> str | None:
-    """By what the kernel says under sys/ and proc/ of `root`."""
+    """The driver by name and version, as the kernel says under sys/ and proc/ of `root`."""
     found = host.driver(vendor, root)
     if found != host.UNVERSIONED:
         return found
@@ -108,7 +108,7 @@ def driver(vendor: arch.Vendor, root: Path = _ROOT) -> str | None:
 
 @cache
 def kernel_hash(module: str) -> str:
-    """Of the source of a kernel module and of every kernel module that it imports; nothing is imported for it.
+    """The hash of a kernel module's source and of every kernel module that it imports; nothing is imported for it.
 
     A HIP launcher's has the device code of its name and every header, too. The dataclass of its configs stands in the
     same file. Where there are no sources (a frozen program), the version

@@ -97,7 +97,7 @@ class Program:
     flops: int | None = None
 
     def matrix_flops(self, waves: int) -> float:
-        """With sides rounded up to what the unit takes; where waves outnumber tiles they repeat one another's work."""
+        """Operations, sides rounded up to the unit's; where waves outnumber tiles they repeat one another's work."""
         if self.flops is not None:
             return float(self.flops)
         total = 0.0
@@ -218,7 +218,7 @@ def _key(candidate: RatedConfig) -> tuple[Any, ...]:
 
 
 def rank(candidates: Iterable[RatedConfig]) -> list[RatedConfig]:
-    """Those that can be used, best first.
+    """Sort those that can be used, best first.
 
     Before the time comes whether every gate is passed. Ties, at a nanosecond: more waves a SIMD, then fewer registers,
     less LDS, and last the smaller values in the config, in the order of its fields.

@@ -119,7 +119,7 @@ def judge(facts: Facts, answer: Mapping[str, Any]) -> Finding:
 
 
 def _is_unsupported(facts: Facts) -> bool:
-    """By the table of architectures: no other Triton would help."""
+    """Whether the table of architectures says that Triton has no support: no other Triton would help."""
     gfx = facts.meant.gfx if facts.meant else None
     return gfx is not None and known_as(gfx).triton_supported is False
 

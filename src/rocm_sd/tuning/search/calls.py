@@ -111,7 +111,7 @@ def _std(name: str, shape: tuple[int, ...]) -> float:
 
 @lru_cache(maxsize=64)
 def argument_names(run: Callable[..., Any]) -> tuple[str, ...]:
-    """Of an implementation's positional arguments: what is named `weight` is drawn as one."""
+    """The names of an implementation's positional arguments: what is named `weight` is drawn as one."""
     return tuple(name for name, given in inspect.signature(run).parameters.items() if given.kind != given.KEYWORD_ONLY)
 
 

@@ -155,7 +155,7 @@ class _ProblemSearch:
         return stock is not None and all(each is not None and each.when <= stock.when for each in found)
 
     def fastest(self) -> Candidate | None:
-        """By its median, as the database will look for it; stock apart."""
+        """The candidate with the least median, stock apart: the database looks for it in the same way."""
         times = {
             candidate: entry.median_us
             for candidate in self.others
@@ -202,7 +202,7 @@ class Tuner:
 
     @property
     def left_s(self) -> float:
-        """Until no candidate begins any more."""
+        """The seconds until no further candidate is started."""
         return (1 - _LAST) * self.options.budget_s - self._spent_s
 
     @property

@@ -48,7 +48,7 @@ class BucketResult:
 
     @property
     def dropped(self) -> dict[str, int]:
-        """How many for which reason, e.g. {"spills": 3}."""
+        """The number of configs by the reason that they were dropped, e.g. {"spills": 3}."""
         return dict(sorted(Counter(c.dropped.partition(":")[0] for c in self.candidates if c.dropped).items()))
 
     @property
@@ -195,7 +195,7 @@ def _number(configs: int) -> str:
 
 
 def require_writable(folder: Path) -> None:
-    """Before the hours of a search, not after them."""
+    """Raise before the hours of a search, and not after them."""
     existing = next(place for place in (folder, *folder.resolve().parents) if place.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         raise RocmSdError(f"Nothing can be written to {folder}.", hint="Choose another folder with --out.")
