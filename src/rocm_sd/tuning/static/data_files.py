@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from rocm_sd.errors import RocmSdError
@@ -19,28 +19,36 @@ if TYPE_CHECKING:
 
     from rocm_sd.tuning.ranking import RatedConfig
 
-__all__ = ["BucketResult", "require_writable", "write", "write_others"]
+__all__ = ["ArchBucket", "BucketResult", "require_writable", "write", "write_others"]
 
 NEVER_TIMED = "never on this architecture: every time here is modelled, see docs/tuning.md"
 
 
 @dataclass(frozen=True)
-class BucketResult:
-    """What a search found for one bucket; candidates are in the order of the space.
-
-    `implementation` is one with kernels of its own; None means the op's.
-    """
+class ArchBucket:
+    """One bucket on one architecture; `implementation` is one with kernels of its own, and None means the op's."""
 
     op: str
     arch: str
     when: Mapping[str, Any]
-    sample: str
-    candidates: tuple[RatedConfig, ...]
-    implementation: str | None = None
+    implementation: str | None = field(default=None, kw_only=True)
 
     @property
     def name(self) -> str:
         return f"{self.op}:{self.implementation}" if self.implementation else self.op
+
+    @property
+    def file(self) -> tuple[str, str | None, str]:
+        """Buckets that are written together."""
+        return self.op, self.implementation, self.arch
+
+
+@dataclass(frozen=True)
+class BucketResult(ArchBucket):
+    """What a search found for one bucket; candidates are in the order of the space."""
+
+    sample: str
+    candidates: tuple[RatedConfig, ...]
 
     @property
     def ranked(self) -> list[RatedConfig]:

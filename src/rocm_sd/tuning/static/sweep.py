@@ -27,7 +27,7 @@ from rocm_sd.kernels.hip import toolchain
 from rocm_sd.ops import OPS
 from rocm_sd.tuning.choice import within
 from rocm_sd.tuning.ranking import RatedConfig, model
-from rocm_sd.tuning.static.data_files import BucketResult, require_writable, write, write_others
+from rocm_sd.tuning.static.data_files import ArchBucket, BucketResult, require_writable, write, write_others
 from rocm_sd.tuning.static.tasks import build, count
 from rocm_sd.verify.compiler import targets
 from rocm_sd.verify.hip_programs import CountedHipLaunch
@@ -54,23 +54,11 @@ UNUSABLE = ("spills", "scratch", "lds", "matrix")  # gates that no config may fa
 
 
 @dataclass(frozen=True)
-class _BucketSweep:
-    """One bucket on one architecture: the calls that a config must serve, the first of which is modelled.
+class _BucketSweep(ArchBucket):
+    """What is to be searched: the calls that a config must serve, the first of which is modelled."""
 
-    `implementation` is one with kernels of its own; None means the op's.
-    """
-
-    op: str
-    arch: str
-    when: Mapping[str, Any]
     samples: tuple[str, ...]
     configs: tuple[Config, ...]
-    implementation: str | None = None
-
-    @property
-    def file(self) -> tuple[str, str | None, str]:
-        """Buckets that are written together."""
-        return self.op, self.implementation, self.arch
 
 
 Counted = tuple[str, "str | None", str, "Config"]
@@ -158,7 +146,8 @@ def _buckets(op: Op, implementation: str | None, architectures: Iterable[Arch]) 
             samples = dict.fromkeys((bucket.sample.name, *calls.get(index, ())))
             # A space may come upon the same config twice.
             configs = dict.fromkeys(_space(op, kernels, problems[index], arch))
-            found.append(_BucketSweep(op.name, arch.name, when, tuple(samples), tuple(configs), implementation))
+            there = (op.name, arch.name, when, tuple(samples), tuple(configs))
+            found.append(_BucketSweep(*there, implementation=implementation))
     return found
 
 
@@ -204,15 +193,11 @@ def tune(
             versions_here = versions[bucket.implementation]
             rated[index].append(_rated(bucket, config, future, counted_here, versions_here))
             left[bucket.file] -= 1
-            progress(f"{_name(bucket.op, bucket.implementation)} {bucket.arch}")
+            progress(f"{bucket.name} {bucket.arch}")
             if not left[bucket.file]:
                 found += _written(planned, bucket.file, rated, versions, out)
     order = [(*bucket.file, repr(bucket.when)) for bucket in planned.buckets]
-    return sorted(found, key=lambda each: order.index((each.op, each.implementation, each.arch, repr(each.when))))
-
-
-def _name(op: str, implementation: str | None) -> str:
-    return f"{op}:{implementation}" if implementation else op
+    return sorted(found, key=lambda each: order.index((*each.file, repr(each.when))))
 
 
 def _written(
@@ -228,9 +213,8 @@ def _written(
         if each.file == file:
             order = {config: place for place, config in enumerate(each.configs)}
             tried = sorted(rated[index], key=lambda c, o=order: o[c.config])  # type: ignore[misc]
-            found.append(
-                BucketResult(each.op, each.arch, each.when, each.samples[0], tuple(tried), each.implementation)
-            )
+            there = (each.op, each.arch, each.when, each.samples[0], tuple(tried))
+            found.append(BucketResult(*there, implementation=each.implementation))
     _write(OPS[file[0]], found, out, ", ".join(sorted(versions[file[1]])))
     return found
 
@@ -267,7 +251,7 @@ def _counted(planned: SweepPlan, jobs: int | None, progress: Callable[[str], obj
                 raise
             except RocmSdError as error:
                 counts[futures[future]] = error.message
-            progress(f"{_name(*futures[future][:2])} workgroups")
+            progress(f"{':'.join(filter(None, futures[future][:2]))} workgroups")
     return counts
 
 
