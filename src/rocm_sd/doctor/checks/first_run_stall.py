@@ -47,28 +47,23 @@ def measure(*, device: str | None = None, quick: bool = False) -> dict[str, Any]
 
 
 def _first_and_second(where: Place, height: int, width: int) -> dict[str, Any]:
-    import torch  # noqa: PLC0415 -- in the process that needs it
-
     if not where.is_gpu:
         height, width = height // 4, width // 4
     kernel = random(where, 128, 128, 3, 3)
-    with torch.no_grad():
-        # Loading the library takes a second on its own, and is no search: a 1 x 1 convolution does that beforehand.
-        _timed(where, random(where, 1, 16, 8, 8), random(where, 16, 16, 1, 1))
-        picture = random(where, 1, 128, height, width)
-        first, second = _timed(where, picture, kernel), _timed(where, picture, kernel)
+    # Loading the library takes a second on its own, and is no search: a 1 x 1 convolution does that beforehand.
+    _timed(where, random(where, 1, 16, 8, 8), random(where, 16, 16, 1, 1))
+    picture = random(where, 1, 128, height, width)
+    first, second = _timed(where, picture, kernel), _timed(where, picture, kernel)
     return {"first_ms": first, "second_ms": second}
 
 
 def _timed(where: Place, picture: Any, kernel: Any) -> float:
-    import torch  # noqa: PLC0415 -- as above
+    from torch.nn import functional  # noqa: PLC0415 -- in the process that needs it
 
-    if where.is_gpu:
-        torch.cuda.synchronize(where.device)
+    where.synchronize()
     started = time.perf_counter()
-    torch.nn.functional.conv2d(picture, kernel, padding=kernel.shape[-1] // 2)
-    if where.is_gpu:
-        torch.cuda.synchronize(where.device)
+    functional.conv2d(picture, kernel, padding=kernel.shape[-1] // 2)
+    where.synchronize()
     return (time.perf_counter() - started) * 1e3
 
 

@@ -46,7 +46,7 @@ def _capture_and_replay(where: Place, size: int) -> dict[str, Any]:
     import torch  # noqa: PLC0415 -- in the process that needs it
 
     weights = _weights(where)
-    with torch.no_grad(), torch.cuda.device(where.device):
+    with torch.cuda.device(where.device):
         held = random(where, 1, 64, size, size)
         # Libraries choose and allocate at their first calls, which must not be captured.
         warm = torch.cuda.Stream()  # type: ignore[no-untyped-call]

@@ -30,13 +30,10 @@ def measure(*, device: str | None = None, quick: bool = False) -> dict[str, Any]
 
 
 def _run(where: Place, kind: str, size: int) -> dict[str, Any]:
-    import torch  # noqa: PLC0415 -- in the process that needs it
-
     inputs = _inputs(kind, where, size)
-    with torch.no_grad():
-        # .cpu() waits for the kernel, and raises what it met.
-        result = _call(kind, inputs).cpu().double()
-        exact = _call(kind, [tensor.cpu().double() for tensor in inputs])
+    # .cpu() waits for the kernel, and raises what it met.
+    result = _call(kind, inputs).cpu().double()
+    exact = _call(kind, [tensor.cpu().double() for tensor in inputs])
     error = float((result - exact).abs().max() / exact.abs().max())
     ok = error <= _ALLOWED
     sentence = "" if ok else f"the result is wrong: largest error {error:.3g} of the largest value"
@@ -54,7 +51,7 @@ def _inputs(kind: str, where: Place, size: int) -> list[Any]:
 
 
 def _call(kind: str, inputs: list[Any]) -> Any:
-    import torch  # noqa: PLC0415 -- as above
+    import torch  # noqa: PLC0415 -- in the process that needs it
     from torch.nn import functional  # noqa: PLC0415 -- as above
 
     if kind == "elementwise":

@@ -76,12 +76,9 @@ def _mapped(path: Path) -> torch.Tensor:
 
 
 def _copy(tensor: torch.Tensor, where: Place) -> float:
-    import torch  # noqa: PLC0415 -- as above
-
     started = time.perf_counter()
     tensor.to(where.device, copy=True)
-    if where.is_gpu:
-        torch.cuda.synchronize(where.device)
+    where.synchronize()
     return time.perf_counter() - started
 
 

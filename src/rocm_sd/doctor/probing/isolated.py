@@ -78,7 +78,10 @@ def isolated_on(
 
 def _placed(device: str | None, work: Callable[..., dict[str, Any]], arguments: tuple[Any, ...]) -> dict[str, Any]:
     where = place(device)
-    return {"device": where.to_dict(), **work(where, *arguments)}
+    import torch  # noqa: PLC0415 -- in the process that needs it
+
+    with torch.no_grad():
+        return {"device": where.to_dict(), **work(where, *arguments)}
 
 
 def one_by_one(
