@@ -90,7 +90,7 @@ def one_bucket(monkeypatch, op, *configs):
     monkeypatch.setitem(OPS, op.name, changed)
 
 
-def test_a_search_writes_beside_what_is_chosen_and_alone_where_there_is_nothing_else(monkeypatch, tmp_path):
+def test_a_search_writes_others_to_what_is_chosen_and_alone_where_there_is_nothing_else(monkeypatch, tmp_path):
     one_bucket(monkeypatch, NORM, LayerNormResidualConfig(64), LayerNormResidualConfig(256))
     (tmp_path / "gfx1100").mkdir()
     file = tmp_path / "gfx1100" / f"{NORM.name}.json"
