@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import tempfile
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from rocm_sd.errors import NoDiskSpace
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -45,6 +48,10 @@ def whole(path: Path) -> Iterator[Path]:
         # Temporary files are their owner's alone; what is written here is for everyone.
         unfinished.chmod(0o644)
         unfinished.replace(path)
+    except OSError as error:
+        if error.errno == errno.ENOSPC:
+            raise NoDiskSpace(path) from error
+        raise
     finally:
         unfinished.unlink(missing_ok=True)
 
@@ -52,4 +59,4 @@ def whole(path: Path) -> Iterator[Path]:
 def write_text(path: Path, text: str) -> None:
     """A reader, or a program that is killed, never sees half of it."""
     with whole(path) as unfinished:
-        unfinished.write_text(text, encoding="utf-8")
+        unfinished.write_text(text, encoding="utf-8", newline="\n")

@@ -144,7 +144,7 @@ def stock_implementations(ops: frozenset[str]) -> Iterator[None]:
 
 
 def implementation_for(op: str) -> str | None:
-    """As of `current()`, at a tenth of its cost: every call of an op asks."""
+    """What `current()` has for an op, at a tenth of its cost: every call of an op asks."""
     if op in _STOCK_OPS.get():
         return "torch"
     text = os.environ.get("ROCM_SD_IMPLEMENTATION")

@@ -10,7 +10,7 @@ from rocm_sd.arch import host
 
 
 @pytest.mark.parametrize(
-    ("release", "told"),
+    ("release", "expected"),
     [
         ("6.8.0-45-generic", "Linux 6.8.0"),
         ("6.11.5-somebody-built-this", "Linux 6.11.5"),
@@ -18,16 +18,16 @@ from rocm_sd.arch import host
         ("custom", "Linux"),
     ],
 )
-def test_the_system_is_its_name_and_its_numbers(release, told):
-    assert host.system_name("Linux", release) == told
+def test_the_system_is_its_name_and_its_numbers(release, expected):
+    assert host.system_name("Linux", release) == expected
 
 
 @pytest.mark.parametrize(
-    ("number", "on_rocm", "told"),
+    ("number", "on_rocm", "expected"),
     [(8907, False, "8.9.7"), (91900, False, "9.19.0"), (2020000, True, "2.20.0"), (30501, True, "3.5.1")],
 )
-def test_one_number_becomes_a_version(number, on_rocm, told):
-    assert host.convolution_library(number, on_rocm=on_rocm) == told
+def test_one_number_becomes_a_version(number, on_rocm, expected):
+    assert host.convolution_library(number, on_rocm=on_rocm) == expected
 
 
 def test_the_first_package_that_is_there_tells_its_version():
@@ -36,15 +36,15 @@ def test_the_first_package_that_is_there_tells_its_version():
 
 
 @pytest.mark.parametrize(
-    ("version", "told"),
+    ("version", "expected"),
     [
         ({"hip": "7.0.5", "cuda": None, "rocm": "7.1.0"}, ("rocm", "7.1.0")),
         ({"hip": "7.0.5", "cuda": None}, ("rocm", "7.0.5")),
         ({"hip": None, "cuda": "13.0"}, ("cuda", "13.0")),
     ],
 )
-def test_the_runtime_is_that_of_torchs_build(version, told):
-    assert host.runtime(SimpleNamespace(version=SimpleNamespace(**version))) == told
+def test_the_runtime_is_that_of_torchs_build(version, expected):
+    assert host.runtime(SimpleNamespace(version=SimpleNamespace(**version))) == expected
 
 
 def test_an_address_is_written_as_the_kernel_writes_it():

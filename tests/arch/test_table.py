@@ -57,7 +57,7 @@ def test_a_gpu_entry_has_all_that_occupancy_and_dispatch_ask_for(entry):
     assert all(entry.vgpr_granule(wave) for wave in entry.wave_sizes)
     assert entry.peak("float16")
     assert entry.bandwidth_gbps or entry.integrated, "only a chip on system memory may lack a bandwidth"
-    assert entry.lds_per_workgroup <= entry.lds_per_wgp
+    assert entry.lds_per_workgroup <= entry.lds_per_cu * entry.cus_per_wgp
 
 
 @pytest.mark.parametrize("entry", GPUS, ids=lambda entry: entry.name)
@@ -119,7 +119,7 @@ def test_known_differences_between_neighbours():
     assert not ARCHS["gfx942"].matrix_unit.is_wmma
     assert ARCHS["gfx1030"].triton_supported is False
     assert (ARCHS["gfx908"].agprs_unified, ARCHS["gfx90a"].agprs_unified) == (False, True)
-    assert ARCHS["gfx1100"].lds_per_wgp == 128 * 1024
+    assert ARCHS["gfx1100"].lds_per_cu * ARCHS["gfx1100"].cus_per_wgp == 128 * 1024
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_an_unknown_architecture_inherits_nothing(name, vendor):
     assert (entry.name, entry.vendor, entry.known) == (name, vendor, False)
     assert figures(entry) == {}
     assert entry.source("wave_size") is None
-    assert entry.lds_per_wgp is None
+    assert entry.lds_per_cu is None
     assert entry.vgprs_per_simd(32) is None
 
 

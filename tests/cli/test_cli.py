@@ -109,9 +109,9 @@ def test_a_wrong_option_is_one_sentence_and_an_exit_code(model, tmp_path, capsys
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert draw(model, tmp_path, *options) == code
-    told = capsys.readouterr().err
-    assert sentence in told
-    assert "Traceback" not in told
+    shown = capsys.readouterr().err
+    assert sentence in shown
+    assert "Traceback" not in shown
     assert not list(tmp_path.iterdir())
 
 
@@ -149,7 +149,7 @@ def test_ctrl_c_ends_with_130_and_nothing_half_written(model, tmp_path):
         "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); import rocm_sd.cli.main as m; m.run()"
     )
     out = tmp_path / "out"
-    options = ["--model", model, "--size", "128x128", "--steps", "900", "--batch", "4", "--out", str(out)]
+    options = ["--model", model, "--size", "64x64", "--steps", "900", "--out", str(out)]
     running = subprocess.Popen([sys.executable, "-c", program, "generate", "a frog", *options])
     # The folder is made after the options are checked and before the model is loaded.
     while running.poll() is None and not out.exists():

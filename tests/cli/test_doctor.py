@@ -47,7 +47,7 @@ def test_help_has_examples():
         assert option in shown
 
 
-def test_a_recorded_machine_is_told_with_its_fix_and_ends_with_one():
+def test_a_recorded_machine_is_reported_with_its_fix_and_ends_with_one():
     ended = run("--machine", SICK, "gfx_override", "torch_build")
     assert ended.exit_code == 1
     assert "1 problem(s), 1 ok" in ended.output
@@ -67,9 +67,9 @@ def test_no_problem_ends_with_zero_and_says_what_does_not_arise():
 def test_json_has_everything():
     ended = run("--machine", SICK, "--json", "gfx_override")
     assert ended.exit_code == 1
-    told = json.loads(ended.stdout)
-    assert told["facts"]["gpus"][0]["gfx"] == "gfx1201"
-    (finding,) = told["findings"]
+    content = json.loads(ended.stdout)
+    assert content["facts"]["gpus"][0]["gfx"] == "gfx1201"
+    (finding,) = content["findings"]
     assert (finding["check"], finding["status"]) == ("gfx_override", "problem")
     assert finding["fix"]["unset"] == ["HSA_OVERRIDE_GFX_VERSION"]
     assert finding["links"]
@@ -135,7 +135,7 @@ def test_this_machine_is_recorded_and_examined_again(tmp_path):
     ended = run("--record", str(folder), "--quick", "kernels_present", "two_tritons")
     assert ended.exit_code in {0, 1}
     again = run("--machine", str(folder), "kernels_present", "two_tritons", "--json")
-    told = {each["check"]: each["status"] for each in json.loads(again.stdout)["findings"]}
-    assert told["kernels_present"] == "ok"
+    statuses = {each["check"]: each["status"] for each in json.loads(again.stdout)["findings"]}
+    assert statuses["kernels_present"] == "ok"
     written = "".join(path.read_text() for path in folder.rglob("*") if path.is_file())
     assert str(Path.home()) not in written

@@ -54,7 +54,7 @@ def test_without_a_database_none_is_made(capsys, own_cache):
     assert not own_cache.exists()
 
 
-def test_what_is_measured_and_set_aside_is_told(capsys, own_cache):
+def test_what_is_measured_and_set_aside_is_reported(capsys, own_cache):
     fill(own_cache)
     facts = json.loads(info(capsys, "--json"))
     database = facts["tuning_database"]

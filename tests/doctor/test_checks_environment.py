@@ -26,9 +26,9 @@ def machine(gfx="gfx1100", *, integrated=False, torch="2.13.0+rocm7.2", arch_lis
         pci_address="0000:03:00.0",
     )  # fmt: skip
     device = TorchDevice("Radeon", gfx, integrated, total=16 * GIB, free=15 * GIB, pci_address=gpu.pci_address)
-    told = TorchFacts(torch, hip="7.2", arch_list=arch_list, devices=(device,), wants_triton="triton-rocm==3.7.0")
+    in_torch = TorchFacts(torch, hip="7.2", arch_list=arch_list, devices=(device,), wants_triton="triton-rocm==3.7.0")
     facts = Facts(
-        "Linux 6.8", "3.12.3", rocm="7.2", memory_total=64 * GIB, gpus=(gpu,), torch=told,
+        "Linux 6.8", "3.12.3", rocm="7.2", memory_total=64 * GIB, gpus=(gpu,), torch=in_torch,
         packages={"torch": torch, "triton-rocm": "3.7.0"}, environment=environment or {},
     )  # fmt: skip
     return replace(facts, **more)
@@ -214,7 +214,7 @@ def test_free_memory(free, total, status):
 
 
 @pytest.mark.parametrize(
-    ("own", "shared", "told", "system", "status"),
+    ("own", "shared", "in_torch", "system", "status"),
     [
         (0.5, 62, 62, 125, OK),
         (0.5, 112, 112, 125, OK),
@@ -226,11 +226,11 @@ def test_free_memory(free, total, status):
         (None, None, 16, 31, UNKNOWN),
     ],
 )
-def test_apu_memory(own, shared, told, system, status):
+def test_apu_memory(own, shared, in_torch, system, status):
     facts = machine("gfx1151", integrated=True, memory_total=int(system * GIB))
     own, shared = (None if size is None else int(size * GIB) for size in (own, shared))
     gpu = replace(facts.gpus[0], vram_total=own, gtt_total=shared)
-    device = replace(facts.torch.devices[0], total=int(told * GIB))
+    device = replace(facts.torch.devices[0], total=int(in_torch * GIB))
     facts = replace(facts, gpus=(gpu,), torch=replace(facts.torch, devices=(device,)))
     found = finding("apu_memory", facts)
     assert found.status is status, found

@@ -298,7 +298,7 @@ def test_the_slower_gemm_library_is_found():
     assert _find("gemm_library", _libraries(default=20.0, rocblas=24.0, hipblaslt=20.0), facts).status is Status.OK
 
 
-def test_a_gemm_library_that_crashes_is_told():
+def test_a_gemm_library_that_crashes_is_reported():
     facts = _facts("gfx1150")
     found = _find("gemm_library", _libraries(default=None, rocblas=10.0, hipblaslt=None), facts)
     assert found.status is Status.PROBLEM

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from rocm_sd.doctor.facts import WATCHED, Facts, Gpu, TorchDevice, TorchFacts, n
 from rocm_sd.doctor.reading import gather, gpus_in
 from rocm_sd.doctor.recording import load, read_probes, record, without_names
 from rocm_sd.errors import InvalidOption
+from rocm_sd.typed_json import read
 
 GIB = 2**30
 MACHINES = Path(__file__).parent / "machines"
@@ -43,12 +45,12 @@ def test_this_machine_is_read_without_importing_torch_here(here):
     program = (
         "import sys, rocm_sd.cli.doctor, rocm_sd.doctor.examination as e; e.all_checks(); print('torch' in sys.modules)"
     )
-    told = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert told.stdout.strip() == "False"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
 
 
 @pytest.mark.gpu
-def test_a_real_gpu_is_told_by_torch_and_by_the_kernel(here):
+def test_a_real_gpu_is_listed_by_torch_and_by_the_kernel(here):
     device = here.torch.devices[0]
     assert 0 < device.free <= device.total
     assert here.torch.build in {"rocm", "cuda"}
@@ -61,12 +63,12 @@ def test_a_real_gpu_is_told_by_torch_and_by_the_kernel(here):
 
 def test_facts_survive_json(here):
     for facts in (here, two_gpus({"HIP_VISIBLE_DEVICES": "1"}, (TorchDevice("card", "gfx1101"),))):
-        assert Facts.from_json(json.loads(json.dumps(facts.to_json()))) == facts
+        assert read(Facts, json.loads(json.dumps(asdict(facts)))) == facts
 
 
 def test_facts_of_an_unknown_kind_are_refused():
     with pytest.raises(ValueError, match="shoe_size is not known"):
-        Facts.from_json({"system": "Linux", "python": "3.12", "shoe_size": 42})
+        read(Facts, {"system": "Linux", "python": "3.12", "shoe_size": 42})
 
 
 def test_only_listed_variables_are_read():
@@ -81,7 +83,7 @@ def test_only_listed_variables_are_read():
     facts = gather(environment=given)
     assert facts.environment == {"HSA_OVERRIDE_GFX_VERSION": "11.0.0", "MIOPEN_FIND_MODE": "2"}
     assert set(read) <= set(WATCHED)
-    assert "secret" not in json.dumps(facts.to_json())
+    assert "secret" not in json.dumps(asdict(facts))
 
 
 def test_gpus_come_in_the_order_of_their_nodes_with_their_memory():
@@ -149,7 +151,7 @@ def test_versions_are_compared_as_numbers():
     assert numbers(None) == () < (1,)
 
 
-def test_a_torch_that_crashes_is_told_and_not_taken_for_absent(monkeypatch, tmp_path):
+def test_a_torch_that_crashes_is_reported_and_not_taken_for_absent(monkeypatch, tmp_path):
     (tmp_path / "python").write_text("#!/bin/sh\necho 'no such symbol' >&2\nexit 3\n")
     (tmp_path / "python").chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
@@ -159,7 +161,7 @@ def test_a_torch_that_crashes_is_told_and_not_taken_for_absent(monkeypatch, tmp_
     assert facts.torch.build == "cpu" or facts.torch.devices == ()
 
 
-def test_a_torch_that_hangs_or_babbles_is_told(monkeypatch, tmp_path):
+def test_a_torch_that_hangs_or_babbles_is_reported(monkeypatch, tmp_path):
     program = tmp_path / "python"
     monkeypatch.setattr(sys, "executable", str(program))
     program.write_text("#!/bin/sh\nexec sleep 30\n")

@@ -20,8 +20,8 @@ def problem(name, fix, status=Status.PROBLEM):
 def sourced(file, names, **environment):
     """What a shell that reads the file has in these variables."""
     program = f". {file}; " + "; ".join(f'echo "${{{name}-unset}}"' for name in names)
-    told = subprocess.run(["sh", "-c", program], env=environment, capture_output=True, text=True, check=True)
-    return told.stdout.splitlines()
+    done = subprocess.run(["sh", "-c", program], env=environment, capture_output=True, text=True, check=True)
+    return done.stdout.splitlines()
 
 
 def test_only_safe_fixes_of_problems_are_applied():

@@ -18,7 +18,7 @@ from rocm_sd.ops.linear_residual.op import OP
 SHAPES = [((1, 1), 1), ((3, 45), 77), ((2, 13, 96), 48), ((2, 77, 64), 80), ((20, 320), 320), ((9, 1280), 64)]
 DTYPES = [torch.float16, torch.bfloat16]
 IMPLEMENTATIONS = ["torch", "addmm", "triton"]
-LIBRARY_NAMES = [library.name for library in libraries.LIBRARIES]
+LIBRARY_NAMES = [library.name for library in libraries.GEMM_LIBRARIES]
 SMALL = LinearResidualConfig(block_m=16, block_n=32, block_k=32, group_m=2, split_k=1, warps=4, stages=2)
 
 
@@ -126,14 +126,14 @@ def test_a_library_that_is_not_there_says_why(name):
 
 def test_a_library_of_the_other_vendor_is_named_as_such(monkeypatch):
     monkeypatch.setattr(torch.version, "hip", "6.4")
-    cublas, rocblas = (libraries.LIBRARIES[LIBRARY_NAMES.index(name)] for name in ("cublas", "rocblas"))
+    cublas, rocblas = (libraries.GEMM_LIBRARIES[LIBRARY_NAMES.index(name)] for name in ("cublas", "rocblas"))
     assert "a library of CUDA, in a ROCm build" in libraries.why_not(cublas, torch.device("cuda"))
     assert "a tensor on cpu" in libraries.why_not(rocblas, torch.device("cpu"))
 
 
 def test_the_preference_is_put_back_also_after_an_error():
     before = torch.backends.cuda.preferred_blas_library()
-    with pytest.raises(ValueError, match="inside"), libraries.preferred(libraries.LIBRARIES[0]):
+    with pytest.raises(ValueError, match="inside"), libraries.preferred(libraries.GEMM_LIBRARIES[0]):
         raise ValueError("inside")
     assert torch.backends.cuda.preferred_blas_library() == before
 
@@ -143,7 +143,7 @@ def test_the_preference_is_put_back_also_after_an_error():
 @pytest.mark.parametrize("residual", [True, False], ids=["residual", "no_residual"])
 def test_a_librarys_way_to_add_is_right(name, bias, residual):
     """The arithmetic around the call, which needs no GPU: torch's switch changes nothing for CPU tensors."""
-    library = libraries.LIBRARIES[LIBRARY_NAMES.index(name)]
+    library = libraries.GEMM_LIBRARIES[LIBRARY_NAMES.index(name)]
     try:
         with libraries.preferred(library):
             pass
@@ -160,7 +160,7 @@ def test_a_librarys_way_to_add_is_right(name, bias, residual):
 @pytest.mark.parametrize("residual", [True, False], ids=["residual", "no_residual"])
 def test_a_library_is_as_accurate_as_stock(name, dtype, bias, residual, device):
     arguments = inputs(((2, 77, 320), 640), dtype, device, bias=bias, residual=residual)
-    library = libraries.LIBRARIES[LIBRARY_NAMES.index(name)]
+    library = libraries.GEMM_LIBRARIES[LIBRARY_NAMES.index(name)]
     reason = libraries.why_not(library, device)
     if reason:
         pytest.skip(reason)

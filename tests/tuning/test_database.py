@@ -166,27 +166,27 @@ def test_a_process_that_is_killed_in_the_middle_of_writing_loses_nothing_that_wa
     process = SPAWN.Process(target=_write_for_ever, args=(path, send))
     process.start()
     send.close()
-    told = [receive.recv() for _ in range(20)]
+    written = [receive.recv() for _ in range(20)]
     os.kill(process.pid, signal.SIGKILL)
     process.join()
     with suppress(EOFError):
         while receive.poll():
-            told.append(receive.recv())
+            written.append(receive.recv())
     database = Database(path)
     kept = {e.problem["turn"] for e in database.all()}
-    assert set(told) <= kept
+    assert set(written) <= kept
     # Whole transactions: of each turn both entries, or neither.
     assert database.count() == 2 * len(kept)
     database.put([entry()])
     assert best(database) == entry()
 
 
-def _write_for_ever(path: Path, told) -> None:
+def _write_for_ever(path: Path, sender) -> None:
     database = Database(path)
     turn = 0
     while True:
         database.put([entry(problem={"turn": turn, "half": half}) for half in range(2)])
-        told.send(turn)
+        sender.send(turn)
         turn += 1
 
 
@@ -366,18 +366,30 @@ entries = st.builds(
 contents = st.tuples(st.lists(entries, max_size=6), st.lists(st.tuples(names, st.text(max_size=5)), max_size=2))
 
 
+@pytest.fixture(scope="module")
+def four_databases(tmp_path_factory):
+    """Made once: a file of its own for each of a hundred takes longer than all that is asked of them."""
+    folder = tmp_path_factory.mktemp("merge")
+    databases = tuple(Database(folder / name) for name in ("one", "two", "imported", "merged"))
+    yield databases
+    for database in databases:
+        database.close()
+
+
 @settings(max_examples=25)
 @given(first=contents, second=contents)
-def test_export_import_and_merge_agree_in_any_order(tmp_path_factory, first, second):
-    folder = tmp_path_factory.mktemp("merge")
-    one, two = (Database(folder / name) for name in ("one", "two"))
+def test_export_import_and_merge_agree_in_any_order(four_databases, first, second):
+    one, two, imported, merged = four_databases
+    folder = one.path.parent
+    for database in four_databases:
+        for table in ("measurements", "quarantine"):
+            database._write(f"DELETE FROM {table}", [()])
     for database, (measured, quarantined) in ((one, first), (two, second)):
         database.put(measured)
         for candidate, reason in quarantined:
             database.quarantine("conv2d", candidate, HERE, HASH, reason)
     for database, name in ((one, "one.json"), (two, "two.json")):
         database.export_json(folder / name)
-    imported, merged = Database(folder / "imported"), Database(folder / "merged")
     for name in ("one.json", "two.json", "one.json"):
         imported.import_json(folder / name)
     for database in (two, one):
@@ -389,8 +401,6 @@ def test_export_import_and_merge_agree_in_any_order(tmp_path_factory, first, sec
     for found in sorted((*one.all(), *two.all()), key=lambda e: e.when):
         newest[found.row()[:6]] = found.when
     assert {found.row()[:6]: found.when for found in merged.all()} == newest
-    for database in (one, two, imported, merged):
-        database.close()
 
 
 def test_an_export_is_plain_json(database, tmp_path):

@@ -7,15 +7,15 @@ import pytest
 
 from rocm_sd import arch
 from rocm_sd.kernels.config import Config
-from rocm_sd.tuning.ranking import Code, Part, Program, RatedConfig, model, rank, static_choice
+from rocm_sd.tuning.ranking import Code, CodePart, Program, RatedConfig, model, rank, static_choice
 
 GFX = ["gfx1100", "gfx1201", "gfx942"]
-NOTHING = Part(0, 0, 0, 0, 0, ())
+NOTHING = CodePart(0, 0, 0, 0, 0, ())
 # A wave loads 4 x 16 bytes a lane, and computes a little, in each turn of its loop.
-STREAM = Code(4, 32, 8, 2, Part(100, 4, 0, 0, 64, (16, 16, 16, 16)), replace(NOTHING, vector=50), has_loop=True)
+STREAM = Code(4, 32, 8, 2, CodePart(100, 4, 0, 0, 64, (16, 16, 16, 16)), replace(NOTHING, vector=50), has_loop=True)
 STREAMED = Program(loaded=2**20, stored=2**10, dots=(), tensors=2**30)
 # 8 products of 16x16x16 in each turn, from LDS that two global loads fill.
-DOT_LOOP = Part(60, 0, 8 * 2 * 16**3, 96, 32, (16, 16))
+DOT_LOOP = CodePart(60, 0, 8 * 2 * 16**3, 96, 32, (16, 16))
 DOT = Code(4, 32, 4, 2, DOT_LOOP, replace(NOTHING, vector=200, global_widths=(16,) * 4), has_loop=True)
 
 
@@ -112,11 +112,11 @@ def test_no_time_is_below_the_roofline(gfx):
 def test_a_figure_that_is_not_known_leaves_its_terms_out_and_says_so():
     no_bandwidth = model(arch.get("gfx1103"), 100, STREAM, STREAMED)
     assert set(no_bandwidth.terms) == {"compute", "latency", "caches"}
-    assert no_bandwidth.left_out == ("memory: the bandwidth of gfx1103 is not known",)
+    assert no_bandwidth.not_modelled == ("memory: the bandwidth of gfx1103 is not known",)
     nothing = model(arch.unknown("gfx9999"), 100, STREAM, STREAMED)
     assert nothing.terms == {}
-    assert len(nothing.left_out) == 2
-    assert model(arch.get("gfx1100"), 100, STREAM, STREAMED).left_out == ()
+    assert len(nothing.not_modelled) == 2
+    assert model(arch.get("gfx1100"), 100, STREAM, STREAMED).not_modelled == ()
 
 
 @dataclass(frozen=True)

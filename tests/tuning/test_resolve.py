@@ -130,7 +130,7 @@ def test_a_candidate_that_is_not_known_is_passed_over(database):
     assert choose(among=("torch", "triton")).implementation == "triton"
 
 
-def test_what_is_brought_competes_with_its_own_config_and_stays_behind_what_is_faster(database):
+def test_a_plug_in_competes_with_its_own_config_and_stays_behind_what_is_faster(database):
     database.put([entry()])
     forget_choices()
     found = choose(among=("torch", "triton"), plugged=[entry("somebody's", 6.0), entry("nobody's", 7.0)])
@@ -140,7 +140,7 @@ def test_what_is_brought_competes_with_its_own_config_and_stays_behind_what_is_f
     assert choose(among=("torch", "triton"), plugged=[entry("somebody's", 11.0)]).implementation == "triton"
 
 
-def test_what_is_brought_is_chosen_where_nothing_else_was_measured(database):
+def test_a_plug_in_is_chosen_where_nothing_else_was_measured(database):
     database.put([entry("somebody's", 1.0)])
     forget_choices()
     assert choose(among=("torch", "triton")).source == "bucket"

@@ -120,19 +120,16 @@ def _resolve(torch: Any, device: object) -> tuple[str, int]:
 def _detect_without_torch(device: object) -> Arch:
     if device is None:
         found = find_gpus()
-        return _arch_of_found(found[0].arch_name, found[0].vendor) if found else CPU
+        if not found:
+            return CPU
+        name = found[0].arch_name
+        return get(name) if name is not None else unknown("nvidia" if found[0].vendor is Vendor.NVIDIA else "gfx")
     if str(device) == "cpu":
         return CPU
     raise DeviceUnavailable(
         f"{device} was asked for, but torch is not installed, so devices have no numbers yet.",
         hint="Install the torch that fits your GPU, or call detect() with no device.",
     )
-
-
-def _arch_of_found(arch_name: str | None, vendor: Vendor) -> Arch:
-    if arch_name is not None:
-        return get(arch_name)
-    return unknown("nvidia" if vendor is Vendor.NVIDIA else "gfx")
 
 
 def _host_facts(arch: Arch) -> DeviceFacts:

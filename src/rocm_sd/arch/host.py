@@ -21,7 +21,7 @@ __all__ = [
     "system_name", "version_digits",
 ]  # fmt: skip
 
-# The wheel of torch for ROCm brings Triton under names of its own. All of them install a folder named triton.
+# The wheel of torch for ROCm asks for Triton under names of its own. All of them install a folder named triton.
 TRITON_PACKAGES = ("triton", "pytorch-triton-rocm", "triton-rocm", "pytorch-triton", "triton-windows")
 # Only AMD's own package of the driver has a version; one that came with the kernel is as old as the kernel.
 UNVERSIONED = "amdgpu"
@@ -48,10 +48,10 @@ def system_name(name: str, release: str) -> str:
 
 
 def driver(vendor: Vendor, root: Path) -> str | None:
-    """By what the kernel says under sys/ and proc/ of `root`: "nvidia 580.82.07", or `UNVERSIONED`."""
+    """Read the driver's version under sys/ and proc/ of `root`: "nvidia 580.82.07", or `UNVERSIONED`."""
     if vendor is Vendor.AMD:
-        told = read_text(root / "sys/module/amdgpu/version")
-        return f"amdgpu {told}" if told else UNVERSIONED if (root / "sys/module/amdgpu").is_dir() else None
+        version_ = read_text(root / "sys/module/amdgpu/version")
+        return f"amdgpu {version_}" if version_ else UNVERSIONED if (root / "sys/module/amdgpu").is_dir() else None
     if vendor is Vendor.NVIDIA:
         # The builder's name stands in this file too: only the number is taken.
         text = read_text(root / "proc/driver/nvidia/version")
@@ -78,5 +78,5 @@ def convolution_library(number: int, *, on_rocm: bool) -> str:
 
 
 def pci_address(properties: Any) -> str:
-    """Of torch's properties of a device; its function (.0, .1) torch does not tell."""
+    """Make the address from torch's properties of a device, which lack its function (.0, .1)."""
     return f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"

@@ -39,13 +39,13 @@ class FoundGpu:
     """
 
     vendor: Vendor
-    arch_name: str | None
     name: str | None
-    compute_units: int | None
-    vram_bytes: int | None
-    integrated: bool | None
     pci_address: str | None
-    node: int | None
+    arch_name: str | None = None
+    compute_units: int | None = None
+    vram_bytes: int | None = None
+    integrated: bool | None = None
+    node: int | None = None
 
 
 def find_gpus(root: Path | None = None) -> tuple[FoundGpu, ...]:
@@ -132,7 +132,7 @@ def _nvidia_proc_gpus(root: Path) -> Iterator[FoundGpu]:
     for gpu in sorted(folder.iterdir()):
         lines = (_read_text(gpu / "information") or "").splitlines()
         fields = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
-        yield _bare(Vendor.NVIDIA, name=fields.get("Model"), pci_address=gpu.name)
+        yield FoundGpu(Vendor.NVIDIA, fields.get("Model"), gpu.name)
 
 
 def _drm_gpus(root: Path, pci_vendor: str, vendor: Vendor) -> Iterator[FoundGpu]:
@@ -142,20 +142,7 @@ def _drm_gpus(root: Path, pci_vendor: str, vendor: Vendor) -> Iterator[FoundGpu]
         return
     for card in sorted(folder.glob("card[0-9]*")):
         if "-" not in card.name and _read_text(card / "device" / "vendor") == pci_vendor:
-            yield _bare(vendor, name=None, pci_address=(card / "device").resolve().name)
-
-
-def _bare(vendor: Vendor, *, name: str | None, pci_address: str | None) -> FoundGpu:
-    return FoundGpu(
-        vendor=vendor,
-        arch_name=None,
-        name=name,
-        compute_units=None,
-        vram_bytes=None,
-        integrated=None,
-        pci_address=pci_address,
-        node=None,
-    )
+            yield FoundGpu(vendor, None, (card / "device").resolve().name)
 
 
 def _numbered(folder: Path) -> list[Path]:

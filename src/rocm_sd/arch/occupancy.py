@@ -95,17 +95,17 @@ def _register_limits(
     file = _known(arch, "vgpr_file_bytes", arch.vgprs_per_simd(wave))
     # In a unified file the accumulation registers follow the ordinary ones, which are padded to four first.
     total = _round_up(vgprs, 4) + agprs if agprs and arch.agprs_unified else vgprs
-    limits = {"vgprs": _waves(file, _round_up(max(total, 1), granule))}
+    limits = {"vgprs": file // _round_up(max(total, 1), granule)}
     if total > _need(arch, "vgprs_per_wave"):
         limits["vgprs"] = 0
     if agprs:
         if agprs > _need(arch, "agprs_per_wave"):
             limits["agprs"] = 0
         elif not arch.agprs_unified:
-            limits["agprs"] = _waves(_need(arch, "agpr_file_bytes") // (4 * wave), _round_up(agprs, granule))
+            limits["agprs"] = _need(arch, "agpr_file_bytes") // (4 * wave) // _round_up(agprs, granule)
     if sgprs is not None and arch.vendor is Vendor.AMD:
         per_wave = _round_up(max(sgprs, 1), _need(arch, "sgpr_granule")) + _need(arch, "sgprs_reserved")
-        limits["sgprs"] = _waves(_need(arch, "sgprs_per_simd"), per_wave)
+        limits["sgprs"] = _need(arch, "sgprs_per_simd") // per_wave
     return {name: min(limit, max_waves) for name, limit in limits.items()}
 
 
@@ -148,7 +148,3 @@ def _known(arch: Arch, field: str, value: int | None) -> int:
 
 def _round_up(value: int, granule: int) -> int:
     return -(-value // granule) * granule
-
-
-def _waves(file: int, per_wave: int) -> int:
-    return file // per_wave

@@ -8,7 +8,7 @@
 
 from __future__ import annotations
 
-from rocm_sd.arch.facts import build, cite, peaks, unconfirmed
+from rocm_sd.arch.figures import Chip, cite, matrix, peaks, unconfirmed
 from rocm_sd.arch.types import Arch, Fp8, MatrixUnit
 
 __all__ = ["AMD"]
@@ -98,145 +98,83 @@ _RDNA = (
 _VGPR_1024 = cite(_LLVM, vgpr_file_bytes=128 * _KIB, vgpr_granule_wave32=16, vgpr_granule_wave64=8)
 _VGPR_1536 = cite(_LLVM, vgpr_file_bytes=192 * _KIB, vgpr_granule_wave32=24, vgpr_granule_wave64=12)
 
-_RDNA3 = _RDNA | cite(
-    _GPUOPEN_WMMA,
-    matrix_unit=MatrixUnit.WMMA_GFX11,
-    matrix_dtypes=frozenset({"float16", "bfloat16", "int8", "int4"}),
-    fp8=Fp8.NONE,
-    has_bf16=True,
-)
+_RDNA3 = _RDNA | matrix(_GPUOPEN_WMMA, MatrixUnit.WMMA_GFX11, "float16 bfloat16 int8 int4", Fp8.NONE)
 _RDNA4 = (
-    _RDNA
-    | _VGPR_1536
-    | cite(
-        _GPUOPEN_RDNA4,
-        matrix_unit=MatrixUnit.WMMA_GFX12,
-        matrix_dtypes=frozenset({"float16", "bfloat16", "float8", "int8", "int4"}),
-        fp8=Fp8.OCP,
-        has_bf16=True,
-    )
+    _RDNA | _VGPR_1536 | matrix(_GPUOPEN_RDNA4, MatrixUnit.WMMA_GFX12, "float16 bfloat16 float8 int8 int4", Fp8.OCP)
 )
 _APU = cite(_LLVM_GUIDE, integrated=True)
 
 AMD: tuple[Arch, ...] = (
-    build(
-        "gfx906",
-        "gcn5",
-        "Radeon Instinct MI50",
+    Chip("gfx906", "gcn5", "Radeon Instinct MI50").of(
         _GCN5,
-        cite(_LLVM_GUIDE, matrix_unit=MatrixUnit.DOT, matrix_dtypes=frozenset(), fp8=Fp8.NONE, has_bf16=False),
+        matrix(_LLVM_GUIDE, MatrixUnit.DOT, "", Fp8.NONE),
         cite(_SPECS, compute_units=60, l2_bytes=4 * _MIB),
         peaks(_RATES, float16=26.5),
         peaks(_VENDOR_PAGE, float32=13.3),
         cite(_VENDOR_PAGE, bandwidth_gbps=1024.0),
     ),
-    build(
-        "gfx908",
-        "cdna1",
-        "Instinct MI100",
+    Chip("gfx908", "cdna1", "Instinct MI100").of(
         _CDNA1,
-        cite(
-            _MATRIX_CORES,
-            matrix_unit=MatrixUnit.MFMA,
-            matrix_dtypes=frozenset({"float16", "bfloat16", "float32", "int8"}),
-            fp8=Fp8.NONE,
-            has_bf16=True,
-        ),
+        matrix(_MATRIX_CORES, MatrixUnit.MFMA, "float16 bfloat16 float32 int8", Fp8.NONE),
         cite(_SPECS, compute_units=120, l2_bytes=8 * _MIB, bandwidth_gbps=1200.0),
         # The first bfloat16 MFMA run at half the float16 rate: 512 FLOP per clock and compute unit against 1024.
         peaks(_MATRIX_CORES, float16=184.6, bfloat16=92.3),
         peaks(_VENDOR_PAGE, float32=46.1),
     ),
-    build(
-        "gfx90a",
-        "cdna2",
-        "Instinct MI210",
+    Chip("gfx90a", "cdna2", "Instinct MI210").of(
         _CDNA2,
-        cite(
-            _MATRIX_CORES,
-            matrix_unit=MatrixUnit.MFMA,
-            matrix_dtypes=frozenset({"float16", "bfloat16", "float32", "float64", "int8"}),
-            fp8=Fp8.NONE,
-            has_bf16=True,
-        ),
+        matrix(_MATRIX_CORES, MatrixUnit.MFMA, "float16 bfloat16 float32 float64 int8", Fp8.NONE),
         cite(_SPECS, compute_units=104, l2_bytes=8 * _MIB, bandwidth_gbps=1600.0),
         peaks(_MATRIX_CORES, float16=181.0, bfloat16=181.0),
         peaks(_VENDOR_PAGE, float32=45.3),
     ),
-    build(
-        "gfx942",
-        "cdna3",
-        "Instinct MI300X",
+    Chip("gfx942", "cdna3", "Instinct MI300X").of(
         _CDNA2,
-        cite(
-            _CDNA3_ISA,
-            matrix_unit=MatrixUnit.MFMA,
-            matrix_dtypes=frozenset({"float16", "bfloat16", "float32", "tf32", "float64", "float8", "int8"}),
-            fp8=Fp8.FNUZ,
-            has_bf16=True,
-        ),
+        matrix(_CDNA3_ISA, MatrixUnit.MFMA, "float16 bfloat16 float32 tf32 float64 float8 int8", Fp8.FNUZ),
         cite(_SPECS, compute_units=304, l2_bytes=32 * _MIB, llc_bytes=256 * _MIB, bandwidth_gbps=5300.0),
         peaks("ROCm documentation, MI325X listing (same compute units and clock)", float16=1307.0),
         peaks(_VENDOR_PAGE, bfloat16=1307.0, float8=2614.0, int8=2614.0, tf32=653.0, float32=163.4),
     ),
-    build(
-        "gfx950",
-        "cdna4",
-        "Instinct MI355X",
+    Chip("gfx950", "cdna4", "Instinct MI355X").of(
         _CDNA2,
         cite(_LLVM_GUIDE, lds_per_workgroup=160 * _KIB, lds_per_cu=160 * _KIB),
         cite(unconfirmed("LDS granule as used in AMD's gfx950 kernels"), lds_granule=1280),
-        cite(
+        matrix(
             "ROCm documentation, data types and precision support",
-            matrix_unit=MatrixUnit.MFMA,
-            matrix_dtypes=frozenset(
-                {"float16", "bfloat16", "float32", "float64", "float8", "float6", "float4", "int8"}
-            ),
-            fp8=Fp8.OCP,
-            has_bf16=True,
+            MatrixUnit.MFMA,
+            "float16 bfloat16 float32 float64 float8 float6 float4 int8",
+            Fp8.OCP,
         ),
         cite(_SPECS, compute_units=256, l2_bytes=32 * _MIB, llc_bytes=256 * _MIB),
         cite("AMD MI355X figures in ROCm documentation", bandwidth_gbps=8000.0),
         peaks(_VENDOR_PAGE, float16=2500.0, bfloat16=2500.0),
     ),
-    build(
-        "gfx1030",
-        "rdna2",
-        "Radeon RX 6900 XT",
+    Chip("gfx1030", "rdna2", "Radeon RX 6900 XT").of(
         _RDNA,
         _VGPR_1024,
         # Dot products of 16 and 8 bit values exist, matrix instructions do not; a bfloat16 dot product has no encoding
         # and aborts the compiler.
-        cite(_NO_MATRIX, matrix_unit=MatrixUnit.DOT, matrix_dtypes=frozenset(), fp8=Fp8.NONE, has_bf16=False),
+        matrix(_NO_MATRIX, MatrixUnit.DOT, "", Fp8.NONE),
         cite("Triton 3.9: the AMD backend refuses gfx1030", triton_backend="hip", triton_supported=False),
         cite(_SPECS, compute_units=80, l2_bytes=4 * _MIB, llc_bytes=128 * _MIB),
         cite("AMD RX 6900 XT specifications", bandwidth_gbps=512.0),
         peaks(_RATES, float16=46.0, float32=23.0),
     ),
-    build(
-        "gfx1100",
-        "rdna3",
-        "Radeon RX 7900 XTX",
+    Chip("gfx1100", "rdna3", "Radeon RX 7900 XTX").of(
         _RDNA3,
         _VGPR_1536,
         cite(_SPECS, compute_units=96, l2_bytes=6 * _MIB, llc_bytes=96 * _MIB),
         cite("AMD RX 7900 XTX specifications", bandwidth_gbps=960.0),
         peaks(_RATES, float16=123.0, bfloat16=123.0, int8=123.0, float32=61.4),
     ),
-    build(
-        "gfx1101",
-        "rdna3",
-        "Radeon RX 7800 XT",
+    Chip("gfx1101", "rdna3", "Radeon RX 7800 XT").of(
         _RDNA3,
         _VGPR_1536,
         cite(_SPECS, compute_units=60, l2_bytes=4 * _MIB, llc_bytes=64 * _MIB),
         cite(_VENDOR_PAGE, bandwidth_gbps=624.0),
         peaks(_RATES, float16=75.0, bfloat16=75.0, int8=75.0, float32=37.3),
     ),
-    build(
-        "gfx1102",
-        "rdna3",
-        "Radeon RX 7600",
+    Chip("gfx1102", "rdna3", "Radeon RX 7600").of(
         _RDNA3,
         _VGPR_1024,
         cite(_SPECS, compute_units=32, l2_bytes=2 * _MIB, llc_bytes=32 * _MIB),
@@ -244,30 +182,21 @@ AMD: tuple[Arch, ...] = (
         peaks(_VENDOR_PAGE, float16=43.0, bfloat16=43.0, int8=43.0, float32=21.5),
     ),
     # The three below share the system's memory, so their bandwidth is that of the machine and not of the chip.
-    build(
-        "gfx1103",
-        "rdna3",
-        "Radeon 780M",
+    Chip("gfx1103", "rdna3", "Radeon 780M").of(
         _RDNA3,
         _VGPR_1024,
         _APU,
         cite(_SPECS, compute_units=12, l2_bytes=2 * _MIB),
         peaks(_VENDOR_PAGE, float16=17.0, bfloat16=17.0, int8=17.0, float32=8.5),
     ),
-    build(
-        "gfx1150",
-        "rdna3.5",
-        "Radeon 890M",
+    Chip("gfx1150", "rdna3.5", "Radeon 890M").of(
         _RDNA3,
         _VGPR_1024,
         _APU,
         cite(_SPECS, compute_units=16, l2_bytes=2 * _MIB),
         peaks(_RATES, float16=24.0, bfloat16=24.0, int8=24.0, float32=12.0),
     ),
-    build(
-        "gfx1151",
-        "rdna3.5",
-        "Radeon 8060S",
+    Chip("gfx1151", "rdna3.5", "Radeon 8060S").of(
         _RDNA3,
         _VGPR_1536,
         _APU,
@@ -275,19 +204,13 @@ AMD: tuple[Arch, ...] = (
         cite("AMD Ryzen AI Max specifications (256 bit LPDDR5X-8000)", bandwidth_gbps=256.0),
         peaks(_RATES, float16=59.4, bfloat16=59.4, int8=59.4, float32=29.7),
     ),
-    build(
-        "gfx1200",
-        "rdna4",
-        "Radeon RX 9060 XT",
+    Chip("gfx1200", "rdna4", "Radeon RX 9060 XT").of(
         _RDNA4,
         cite(_SPECS, compute_units=32, l2_bytes=4 * _MIB, llc_bytes=32 * _MIB),
         cite(_VENDOR_PAGE, bandwidth_gbps=320.0),
         peaks(_VENDOR_PAGE, float16=103.0, bfloat16=103.0, float8=205.0, int8=205.0, float32=25.6),
     ),
-    build(
-        "gfx1201",
-        "rdna4",
-        "Radeon RX 9070 XT",
+    Chip("gfx1201", "rdna4", "Radeon RX 9070 XT").of(
         _RDNA4,
         cite(_SPECS, compute_units=64, l2_bytes=8 * _MIB, llc_bytes=64 * _MIB),
         cite("AMD RX 9070 XT specifications", bandwidth_gbps=645.0),

@@ -6,7 +6,7 @@ the occupancy rules of both vendors are one rule.
 
 from __future__ import annotations
 
-from rocm_sd.arch.facts import build, cite, peaks, unconfirmed
+from rocm_sd.arch.figures import Chip, cite, matrix, peaks, unconfirmed
 from rocm_sd.arch.types import Arch, Fp8, MatrixUnit
 
 __all__ = ["NVIDIA"]
@@ -39,7 +39,6 @@ _SM = (
         agprs_per_wave=0,
         agpr_file_bytes=0,
     )
-    | cite(_PTX, matrix_unit=MatrixUnit.TENSOR_CORE)
     | cite("CUDA programming guide, compute capabilities", integrated=False)
     | cite("Triton 3.9 NVIDIA backend", triton_backend="cuda", triton_supported=True)
 )
@@ -49,102 +48,68 @@ _WARPS_64 = cite(_GUIDE, max_waves_per_simd=16)
 _WARPS_48 = cite(_GUIDE, max_waves_per_simd=12)
 _WARPS_32 = cite(_GUIDE, max_waves_per_simd=8)
 
-_AMPERE_TYPES = frozenset({"float16", "bfloat16", "tf32", "int8", "int4"})
+_CORES = MatrixUnit.TENSOR_CORE
+_AMPERE = "float16 bfloat16 tf32 int8 int4"
+_HOPPER = "float16 bfloat16 tf32 float64 float8 int8"
 
 NVIDIA: tuple[Arch, ...] = (
-    build(
-        "sm_75",
-        "turing",
-        "Tesla T4",
+    Chip("sm_75", "turing", "Tesla T4").of(
         _SM,
         _WARPS_32,
         cite(_GUIDE, max_workgroups_per_cu=16, lds_per_cu=64 * _KIB, lds_per_workgroup=64 * _KIB),
         cite(_CALCULATOR, lds_granule=256, lds_reserved=0),
-        cite(_PTX, matrix_dtypes=frozenset({"float16", "int8", "int4"}), fp8=Fp8.NONE, has_bf16=False),
+        matrix(_PTX, _CORES, "float16 int8 int4", Fp8.NONE),
         cite(_DATA_SHEET, compute_units=40, l2_bytes=4 * _MIB, bandwidth_gbps=320.0),
         peaks(_DATA_SHEET, float16=65.0, int8=130.0, float32=8.1),
     ),
-    build(
-        "sm_80",
-        "ampere",
-        "A100 SXM 80GB",
+    Chip("sm_80", "ampere", "A100 SXM 80GB").of(
         _SM,
         _WARPS_64,
         cite(_GUIDE, max_workgroups_per_cu=32, lds_per_cu=164 * _KIB, lds_per_workgroup=163 * _KIB),
-        cite(_PTX, matrix_dtypes=_AMPERE_TYPES | {"float64"}, fp8=Fp8.NONE, has_bf16=True),
+        matrix(_PTX, _CORES, f"{_AMPERE} float64", Fp8.NONE),
         cite(_DATA_SHEET, compute_units=108, l2_bytes=40 * _MIB, bandwidth_gbps=2039.0),
         peaks(_DATA_SHEET, float16=312.0, bfloat16=312.0, tf32=156.0, int8=624.0, float32=19.5),
     ),
-    build(
-        "sm_86",
-        "ampere",
-        "GeForce RTX 3090",
+    Chip("sm_86", "ampere", "GeForce RTX 3090").of(
         _SM,
         _WARPS_48,
         cite(_GUIDE, max_workgroups_per_cu=16, lds_per_cu=100 * _KIB, lds_per_workgroup=99 * _KIB),
-        cite(_PTX, matrix_dtypes=_AMPERE_TYPES, fp8=Fp8.NONE, has_bf16=True),
+        matrix(_PTX, _CORES, _AMPERE, Fp8.NONE),
         cite(_DATA_SHEET, compute_units=82, l2_bytes=6 * _MIB, bandwidth_gbps=936.0),
         # With float32 accumulation, which is what a pipeline uses; float16 accumulation is twice as fast on GeForce.
         peaks(_DATA_SHEET, float16=71.0, bfloat16=71.0, tf32=35.6, int8=284.0, float32=35.6),
     ),
-    build(
-        "sm_89",
-        "ada",
-        "GeForce RTX 4090",
+    Chip("sm_89", "ada", "GeForce RTX 4090").of(
         _SM,
         _WARPS_48,
         cite(_GUIDE, max_workgroups_per_cu=24, lds_per_cu=100 * _KIB, lds_per_workgroup=99 * _KIB),
-        cite(_PTX, matrix_dtypes=_AMPERE_TYPES | {"float8"}, fp8=Fp8.OCP, has_bf16=True),
+        matrix(_PTX, _CORES, f"{_AMPERE} float8", Fp8.OCP),
         cite(_DATA_SHEET, compute_units=128, l2_bytes=72 * _MIB, bandwidth_gbps=1008.0),
         peaks(_DATA_SHEET, float16=165.2, bfloat16=165.2, float8=330.3, tf32=82.6, int8=660.6, float32=82.6),
     ),
-    build(
-        "sm_90",
-        "hopper",
-        "H200 SXM",
+    Chip("sm_90", "hopper", "H200 SXM").of(
         _SM,
         _WARPS_64,
         cite(_GUIDE, max_workgroups_per_cu=32, lds_per_cu=228 * _KIB, lds_per_workgroup=227 * _KIB),
-        cite(
-            _PTX,
-            matrix_dtypes=frozenset({"float16", "bfloat16", "tf32", "float64", "float8", "int8"}),
-            fp8=Fp8.OCP,
-            has_bf16=True,
-        ),
+        matrix(_PTX, _CORES, _HOPPER, Fp8.OCP),
         cite("cuDeviceGetAttribute on an H200", compute_units=132, l2_bytes=60 * _MIB),
         cite("NVIDIA H200 product page", bandwidth_gbps=4800.0),
         peaks(_HOPPER_RATES, float16=989.4, bfloat16=989.4, float8=1978.9, tf32=494.7, int8=1978.9, float32=66.9),
     ),
-    build(
-        "sm_100",
-        "blackwell",
-        "B200",
+    Chip("sm_100", "blackwell", "B200").of(
         _SM,
         _WARPS_64,
         cite(_GUIDE, max_workgroups_per_cu=32, lds_per_cu=228 * _KIB, lds_per_workgroup=227 * _KIB),
-        cite(
-            _PTX,
-            matrix_dtypes=frozenset({"float16", "bfloat16", "tf32", "float64", "float8", "float6", "float4", "int8"}),
-            fp8=Fp8.OCP,
-            has_bf16=True,
-        ),
+        matrix(_PTX, _CORES, f"{_HOPPER} float6 float4", Fp8.OCP),
         cite(_DATA_SHEET, compute_units=148, bandwidth_gbps=8000.0),
         cite(unconfirmed("NVIDIA Blackwell tuning guide"), l2_bytes=126 * _MIB),
         peaks(_DATA_SHEET, float16=2250.0, bfloat16=2250.0, float8=4500.0, tf32=1125.0, float32=75.0),
     ),
-    build(
-        "sm_120",
-        "blackwell",
-        "GeForce RTX 5090",
+    Chip("sm_120", "blackwell", "GeForce RTX 5090").of(
         _SM,
         _WARPS_48,
         cite(_GUIDE, max_workgroups_per_cu=24, lds_per_cu=100 * _KIB, lds_per_workgroup=99 * _KIB),
-        cite(
-            _PTX,
-            matrix_dtypes=frozenset({"float16", "bfloat16", "tf32", "float8", "float6", "float4", "int8"}),
-            fp8=Fp8.OCP,
-            has_bf16=True,
-        ),
+        matrix(_PTX, _CORES, "float16 bfloat16 tf32 float8 float6 float4 int8", Fp8.OCP),
         cite(_DATA_SHEET, compute_units=170, l2_bytes=96 * _MIB, bandwidth_gbps=1792.0),
         peaks(_DATA_SHEET, float16=209.5, bfloat16=209.5, float8=419.0, tf32=104.8, float32=104.8),
     ),

@@ -17,7 +17,7 @@ class Vendor(Enum):
 
     @classmethod
     def of(cls, name: str) -> Vendor:
-        """Of an architecture: that is what the prefix of its name means."""
+        """The vendor of an architecture, which the prefix of its name says."""
         return cls.AMD if name.startswith("gfx") else cls.NVIDIA if name.startswith(("sm_", "nvidia")) else cls.NONE
 
 
@@ -117,12 +117,6 @@ class Arch:
     def agprs_unified(self) -> bool:
         """True where accumulation registers are carved out of the VGPR file (gfx90a and later)."""
         return bool(self.agprs_per_wave) and not self.agpr_file_bytes
-
-    @property
-    def lds_per_wgp(self) -> int | None:
-        if self.lds_per_cu is None or self.cus_per_wgp is None:
-            return None
-        return self.lds_per_cu * self.cus_per_wgp
 
     def vgprs_per_simd(self, wave_size: int) -> int | None:
         """Registers of one SIMD as one lane of a wave sees them: 1536 on gfx1100 at wave32, 768 at wave64."""

@@ -9,7 +9,6 @@ A package adds an engine by naming an `Engine`, or a function that returns one, 
 from __future__ import annotations
 
 import importlib.metadata
-import logging
 import tempfile
 from dataclasses import dataclass
 from importlib import import_module
@@ -19,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import rocm_sd
+from rocm_sd import plugging
 from rocm_sd.errors import Unsupported, require_one_of
 
 if TYPE_CHECKING:
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 __all__ = ["BUILT_IN", "ENTRY_POINTS", "Engine", "chosen", "default_names", "engines", "stock"]
 
 ENTRY_POINTS = "rocm_sd.bench_engines"
-log = logging.getLogger("rocm_sd")
 
 
 @dataclass(frozen=True)
@@ -138,27 +137,7 @@ BUILT_IN: tuple[Engine, ...] = (
 
 def engines() -> dict[str, Engine]:
     """All that are built in or installed, by name. One that cannot be loaded is skipped, with a warning."""
-    found = {engine.name: engine for engine in BUILT_IN}
-    for point in importlib.metadata.entry_points(group=ENTRY_POINTS):
-        try:
-            loaded = point.load()
-            engine = loaded if isinstance(loaded, Engine) else loaded()
-        except Exception as error:  # noqa: BLE001 -- any fault of another package: it must not stop this one
-            log.warning(
-                "the engine %s is skipped: %s cannot be loaded (%s: %s)",
-                point.name, point.value, type(error).__name__, error,
-            )  # fmt: skip
-            continue
-        if not isinstance(engine, Engine):
-            log.warning(
-                "the engine %s is skipped: %s is a %s and no rocm_sd.bench.engines.Engine",
-                point.name, point.value, type(engine).__name__,
-            )  # fmt: skip
-        elif engine.name in found:
-            log.warning("the engine %s of %s is skipped: there is one of that name", engine.name, point.value)
-        else:
-            found[engine.name] = engine
-    return found
+    return plugging.by_name(ENTRY_POINTS, Engine, "engine", BUILT_IN)
 
 
 def default_names(device: torch.device) -> tuple[str, ...]:

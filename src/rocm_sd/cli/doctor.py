@@ -77,7 +77,7 @@ def doctor(
     rocm-sd doctor --record ./my-machine
 
     Each measurement runs in a process of its own: a crash or a hang costs one answer. A check that could not run is
-    told as unknown, never as a pass. The exit code is 1 where there is a problem; with a command after -- it is the
+    unknown, and never a pass. The exit code is 1 where there is a problem; with a command after -- it is the
     command's. All checks are explained in docs/doctor.md.
     """
     from rocm_sd.doctor import treatment as treating
@@ -114,10 +114,10 @@ def _require_sense(
         hint = "Type: rocm-sd doctor --fix -- COMMAND"
         raise InvalidOption("--", " ".join(command), [], hint=hint)
     if undo and fix:
-        raise InvalidOption("--undo", "beside --fix", [], hint="Type one of them.")
+        raise InvalidOption("--undo", "together with --fix", [], hint="Type one of them.")
     if machine is not None and (fix or undo or record is not None):
         hint = "A recorded machine is not the one at hand: it can be looked at, and not changed or recorded."
-        raise InvalidOption("--machine", f"{machine} beside --fix, --undo or --record", [], hint=hint)
+        raise InvalidOption("--machine", f"{machine} together with --fix, --undo or --record", [], hint=hint)
 
 
 def _examined(
@@ -151,14 +151,14 @@ def _examined(
 
 
 def _as_json(facts: Facts, examined: Sequence[Examined], treatment: Treatment | None) -> dict[str, Any]:
-    told: dict[str, Any] = {"facts": facts.to_json(), "findings": [_row(each) for each in examined]}
+    content: dict[str, Any] = {"facts": asdict(facts), "findings": [_row(each) for each in examined]}
     if treatment is not None:
-        told["fix"] = {
+        content["fix"] = {
             "env": dict(treatment.env),
             "unset": list(treatment.unset),
             "left": [{"of": name, "reason": reason} for name, reason in treatment.left],
         }
-    return told
+    return content
 
 
 def _row(each: Examined) -> dict[str, Any]:
@@ -177,7 +177,7 @@ def _show(console: Console, examined: Sequence[Examined]) -> None:
             console.print()
     counts = Counter(each.finding.status.value for each in examined)
     console.print(
-        f"{counts['problem']} problem(s), {counts['ok']} ok, {counts['unknown']} could not be told, "
+        f"{counts['problem']} problem(s), {counts['ok']} ok, {counts['unknown']} unknown, "
         f"{counts['not here']} do not arise here"
     )
     _show_absent(console, examined)

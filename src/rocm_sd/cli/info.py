@@ -124,18 +124,18 @@ def _ops(device: torch.device) -> list[dict[str, Any]]:
         assert op.verification is not None
         typical = op.tuning.buckets[0].sample
         problem = op.verification.problem(*typical.make(filled=False))
-        brought = [extra.implementation for extra in plugins.of_op(op.name)]
+        plugged = [plug_in.implementation for plug_in in plugins.of_op(op.name)]
         choice = op.named(problem, device)
-        names = [each.name for each in (*op.implementations, *brought)]
+        names = [each.name for each in (*op.implementations, *plugged)]
         set_aside = {name: aside.get((op.name, name, op.kernel_hash(name))) for name in names}
         used = op.implementations[0].name if set_aside[choice.implementation] else choice.implementation
         implementations = []
-        for implementation in (*op.implementations, *brought):
+        for implementation in (*op.implementations, *plugged):
             proven = [p for p in proofs() if (p.op, p.implementation) == (op.name, implementation.name)]
             implementations.append(
                 {
                     "name": implementation.name,
-                    "plug_in": implementation in brought,
+                    "plug_in": implementation in plugged,
                     "why_not_here": implementation.why_not(problem, device),
                     "quarantined": set_aside[implementation.name],
                     "chosen_here": implementation.name == used,
@@ -180,13 +180,13 @@ def _show(facts: dict[str, Any]) -> None:
     machine.add_row("database", Text(database["path"]))
     console.print(machine)
 
-    ops = Table("op", "used here", "beside it", "proven here", title="Operators", title_justify="left")
+    ops = Table("op", "used here", "others", "proven here", title="Operators", title_justify="left")
     for op in facts["ops"]:
         known = op["implementations"]
         used = next(_named(i) for i in known if i["chosen_here"])
-        beside = [_named(i) for i in known if not (i["chosen_here"] or i["why_not_here"] or i["quarantined"])]
+        available = [_named(i) for i in known if not (i["chosen_here"] or i["why_not_here"] or i["quarantined"])]
         proven = [p["rung"] for i in known for p in i["proven"] if p["arch"] == device["arch"]]
-        ops.add_row(op["name"], used, ", ".join(beside) or "nothing", ", ".join(proven) or "no")
+        ops.add_row(op["name"], used, ", ".join(available) or "nothing", ", ".join(proven) or "no")
     console.print(ops)
     console.print(
         "At a typical call of each; --json has every implementation, with the reason that it cannot run here."
@@ -206,6 +206,6 @@ def _measured(database: dict[str, Any]) -> str:
         return "nothing yet; type: rocm-sd tune"
     aside = sum(one["here"] for one in database["quarantined"])
     others = database["measurements"] - database["measurements_here"]
-    told = f"{database['measurements_here']} configs timed, {aside} candidates set aside"
-    told += f"; {others} configs for other cards or versions" if others else ""
-    return told if database["why_not_kept"] is None else f"{told}; not written to: {database['why_not_kept']}"
+    counts = f"{database['measurements_here']} configs timed, {aside} candidates set aside"
+    counts += f"; {others} configs for other cards or versions" if others else ""
+    return counts if database["why_not_kept"] is None else f"{counts}; not written to: {database['why_not_kept']}"

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import errno
 import tempfile
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 from PIL.PngImagePlugin import PngInfo
 
-from rocm_sd import files
 from rocm_sd.errors import InvalidOption, NoDiskSpace
+from rocm_sd.files import whole, write_text
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
     from pathlib import Path
 
 __all__ = ["difference", "save_png", "save_text", "sheet", "writable_folder"]
@@ -38,29 +37,17 @@ def writable_folder(folder: Path) -> Path:
     return folder
 
 
-@contextmanager
-def _whole(path: Path) -> Iterator[Path]:
-    try:
-        with files.whole(path) as unfinished:
-            yield unfinished
-    except OSError as error:
-        if error.errno == errno.ENOSPC:
-            raise NoDiskSpace(path) from error
-        raise
-
-
 def save_png(image: Image.Image, path: Path, parameters: Mapping[str, object]) -> None:
     metadata = PngInfo()
     metadata.add_text("Software", "rocm-sd")
     for name, value in parameters.items():
         metadata.add_itxt(name, str(value))
-    with _whole(path) as unfinished:
+    with whole(path) as unfinished:
         image.save(unfinished, format="PNG", pnginfo=metadata)
 
 
 def save_text(text: str, path: Path) -> None:
-    with _whole(path) as unfinished:
-        unfinished.write_text(text, encoding="utf-8")
+    write_text(path, text)
 
 
 def difference(first: Image.Image, second: Image.Image, gain: int = 20) -> tuple[Image.Image, int]:

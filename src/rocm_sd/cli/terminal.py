@@ -34,7 +34,7 @@ def bar(
 ) -> Iterator[Callable[..., None]]:
     """A bar, which is gone at its end; it gives `update(completed=3, description="what is under way")`.
 
-    On standard error unless told otherwise, so that --json leaves nothing but JSON on standard output. `share`: it
+    On standard error unless `console` is given, so that --json leaves nothing but JSON on standard output. `share`: it
     shows a percentage, and not how many of how many.
     """
     done = TaskProgressColumn() if share else MofNCompleteColumn()
@@ -44,7 +44,7 @@ def bar(
 
 
 def say(console: Console, line: str) -> None:
-    """As it is, whatever looks like markup in it, and on one line however narrow the terminal: it can be copied."""
+    """Print it as it is, with what looks like markup, on one line however narrow the terminal: it can be copied."""
     console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
@@ -56,5 +56,5 @@ def batch_sizes(text: str) -> tuple[int, ...]:
 
 
 def parts(text: str | None) -> list[str]:
-    """Of "a, b" each once."""
+    """The parts of "a, b", each once."""
     return list(dict.fromkeys(part.strip() for part in (text or "").split(",") if part.strip()))

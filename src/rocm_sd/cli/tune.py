@@ -19,7 +19,10 @@ from rocm_sd.errors import InvalidOption, RocmSdError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import torch
+
     from rocm_sd.tuning.database import Database, Entry
+    from rocm_sd.tuning.search.tuner import TunerOptions
 
 __all__ = ["tune"]
 
@@ -100,55 +103,53 @@ def tune(
     elif listed:
         _list(database, device, as_json=as_json)
     else:
-        _search(
-            database, device, begun, names[0] if names else None, _sizes(sizes), batch_sizes(batch), parts(ops),
-            _seconds(budget), timeout, jobs, strategy, fresh=fresh, as_json=as_json,
-        )  # fmt: skip
+        from rocm_sd.integrations.diffusers.loading import default_device
+        from rocm_sd.tuning.search import ahead, halving
+        from rocm_sd.tuning.search.tuner import TunerOptions
+
+        asked = (names[0] if names else None, _sizes(sizes), batch_sizes(batch), parts(ops))
+        seconds, on, chosen = _seconds(budget), default_device(device), halving.strategy(strategy)
+        options = TunerOptions(seconds, timeout, jobs or ahead.default_jobs(on), chosen, fresh)
+        _search(database, on, options, begun, *asked, as_json=as_json)
 
 
 def _search(
     database: Database,
-    device: str | None,
+    device: torch.device,
+    options: TunerOptions,
     begun: float,
     model: str | None,
     sizes: Sequence[tuple[int, int]],
     batches: Sequence[int],
     ops: Sequence[str],
-    budget_s: float,
-    timeout_s: float,
-    jobs: int | None,
-    strategy: str,
     *,
-    fresh: bool,
     as_json: bool,
 ) -> None:
     from rocm_sd.bench import tracing
-    from rocm_sd.integrations.diffusers.loading import default_device, hush
-    from rocm_sd.tuning.search import ahead, candidates, halving
-    from rocm_sd.tuning.search.tuner import Tuner, TunerOptions, TunerProgress
+    from rocm_sd.integrations.diffusers.loading import hush
+    from rocm_sd.tuning.search import candidates
+    from rocm_sd.tuning.search.tuner import Tuner, TunerProgress
 
-    on = default_device(device)
     hush()
-    chosen = halving.strategy(strategy)
     with bar("loading the model", share=True) as update:
         for name in ops:
             candidates.operation(name)
-        traced = tracing.trace(tracing.workload(model, on), sizes, batches, ops, lambda what: update(description=what))
+        asked = tracing.workload(model, device)
+        traced = tracing.trace(asked, sizes, batches, ops, lambda what: update(description=what))
     with bar("tuning", 1.0, share=True) as update:
 
         def show(step: TunerProgress) -> None:
             described = f"{step.what} ({step.best})" if step.best else step.what
             update(completed=step.share, description=escape(described))
 
-        options = TunerOptions(budget_s, timeout_s, jobs or ahead.default_jobs(on), chosen, fresh)
-        tuner = Tuner(on, database, options, show)
+        tuner = Tuner(device, database, options, show)
         searching = time.monotonic()
         outcomes = tuner.run(traced, begun)
         took = time.monotonic() - searching
     if as_json:
         typer.echo(json.dumps([outcome.to_dict() for outcome in outcomes], indent=2))
     else:
-        tune_tables.show_outcomes(Console(), outcomes, took, on_cpu=on.type == "cpu")
+        tune_tables.show_outcomes(Console(), outcomes, took, on_cpu=device.type == "cpu")
     if tuner.interrupted:
         Console(stderr=True).print("Stopped. What was measured is kept; the same command continues.", soft_wrap=True)
         raise typer.Exit(INTERRUPTED)
@@ -156,18 +157,17 @@ def _search(
 
 def _moved(database: Database, import_: Path | None, export: Path | None) -> None:
     console = Console()
-    for file, what, move in (
-        (import_, "--import", database.import_json),
-        (export, "--export", database.export_json),
+    for file, option, move, verb, done in (
+        (import_, "--import", database.import_json, "read", "taken from"),
+        (export, "--export", database.export_json, "written", "written to"),
     ):
         if file is None:
             continue
         try:
             count = move(file)
         except OSError as error:
-            hint = f"It cannot be {'read' if file is import_ else 'written'}: {error.strerror or error}."
-            raise InvalidOption(what, str(file), [], hint=hint) from error
-        done = "taken from" if file is import_ else "written to"
+            hint = f"It cannot be {verb}: {error.strerror or error}."
+            raise InvalidOption(option, str(file), [], hint=hint) from error
         say(console, f"{count} measurements {done} {file}")
 
 
@@ -247,16 +247,12 @@ def _tune_static(ops: list[str], arch: str | None, out: Path | None, jobs: int |
     if planned.skipped:
         Console(stderr=True).print(escape(planned.skipped), soft_wrap=True)
     with bar("tuning", planned.tasks) as update:
-        found = sweep.tune(
-            planned,
-            out or sweep.DATA,
-            jobs=jobs,
-            progress=lambda what: update(advance=1, description=what),
-        )
+        folder = out or sweep.DATA
+        found = sweep.tune(planned, folder, jobs=jobs, progress=lambda what: update(advance=1, description=what))
     if as_json:
         typer.echo(json.dumps([each.to_dict() for each in found], indent=2))
     else:
-        tune_tables.show_static(Console(), found, out or sweep.DATA)
+        tune_tables.show_static(Console(), found, folder)
     failed = [each.error for each in found if each.error]
     if failed:
         raise RocmSdError(

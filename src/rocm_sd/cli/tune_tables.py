@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from rocm_sd.tuning.search.results import TuningResult
+    from rocm_sd.tuning.search.tuner import TuningResult
     from rocm_sd.tuning.static.data_files import BucketResult
 
 __all__ = ["described", "show_known", "show_outcomes", "show_static"]
@@ -85,7 +85,7 @@ def _tried(row: Mapping[str, Any]) -> str:
 
 
 def _by_op(title: str, rows: Iterable[tuple[Any, ...]], *figures: str) -> Table:
-    """Of rows (op, problem, chosen, figures ...): those of one op under its name, in the order of the first of each."""
+    """Group rows (op, problem, chosen, figures ...) under the name of their op, in the order of the first of each."""
     table = Table(title=title, title_justify="left")
     table.add_column("problem")
     table.add_column("chosen", no_wrap=True)

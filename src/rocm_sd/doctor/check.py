@@ -6,8 +6,10 @@ A check that cannot run says so, and never reports a pass: what is not as it sho
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import wraps
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -16,8 +18,8 @@ if TYPE_CHECKING:
     from rocm_sd.doctor.facts import Facts
 
 __all__ = [
-    "CannotRun", "Check", "Finding", "Fix", "Probe", "Probes", "Status", "flag", "is_on", "number", "on_the_gpu",
-    "rows", "text",
+    "CannotRun", "Check", "Finding", "Fix", "Probe", "Probes", "Status", "check", "fine", "flag", "is_on",
+    "measured_check", "not_here", "number", "on_the_gpu", "problem", "rows", "text", "unknown",
 ]  # fmt: skip
 
 
@@ -35,7 +37,7 @@ class CannotRun(Exception):
 
 
 class Probes(Protocol):
-    def ask(self, name: str, **arguments: Any) -> Mapping[str, Any]:
+    def ask(self, name: str) -> Mapping[str, Any]:
         """Run the probe of that name, in a process of its own, and give its answer; or raise CannotRun."""
 
 
@@ -64,6 +66,22 @@ class Finding:
     measured: Mapping[str, Any] = field(default_factory=dict)
 
 
+def fine(says: str, means: str = "", *, measured: Mapping[str, Any] | None = None) -> Finding:
+    return Finding(Status.OK, says, means, measured=measured or {})
+
+
+def problem(says: str, means: str, fix: Fix, measured: Mapping[str, Any] | None = None) -> Finding:
+    return Finding(Status.PROBLEM, says, means, fix, measured or {})
+
+
+def unknown(says: str, means: str = "") -> Finding:
+    return Finding(Status.UNKNOWN, says, means)
+
+
+def not_here(says: str, means: str = "", *, measured: Mapping[str, Any] | None = None) -> Finding:
+    return Finding(Status.NOT_HERE, says, means, measured=measured or {})
+
+
 @dataclass(frozen=True)
 class Probe:
     """What a check measures. It runs in a process of its own, and its name is the key of a recorded answer.
@@ -87,6 +105,32 @@ class Check:
     probe: Probe | None = None
 
 
+def check(*, measures: str, reports: str, probe: Probe | None = None) -> Callable[[Callable[..., Finding]], Check]:
+    """Make a check of `name(facts, probes)`. The question is the first line of its module's docstring.
+
+    `reports` are the links on GitHub, as people write them there: "ROCm/ROCm#3060 pytorch/pytorch/pull/170780".
+    """
+    links = tuple(f"https://github.com/{each.replace('#', '/issues/')}" for each in reports.split())
+
+    def made(run: Callable[..., Finding]) -> Check:
+        question = (sys.modules[run.__module__].__doc__ or "").partition("\n")[0]
+        return Check(run.__name__, question, measures, links, run, probe)
+
+    return made
+
+
+def measured_check(
+    *, measures: str, reports: str, probe: Probe, also_on_cpu: bool = False
+) -> Callable[[Callable[[Facts, Mapping[str, Any]], Finding]], Check]:
+    """Make a check of `name(facts, answer)`, which judges what the probe measured."""
+
+    def made(judge: Callable[[Facts, Mapping[str, Any]], Finding]) -> Check:
+        run = wraps(judge)(on_the_gpu(probe, judge, also_on_cpu=also_on_cpu))
+        return check(measures=measures, reports=reports, probe=probe)(run)
+
+    return made
+
+
 def on_the_gpu(
     probe: Probe, judge: Callable[[Facts, Mapping[str, Any]], Finding], *, also_on_cpu: bool = False
 ) -> Callable[[Facts, Probes], Finding]:
@@ -98,7 +142,7 @@ def on_the_gpu(
     def run(facts: Facts, probes: Probes) -> Finding:
         has_gpu = bool(facts.gpus or facts.torch.devices)
         if not has_gpu and not also_on_cpu:
-            return Finding(Status.NOT_HERE, "There is no GPU to measure.")
+            return not_here("There is no GPU to measure.")
         answer = probes.ask(probe.name)
         try:
             if has_gpu and is_on(answer, "cpu"):

@@ -8,7 +8,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from rocm_sd.doctor import checks as checks_package
-from rocm_sd.doctor.check import CannotRun, Check, Finding, Probe, Probes, Status
+from rocm_sd.doctor.check import CannotRun, Check, Finding, Probe, Probes, unknown
 from rocm_sd.errors import require_one_of
 
 if TYPE_CHECKING:
@@ -27,8 +27,9 @@ class Examined:
 
 def all_checks() -> tuple[Check, ...]:
     """Every module in doctor/checks/, by name. One that cannot be imported is a check that says so."""
-    names = sorted(module.name for module in pkgutil.iter_modules(checks_package.__path__))
-    return tuple(_check(f"{checks_package.__name__}.{name}") for name in names)
+    return tuple(
+        _check(name) for name in sorted(module.name for module in pkgutil.iter_modules(checks_package.__path__))
+    )
 
 
 def all_probes() -> dict[str, Probe]:
@@ -47,7 +48,7 @@ def chosen_checks(names: Sequence[str]) -> tuple[Check, ...]:
 def examine(
     facts: Facts, probes: Probes, checks: Sequence[Check], progress: Callable[[str], None] | None = None
 ) -> tuple[Examined, ...]:
-    """In the order of `checks`; `progress` is told the name of each before it is run."""
+    """Run the checks in their order; `progress` gets the name of each before it is run."""
     examined = []
     for check in checks:
         if progress is not None:
@@ -60,17 +61,17 @@ def _run(check: Check, facts: Facts, probes: Probes) -> Finding:
     try:
         return check.run(facts, probes)
     except CannotRun as reason:
-        return Finding(Status.UNKNOWN, f"It could not be run: {str(reason).rstrip('.')}.")
+        return unknown(f"It could not be run: {str(reason).rstrip('.')}.")
     except Exception as error:  # noqa: BLE001 -- a fault of one check must not end the others, nor pass for health
-        return Finding(Status.UNKNOWN, f"The check itself failed: {type(error).__name__}: {error}.")
+        return unknown(f"The check itself failed: {type(error).__name__}: {error}.")
 
 
-def _check(module: str) -> Check:
+def _check(name: str) -> Check:
     try:
-        found = import_module(module).CHECK
+        found = getattr(import_module(f"{checks_package.__name__}.{name}"), name)
     except Exception as error:  # noqa: BLE001 -- whatever a broken module raises, the others are still wanted
-        return _broken(module.rsplit(".", 1)[-1], f"{type(error).__name__}: {error}")
-    return found if isinstance(found, Check) else _broken(module.rsplit(".", 1)[-1], "its CHECK is no check")
+        return _broken(name, f"{type(error).__name__}: {error}")
+    return found if isinstance(found, Check) else _broken(name, f"its {name} is no check")
 
 
 def _broken(name: str, reason: str) -> Check:

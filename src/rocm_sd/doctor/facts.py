@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping  # noqa: TC003 -- read at run time, with the other types of the dataclasses
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
 from rocm_sd import arch
-from rocm_sd.typed_json import read
 
 __all__ = ["WATCHED", "Facts", "Gpu", "TorchDevice", "TorchFacts", "known_as", "numbers", "visible_to_torch"]
 
@@ -57,7 +55,7 @@ WATCHED = (
 class Gpu:
     """A GPU as the kernel lists it. `index` is its place in that list, which HIP_VISIBLE_DEVICES counts in.
 
-    `gfx` is the real one, whatever HSA_OVERRIDE_GFX_VERSION says; sizes are in bytes, and None is what is not told.
+    `gfx` is the real one, whatever HSA_OVERRIDE_GFX_VERSION says; sizes are in bytes, and None is what is not known.
     """
 
     index: int
@@ -130,8 +128,8 @@ class Facts:
     @property
     def amd(self) -> tuple[Gpu, ...]:
         """As the kernel lists them; where it lists none (WSL2, Windows), as torch does."""
-        told = enumerate(self.torch.devices if self.torch.build == "rocm" else ())
-        return self.listed_amd or tuple(_as_torch_lists(device, index) for index, device in told)
+        listed = self.torch.devices if self.torch.build == "rocm" else ()
+        return self.listed_amd or tuple(_as_torch_lists(device, index) for index, device in enumerate(listed))
 
     @property
     def cards(self) -> tuple[Gpu, ...]:
@@ -159,7 +157,7 @@ class Facts:
         return max(self.cards or self.amd, key=lambda gpu: gpu.compute_units or 0, default=None)
 
     def called(self, gpu: Gpu) -> str:
-        """Its product name where torch tells it; the kernel knows the chip's name alone."""
+        """Its product name where torch has it; the kernel knows the chip's name alone."""
         of_torch = (
             each.name for each in self.torch.devices if each.pci_address and each.pci_address == gpu.pci_address
         )
@@ -172,15 +170,8 @@ class Facts:
 
     @property
     def arch(self) -> arch.Arch | None:
-        """The table's entry of the GPU in use: NVIDIA's names are not told by the kernel, so None there."""
+        """The table's entry of the GPU in use: the kernel knows no names of NVIDIA's, so None there."""
         return arch.get(self.gfx) if self.gfx else None
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, record: Mapping[str, Any]) -> Facts:
-        return read(cls, record)
 
 
 def known_as(gfx: str) -> arch.Arch:
@@ -218,7 +209,7 @@ def visible_to_torch(facts: Facts) -> tuple[Gpu, ...]:
 
 
 def _as_the_kernel_lists(device: TorchDevice, facts: Facts) -> Gpu:
-    """By its place on the bus, else by gfx and kind, else by what is visible; what is not listed, as torch tells."""
+    """Find it by its place on the bus, else by gfx and kind, else by what is visible; else it is as torch lists it."""
     for gpu in facts.gpus:
         if device.pci_address is not None and gpu.pci_address == device.pci_address:
             return gpu

@@ -10,6 +10,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from rocm_sd.doctor.check import CannotRun
+from rocm_sd.doctor.probing.isolated import ending
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -25,28 +26,23 @@ _MODULE = "rocm_sd.doctor.probing"
 class LiveProbes:
     """`python -m rocm_sd.doctor.probing NAME ARGUMENTS` in a process of its own, whose end costs one answer.
 
-    `answers` keeps what was told, under the probe's name, so that it is asked once and can be recorded.
+    `answers` keeps them under the probe's name, so that it is asked once and can be recorded.
     """
 
     def __init__(self, *, quick: bool = False, patience: float = PATIENCE_S, module: str = _MODULE) -> None:
         self.answers: dict[str, dict[str, Any]] = {}
-        self._quick = quick
+        self._arguments = json.dumps({"quick": True} if quick else {})
         self._patience = patience
         self._module = module
-        self._asked: dict[str, dict[str, Any]] = {}
 
-    def ask(self, name: str, **arguments: Any) -> Mapping[str, Any]:
-        if self._quick:
-            arguments.setdefault("quick", True)
-        text = json.dumps(arguments, sort_keys=True)
-        question = f"{name} {text}"
-        if question not in self._asked:
+    def ask(self, name: str) -> Mapping[str, Any]:
+        if name not in self.answers:
             try:
-                self._asked[question] = answer_of(f"the probe {name}", [self._module, name, text], self._patience)
+                asked = [self._module, name, self._arguments]
+                self.answers[name] = answer_of(f"the probe {name}", asked, self._patience)
             except CannotRun as reason:
-                self._asked[question] = {"cannot": str(reason)}
-            self.answers[name] = self._asked[question]
-        return _answer(self._asked[question])
+                self.answers[name] = {"cannot": str(reason)}
+        return _answer(self.answers[name])
 
 
 class RecordedProbes:
@@ -55,7 +51,7 @@ class RecordedProbes:
     def __init__(self, answers: Mapping[str, Any]) -> None:
         self._answers = answers
 
-    def ask(self, name: str, **_arguments: Any) -> Mapping[str, Any]:
+    def ask(self, name: str) -> Mapping[str, Any]:
         if name not in self._answers:
             raise CannotRun(f"the answer of the probe {name} was not recorded")
         answer = self._answers[name]
@@ -64,10 +60,10 @@ class RecordedProbes:
         return _answer(answer)
 
 
-def _answer(told: dict[str, Any]) -> Mapping[str, Any]:
-    if "cannot" in told:
-        raise CannotRun(str(told["cannot"]))
-    return told
+def _answer(given: dict[str, Any]) -> Mapping[str, Any]:
+    if "cannot" in given:
+        raise CannotRun(str(given["cannot"]))
+    return given
 
 
 def answer_of(who: str, module: Sequence[str], patience: float) -> dict[str, Any]:
@@ -86,7 +82,7 @@ def answer_of(who: str, module: Sequence[str], patience: float) -> dict[str, Any
         start_new_session=True,
     )
     try:
-        told, errors = running.communicate(timeout=patience)
+        printed, errors = running.communicate(timeout=patience)
     except subprocess.TimeoutExpired:
         _end(running)
         raise CannotRun(f"{who} did not answer within {patience:.0f} s") from None
@@ -94,9 +90,9 @@ def answer_of(who: str, module: Sequence[str], patience: float) -> dict[str, Any
         _end(running)
         raise
     if running.returncode != 0:
-        raise CannotRun(f"{who} {_ending(running.returncode)}{_last_line(errors)}")
+        raise CannotRun(f"{who} {ending(running.returncode)}{_last_line(errors)}")
     # Drivers print to standard output, too: the answer is the last line.
-    lines = told.strip().splitlines()
+    lines = printed.strip().splitlines()
     if not lines:
         raise CannotRun(f"{who} ended without an answer")
     try:
@@ -118,15 +114,6 @@ def _end(running: subprocess.Popen[str]) -> None:
     except subprocess.TimeoutExpired:
         # A process that waits inside a hung driver cannot be ended: it is left behind, and the examination goes on.
         return
-
-
-def _ending(code: int) -> str:
-    if code >= 0:
-        return f"ended with code {code}"
-    try:
-        return f"crashed ({signal.Signals(-code).name})"
-    except ValueError:
-        return f"crashed (signal {-code})"
 
 
 def _last_line(errors: str) -> str:

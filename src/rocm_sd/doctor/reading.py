@@ -20,7 +20,7 @@ from rocm_sd.typed_json import read
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-__all__ = ["PACKAGES", "gather", "gpus_in"]
+__all__ = ["PACKAGES", "cards", "gather", "gpus_in"]
 
 PACKAGES = (
     "accelerate",
@@ -47,14 +47,14 @@ def gather(root: Path | None = None, environment: Mapping[str, str] | None = Non
     """The machine at hand. `root` is where sys/, proc/ and opt/ are, `environment` what its variables are."""
     root = root or Path("/")
     given = os.environ if environment is None else environment
-    told = _ask_torch(_PATIENCE_S)
-    torch = _torch_facts(told)
+    answer = _ask_torch(_PATIENCE_S)
+    torch = _torch_facts(answer)
     return Facts(
         system=host.system_name(platform.system(), platform.release()),
         python=platform.python_version(),
         kernel=host.version_digits(platform.release()) if platform.system() == "Linux" else None,
-        rocm=told.get("rocm") or _rocm_version(root) or _rocm_of(torch.version),
-        miopen=told.get("miopen"),
+        rocm=answer.get("rocm") or _rocm_version(root) or _rocm_of(torch.version),
+        miopen=answer.get("miopen"),
         memory_total=_memory(root),
         gpus=gpus_in(root),
         torch=torch,
@@ -64,8 +64,8 @@ def gather(root: Path | None = None, environment: Mapping[str, str] | None = Non
 
 
 def gpus_in(root: Path) -> tuple[Gpu, ...]:
-    """In the order of the kernel's nodes, which is the order that HIP_VISIBLE_DEVICES counts in."""
-    memory = dict(_memory_by_address(root))
+    """List the GPUs in the order of the kernel's nodes, which is the order that HIP_VISIBLE_DEVICES counts in."""
+    memory = {address: _sizes(device) for device, address in cards(root)}
     found = sorted(arch.find_gpus(root), key=lambda gpu: (gpu.vendor.value, -1 if gpu.node is None else gpu.node))
     gpus: list[Gpu] = []
     for gpu in found:
@@ -89,19 +89,19 @@ def gpus_in(root: Path) -> tuple[Gpu, ...]:
     return tuple(gpus)
 
 
-def _memory_by_address(root: Path) -> Iterator[tuple[str, dict[str, int]]]:
-    """amdgpu tells the sizes of its memories in a card's folder: video memory, and what it may take of the system's."""
-    folder = root / _DRM
-    if not folder.is_dir():
-        return
-    for card in sorted(folder.glob("card[0-9]*")):
+def cards(root: Path) -> Iterator[tuple[Path, str]]:
+    """The device folder of each card with its PCI address, which a copy has in its uevent and not as a link."""
+    for card in sorted((root / _DRM).glob("card[0-9]*")):
         device = card / "device"
-        if "-" in card.name or not device.is_dir():
-            continue
-        slot = re.search(r"^PCI_SLOT_NAME=(\S+)$", read_text(device / "uevent"), re.MULTILINE)
-        sizes = {name: read_text(device / f"mem_info_{name}") for name in ("vram_total", "vram_used", "gtt_total")}
-        numbers = {name: int(text) for name, text in sizes.items() if text.isdecimal()}
-        yield (slot[1] if slot else device.resolve().name), numbers
+        if "-" not in card.name and device.is_dir():
+            slot = re.search(r"^PCI_SLOT_NAME=(\S+)$", read_text(device / "uevent"), re.MULTILINE)
+            yield device, slot[1] if slot else device.resolve().name
+
+
+def _sizes(device: Path) -> dict[str, int]:
+    """amdgpu has the sizes of its memories in a card's folder: video memory, and what it may take of the system's."""
+    sizes = {name: read_text(device / f"mem_info_{name}") for name in ("vram_total", "vram_used", "gtt_total")}
+    return {name: int(text) for name, text in sizes.items() if text.isdecimal()}
 
 
 def _ask_torch(patience: float) -> dict[str, Any]:
@@ -111,9 +111,9 @@ def _ask_torch(patience: float) -> dict[str, Any]:
         return {"error": str(reason)}
 
 
-def _torch_facts(told: Mapping[str, Any]) -> TorchFacts:
+def _torch_facts(answer: Mapping[str, Any]) -> TorchFacts:
     known = {each.name for each in fields(TorchFacts)}
-    facts = read(TorchFacts, {name: value for name, value in told.items() if name in known})
+    facts = read(TorchFacts, {name: value for name, value in answer.items() if name in known})
     # A torch that crashes is installed all the same: its package tells the version.
     return replace(facts, version=_packages().get("torch")) if facts.error else facts
 

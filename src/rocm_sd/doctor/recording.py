@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rocm_sd.doctor.facts import Facts
-from rocm_sd.doctor.reading import gpus_in
+from rocm_sd.doctor.reading import cards, gpus_in
 from rocm_sd.errors import InvalidOption
 from rocm_sd.files import read_json, read_text, write_text
+from rocm_sd.typed_json import read
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -25,7 +26,6 @@ FACTS = "facts.json"
 PROBES = "probes.json"
 
 _NODES = "sys/class/kfd/kfd/topology/nodes"
-_DRM = "sys/class/drm"
 # Of the kernel's own description; it also tells a card's serial number (unique_id), which stays out.
 _KEPT_PROPERTIES = (
     "cpu_cores_count", "simd_count", "simd_per_cu", "gfx_target_version", "vendor_id", "location_id", "domain",
@@ -45,7 +45,7 @@ def load(folder: Path) -> Facts:
     """The machine in a folder. Where the folder has a sysfs tree, the GPUs are read from it, as on a real machine."""
     file = folder / FACTS
     try:
-        facts = Facts.from_json(json.loads(file.read_text(encoding="utf-8")))
+        facts = read(Facts, json.loads(file.read_text(encoding="utf-8")))
     except OSError as error:
         hint = "Name a folder that `rocm-sd doctor --record FOLDER` wrote."
         raise InvalidOption("machine", str(folder), [], hint=f"{error.strerror or error}: {file}. {hint}") from None
@@ -66,17 +66,16 @@ def read_probes(folder: Path) -> dict[str, Any]:
     return answers
 
 
-def record(folder: Path, facts: Facts, answers: Mapping[str, Any], root: Path | None = None) -> tuple[Path, ...]:
-    """Write a machine down; `root` is where its sys/ is. Gives the files written."""
-    written = [
-        _write(folder / FACTS, json.dumps(without_names(facts.to_json()), indent=2) + "\n"),
-        _write(folder / PROBES, json.dumps(without_names(dict(answers)), indent=2) + "\n"),
-    ]
-    return (*written, *_record_nodes(root or Path("/"), folder), *_record_cards(root or Path("/"), folder))
+def record(folder: Path, facts: Facts, answers: Mapping[str, Any], root: Path | None = None) -> None:
+    """Write a machine down; `root` is where its sys/ is."""
+    write_text(folder / FACTS, json.dumps(without_names(asdict(facts)), indent=2) + "\n")
+    write_text(folder / PROBES, json.dumps(without_names(dict(answers)), indent=2) + "\n")
+    _record_nodes(root or Path("/"), folder)
+    _record_cards(root or Path("/"), folder)
 
 
 def without_names(value: Any) -> Any:
-    """Of a path only its last part, of a serial number nothing: an error's text may hold either."""
+    """Keep the last part of a path, and nothing of a serial number: an error's text may hold either."""
     if isinstance(value, str):
         return _PATH.sub(_last_part, _SERIAL.sub("GPU-(serial)", value))
     if isinstance(value, dict):
@@ -93,8 +92,7 @@ def _last_part(found: re.Match[str]) -> str:
     return path if _DEVICE.match(path) else "(path)/" + re.split(r"[\\/]", path.rstrip("\\/"))[-1]
 
 
-def _record_nodes(root: Path, folder: Path) -> list[Path]:
-    written = []
+def _record_nodes(root: Path, folder: Path) -> None:
     for node in sorted((root / _NODES).glob("[0-9]*")):
         files: dict[Path, tuple[str, ...]] = {node / "properties": _KEPT_PROPERTIES}
         files.update(dict.fromkeys(sorted(node.glob("mem_banks/[0-9]*/properties")), _KEPT_OF_A_BANK))
@@ -102,29 +100,18 @@ def _record_nodes(root: Path, folder: Path) -> list[Path]:
             lines = read_text(file).splitlines()
             text = "".join(f"{line}\n" for line in lines if line.split(" ")[0] in kept)
             if lines:
-                written.append(_write(folder / file.relative_to(root), text))
+                write_text(folder / file.relative_to(root), text)
         name = read_text(node / "name")
         if name:
-            written.append(_write(folder / (node / "name").relative_to(root), f"{name}\n"))
-    return written
+            write_text(folder / (node / "name").relative_to(root), f"{name}\n")
 
 
-def _record_cards(root: Path, folder: Path) -> list[Path]:
-    written = []
-    for card in sorted((root / _DRM).glob("card[0-9]*")):
-        if "-" in card.name:
-            continue
-        device, copy = card / "device", folder / _DRM / card.name / "device"
-        slot = re.search(r"^PCI_SLOT_NAME=\S+$", read_text(device / "uevent"), re.MULTILINE)
+def _record_cards(root: Path, folder: Path) -> None:
+    for device, address in cards(root):
+        copy = folder / device.relative_to(root)
         # The link to the folder that bears the address becomes a plain folder here: the address is written down.
-        written.append(_write(copy / "uevent", (slot[0] if slot else f"PCI_SLOT_NAME={device.resolve().name}") + "\n"))
+        write_text(copy / "uevent", f"PCI_SLOT_NAME={address}\n")
         for name in _KEPT_OF_A_CARD:
             text = read_text(device / name)
             if text:
-                written.append(_write(copy / name, f"{text}\n"))
-    return written
-
-
-def _write(file: Path, text: str) -> Path:
-    write_text(file, text)
-    return file
+                write_text(copy / name, f"{text}\n")

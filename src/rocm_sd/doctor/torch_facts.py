@@ -14,17 +14,17 @@ from typing import Any
 
 from rocm_sd.arch import host
 
-__all__ = ["told_by_torch"]
+__all__ = ["facts_of_torch"]
 
 
-def told_by_torch() -> dict[str, Any]:
+def facts_of_torch() -> dict[str, Any]:
     try:
         torch = import_module("torch")
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
         return {}
-    told: dict[str, Any] = {
+    facts: dict[str, Any] = {
         "version": torch.__version__,
         "hip": torch.version.hip,
         "cuda": torch.version.cuda,
@@ -37,14 +37,14 @@ def told_by_torch() -> dict[str, Any]:
     }
     if torch.version.hip is not None:
         number = torch.backends.cudnn.version()
-        told["miopen"] = None if number is None else host.convolution_library(int(number), on_rocm=True)
+        facts["miopen"] = None if number is None else host.convolution_library(int(number), on_rocm=True)
     if torch.cuda.is_available():
-        told["arch_list"] = list(torch.cuda.get_arch_list())
-        told["devices"] = [_device(torch, index) for index in range(torch.cuda.device_count())]
+        facts["arch_list"] = list(torch.cuda.get_arch_list())
+        facts["devices"] = [_device(torch, index) for index in range(torch.cuda.device_count())]
     elif torch.version.hip is not None:
         # get_arch_list is empty where no GPU is seen; the flags the build was made with are not.
-        told["arch_list"] = (torch._C._cuda_getArchFlags() or "").split()  # noqa: SLF001 -- the only place that tells it
-    return told
+        facts["arch_list"] = (torch._C._cuda_getArchFlags() or "").split()  # noqa: SLF001 -- the only place that has it
+    return facts
 
 
 def _device(torch: Any, index: int) -> dict[str, Any]:
@@ -76,4 +76,4 @@ def _wanted_triton() -> str | None:
 
 if __name__ == "__main__":
     # On a line of its own: a driver may have printed before it.
-    sys.stdout.write(f"\n{json.dumps(told_by_torch())}\n")
+    sys.stdout.write(f"\n{json.dumps(facts_of_torch())}\n")

@@ -40,7 +40,7 @@ class Treatment:
         return not self.env and not self.unset
 
     def lines(self) -> list[str]:
-        """As a shell reads them."""
+        """The changes as a shell reads them."""
         return [
             *(f"export {name}={shlex.quote(value)}" for name, value in sorted(self.env.items())),
             *(f"unset {name}" for name in sorted(self.unset)),

@@ -10,13 +10,12 @@ plug-ins, and a warning; it stops no picture.
 
 from __future__ import annotations
 
-import importlib.metadata
 import logging
 from dataclasses import dataclass, replace
 from functools import cache, wraps
 from typing import TYPE_CHECKING, Any
 
-from rocm_sd import arch
+from rocm_sd import arch, plugging
 from rocm_sd.kernels.config import NO_CONFIG, Config, OpenConfig
 from rocm_sd.ops.definition import Implementation
 from rocm_sd.tuning.resolve import user_database
@@ -93,16 +92,9 @@ def installed() -> Installed:
     """
     found: list[PlugIn] = []
     faulty = False
-    for point in importlib.metadata.entry_points(group=ENTRY_POINTS):
-        try:
-            loaded = point.load()
-            given = loaded() if callable(loaded) and not isinstance(loaded, PlugIn) else loaded
-            several = [given] if isinstance(given, PlugIn) else list(given)
-        except Exception as error:  # noqa: BLE001 -- any fault of another package: it must not stop this one
-            log.warning("the candidates %s are skipped: %s: %s", point.name, type(error).__name__, error)
-            faulty = True
-            continue
-        for each in several:
+    for point, values in plugging.added(ENTRY_POINTS, PlugIn, "plug-in"):
+        faulty = faulty or values is None
+        for each in values or ():
             reason = _why_skipped(each, found)
             if reason:
                 log.warning("a candidate of %s is skipped: %s", point.value, reason)
@@ -132,7 +124,7 @@ def _guarded(plug_in: PlugIn) -> Implementation:
             if reason:
                 return str(reason)
             return None if plug_in.first_config(problem, device) is not None else "it has no config for this problem"
-        except Exception as error:  # noqa: BLE001 -- as above
+        except Exception as error:  # noqa: BLE001 -- any fault of another package: it must not stop this one
             return f"its why_not or its space raised {type(error).__name__}: {error}"
 
     @wraps(made.run)

@@ -22,12 +22,7 @@ if TYPE_CHECKING:
     from rocm_sd.arch import Arch
     from rocm_sd.tuning.choice import Problem
 
-__all__ = ["BLOCKS", "TILES_K", "TILES_MN", "AutotuningConfig", "FindOptimalConfig"]
-
-# What the templates of products in HIP are filled with, smallest and largest: threads, and sides of a tile.
-BLOCKS = (64, 512)
-TILES_MN = (16, 128)
-TILES_K = (8, 64)
+__all__ = ["AutotuningConfig", "FindOptimalConfig"]
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ class Choice:
         return self.implementation == STOCK
 
     def config_for(self, name: str) -> Config:
-        """Of an implementation, chosen or not."""
+        """The config of an implementation, chosen or not."""
         return self.config if name == self.implementation else self.others.get(name, NO_CONFIG)
 
 
@@ -90,7 +90,7 @@ def lookup(op: str, arch: str, problem: Problem, defaults: Mapping[str, Config] 
 
 
 def entry_for(part: Mapping[str, Any], problem: Problem) -> tuple[Source, Mapping[str, Any]]:
-    """Of a whole table, or of the part that it has for another implementation."""
+    """The entry that fits, of a whole table or of the part that it has for another implementation."""
     sources: tuple[Source, ...] = ("exact", "bucket")
     for source in sources:
         for entry in part.get(source, ()):
@@ -109,7 +109,7 @@ def entries(op: str, arch: str, problem: Problem) -> dict[str, Mapping[str, Any]
 
 
 def entries_with_figures(op: str, arch: str, implementation: str) -> list[Mapping[str, Any]]:
-    """Those of all buckets of one kernel."""
+    """The entries of all buckets of one kernel."""
     part = _parts(op, arch).get(implementation, {})
     return [entry for entry in part.get("bucket", ()) if "config" in entry and "figures" in entry]
 
@@ -122,6 +122,6 @@ def _parts(op: str, arch: str) -> dict[str, Mapping[str, Any]]:
 
 
 def searched_kernel(table: Mapping[str, Any]) -> str:
-    """Whose configs the entries of a table have."""
+    """The implementation whose configs the entries of a table have."""
     name: str = table.get("searched", {}).get("implementation", "triton")
     return name

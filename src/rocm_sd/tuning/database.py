@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rocm_sd.errors import InvalidOption
+from rocm_sd.files import write_text
 from rocm_sd.tuning.database_file import Opened, open_file, set_aside, without_file
 from rocm_sd.tuning.entries import Entry, Quarantined, entry_from_dict, now, quarantined_from_dict, text
 from rocm_sd.tuning.location import default_path
@@ -37,7 +38,7 @@ _COLUMNS = ", ".join((*_KEY, *_VALUE))
 
 
 def _age(table: str) -> str:
-    """By what the newer of two measurements is told; at the same time there is one answer still, the slower."""
+    """What orders two measurements by age; of two taken at the same time the slower counts as the newer."""
     times = (f"coalesce({table}.{name}, 9e999)" for name in ("median_us", "low_us", "high_us", "stock_us"))
     return f"({table}.taken, {', '.join(times)}, {table}.numerics)"
 
@@ -47,6 +48,7 @@ _PUT = f"""INSERT INTO measurements ({_COLUMNS}) VALUES ({", ".join("?" * 12)})
     WHERE {_age("excluded")} > {_age("measurements")}"""
 _SET_ASIDE = """EXISTS (SELECT 1 FROM quarantine q WHERE (q.op, q.candidate, q.environment, q.kernel_hash) =
     (m.op, m.candidate, m.environment, m.kernel_hash))"""
+_OF_PROBLEM = "op = ? AND problem = ? AND environment = ?"
 _OF_CANDIDATE = "(op, candidate, environment, kernel_hash) = (?, ?, ?, ?)"
 
 
@@ -84,13 +86,10 @@ class Database:
         """
         hashes = _hashes(kernel_hash)
         allowed = "" if among is None else f"AND candidate IN ({_marks(among)})"
-        found = self._ask(
-            f"""SELECT {_COLUMNS} FROM measurements m WHERE op = ? AND problem = ? AND environment = ?
-            AND kernel_hash IN ({_marks(hashes)}) AND numerics = 'ok' AND median_us IS NOT NULL
-            AND NOT {_SET_ASIDE} {allowed}
-            ORDER BY median_us, candidate, config LIMIT 1""",
+        found = self._entries(
+            f"""{_OF_PROBLEM} AND kernel_hash IN ({_marks(hashes)}) AND numerics = 'ok' AND median_us IS NOT NULL
+            AND NOT {_SET_ASIDE} {allowed} ORDER BY median_us, candidate, config LIMIT 1""",
             (op, text(problem), environment.key(), *hashes, *(among or ())),
-            Entry.from_row,
         )
         return found[0] if found else None
 
@@ -105,39 +104,29 @@ class Database:
     ) -> Entry | None:
         """The measurement of one candidate, right or wrong, unless it is set aside."""
         hashes = _hashes(kernel_hash)
-        found = self._ask(
-            f"""SELECT {_COLUMNS} FROM measurements m WHERE op = ? AND problem = ? AND environment = ?
-            AND kernel_hash IN ({_marks(hashes)}) AND candidate = ? AND config = ? AND NOT {_SET_ASIDE}""",
+        found = self._entries(
+            f"""{_OF_PROBLEM} AND kernel_hash IN ({_marks(hashes)}) AND candidate = ? AND config = ?
+            AND NOT {_SET_ASIDE}""",
             (op, text(problem), environment.key(), *hashes, candidate, text(config)),
-            Entry.from_row,
         )
         return found[0] if found else None
 
     def by_others(
-        self,
-        op: str,
-        problem: Mapping[str, int | str],
-        environment: Environment,
-        known: Collection[str],
+        self, op: str, problem: Mapping[str, int | str], environment: Environment, known: Collection[str]
     ) -> tuple[Entry, ...]:
         """Every measurement of this problem by candidates of other names, right or wrong, set aside or not."""
-        rows = self._ask(
-            f"""SELECT {_COLUMNS} FROM measurements WHERE op = ? AND problem = ? AND environment = ?
-            AND candidate NOT IN ({_marks(known)}) ORDER BY {", ".join(_KEY)}""",
+        return self._entries(
+            f"{_OF_PROBLEM} AND candidate NOT IN ({_marks(known)}) ORDER BY {', '.join(_KEY)}",
             (op, text(problem), environment.key(), *known),
-            Entry.from_row,
         )
-        return tuple(rows)
 
     def all(self, op: str | None = None, environment: Environment | None = None) -> tuple[Entry, ...]:
         """Every measurement, right or wrong, set aside or not; of one op or environment where it is named."""
-        rows = self._ask(
-            f"""SELECT {_COLUMNS} FROM measurements WHERE (:op IS NULL OR op = :op)
-            AND (:environment IS NULL OR environment = :environment) ORDER BY {", ".join(_KEY)}""",
+        return self._entries(
+            f"""(:op IS NULL OR op = :op) AND (:environment IS NULL OR environment = :environment)
+            ORDER BY {", ".join(_KEY)}""",
             {"op": op, "environment": environment and environment.key()},
-            Entry.from_row,
         )
-        return tuple(rows)
 
     def count(self, environment: Environment | None = None) -> int:
         sql = "SELECT COUNT(*) FROM measurements WHERE :environment IS NULL OR environment = :environment"
@@ -148,7 +137,7 @@ class Database:
         self._quarantine([Quarantined(op, candidate, environment, kernel_hash, reason, now())])
 
     def quarantined(self, environment: Environment | None = None) -> tuple[Quarantined, ...]:
-        """Of every environment where none is named."""
+        """What is set aside in this environment; in every environment, where none is named."""
         sql = """SELECT * FROM quarantine WHERE :environment IS NULL OR environment = :environment
             ORDER BY op, candidate, taken"""
         return tuple(self._ask(sql, {"environment": environment and environment.key()}, Quarantined.from_row))
@@ -199,9 +188,9 @@ class Database:
             "quarantine": [vars(one) | {"environment": vars(one.environment)} for one in quarantined],
         }
         path = Path(path)
-        part = path.with_name(f"{path.name}.{os.getpid()}.part")
-        part.write_text(json.dumps(content, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-        part.replace(path)
+        # A folder that is not there was mistyped, and is not made.
+        path.parent.stat()
+        write_text(path, json.dumps(content, indent=1, allow_nan=False) + "\n")
         return len(entries) + len(quarantined)
 
     def import_json(self, path: Path | str) -> int:
@@ -217,7 +206,7 @@ class Database:
         return self._add(entries, quarantined)
 
     def merge(self, other: Database) -> int:
-        """As if the export of the other one were imported."""
+        """Add what the other one has, as if its export were imported."""
         return self._add(other.all(), other.quarantined())
 
     def close(self) -> None:
@@ -237,6 +226,9 @@ class Database:
             SET reason = excluded.reason, taken = excluded.taken
             WHERE (excluded.taken, excluded.reason) < (quarantine.taken, quarantine.reason)"""
         self._write(sql, [one.row() for one in quarantined])
+
+    def _entries(self, where: str, values: tuple[Any, ...] | dict[str, Any]) -> tuple[Entry, ...]:
+        return tuple(self._ask(f"SELECT {_COLUMNS} FROM measurements m WHERE {where}", values, Entry.from_row))
 
     def _ask(self, sql: str, values: tuple[Any, ...] | dict[str, Any], read: Callable[[Any], _Row]) -> list[_Row]:
         def ask(connection: sqlite3.Connection) -> list[_Row]:

@@ -84,10 +84,10 @@ def open_file(path: Path) -> Opened:
 
 
 def without_file(path: Path, why: str) -> Opened:
-    """In memory, beginning with what can be read of the file."""
+    """Make a database in memory, with what can be read of the file."""
     _say_once(f"{path} is not written to, and what is measured lasts as long as this process: {why}.")
     memory = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
-    # In a folder that cannot be written, SQLite reads a file only where it is told that nobody changes it.
+    # In a folder that cannot be written, SQLite reads a file only where it knows that nobody changes it.
     for way in ("mode=ro", "mode=ro&immutable=1"):
         with suppress(sqlite3.Error, OSError, _Later):
             source = _checked(sqlite3.connect(f"{path.absolute().as_uri()}?{way}", uri=True, timeout=BUSY_S))
@@ -116,12 +116,12 @@ def set_aside(path: Path, identity: tuple[int, int] | None, why: str) -> bool:
     except OSError as error:
         _say_once(f"{path} cannot be used ({why}), nor be renamed ({error}).")
         return False
-    log.warning("%s cannot be used (%s). It is kept as %s, and a new one is begun.", path, why, target.name)
+    log.warning("%s cannot be used (%s). It is kept as %s, and a new one is made.", path, why, target.name)
     return True
 
 
 def _create(path: Path) -> None:
-    """Beside its place, and then given its name in one step: no process ever sees half of it."""
+    """Make the file under another name, and rename it in one step: no process ever sees half of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_name(f"{path.name}.new-{os.getpid()}")
     new.unlink(missing_ok=True)

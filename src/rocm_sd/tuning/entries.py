@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Mapping  # noqa: TC003 -- read at run time, with the other types of the dataclasses
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rocm_sd.tuning.environment import Environment
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
+from rocm_sd.typed_json import read
 
 __all__ = ["Entry", "Quarantined", "entry_from_dict", "now", "quarantined_from_dict", "text", "utc"]
 
@@ -31,6 +30,12 @@ def utc(when: str) -> str:
 def text(values: Mapping[str, Any]) -> str:
     """One text for equal mappings, whatever the order of their keys."""
     return json.dumps(dict(values), sort_keys=True, separators=(",", ":"))
+
+
+_TIMES = ("median_us", "low_us", "high_us")
+# An infinite time is null in JSON.
+_TIME = {"type": ["number", "null"], "minimum": 0}
+_RULES = {f"Entry.{name}": _TIME for name in (*_TIMES, "stock_us")}
 
 
 @dataclass(frozen=True)
@@ -58,9 +63,9 @@ class Entry:
         put = object.__setattr__
         put(self, "problem", dict(self.problem))
         put(self, "config", dict(self.config))
-        for name in ("median_us", "low_us", "high_us"):
-            value = float(getattr(self, name))
-            put(self, name, value if math.isfinite(value) else math.inf)
+        for name in _TIMES:
+            value = getattr(self, name)
+            put(self, name, float(value) if value is not None and math.isfinite(value) else math.inf)
         if self.stock_us is not None:
             put(self, "stock_us", float(self.stock_us) if math.isfinite(self.stock_us) else None)
         put(self, "when", utc(self.when))
@@ -72,23 +77,17 @@ class Entry:
 
     def row(self) -> tuple[Any, ...]:
         key = (self.op, text(self.problem), self.environment.key(), self.kernel_hash, self.candidate, text(self.config))
-        times = (_finite(t) for t in (self.median_us, self.low_us, self.high_us))
+        times = (_finite(getattr(self, name)) for name in _TIMES)
         return (*key, *times, self.stock_us, self.numerics, self.when)
 
     @classmethod
     def from_row(cls, row: tuple[Any, ...]) -> Entry:
-        op, problem, environment, kernel_hash, candidate, config, *times, stock_us, numerics, when = row
-        median, low, high = (math.inf if t is None else t for t in times)
-        return cls(
-            op, json.loads(problem), Environment.from_key(environment), kernel_hash, candidate, json.loads(config),
-            median, low, high, stock_us, numerics, when,
-        )  # fmt: skip
+        op, problem, environment, kernel_hash, candidate, config, *rest = row
+        where = Environment.from_key(environment)
+        return cls(op, json.loads(problem), where, kernel_hash, candidate, json.loads(config), *rest)
 
     def to_dict(self) -> dict[str, Any]:
-        values = asdict(self)
-        for name in ("median_us", "low_us", "high_us"):
-            values[name] = _finite(values[name])
-        return values
+        return {**asdict(self), **{name: _finite(getattr(self, name)) for name in _TIMES}}
 
 
 @dataclass(frozen=True)
@@ -110,40 +109,14 @@ class Quarantined:
         return cls(row[0], row[1], Environment.from_key(row[2]), *row[3:])
 
 
-def entry_from_dict(values: dict[str, Any]) -> Entry:
-    """Raises ValueError or KeyError for what is not the `to_dict` of one: it may come from anyone."""
-    _known(values, Entry)
-    times = {n: math.inf if values[n] is None else _number(values[n]) for n in ("median_us", "low_us", "high_us")}
-    stock = None if values["stock_us"] is None else _number(values["stock_us"])
-    problem, config = values["problem"], values["config"]
-    if not isinstance(problem, dict) or not all(isinstance(v, int | str) for v in problem.values()):
-        raise ValueError(f"problem {problem!r}")
-    if not isinstance(config, dict) or not all(isinstance(v, int) for v in config.values()):
-        raise ValueError(f"config {config!r}")
-    named = {"problem": problem, "config": config, "stock_us": stock, **times}
-    return Entry(**{**values, **named, "environment": Environment.from_dict(values["environment"])})
+def entry_from_dict(values: Any) -> Entry:
+    """Raises ValueError for what is not the `to_dict` of one: it may come from anyone."""
+    return read(Entry, values, _RULES, top="an entry")
 
 
-def quarantined_from_dict(values: dict[str, Any]) -> Quarantined:
-    _known(values, Quarantined)
-    return Quarantined(
-        **{**values, "environment": Environment.from_dict(values["environment"]), "when": utc(values["when"])}
-    )
-
-
-def _known(values: Any, kind: type) -> None:
-    names = {f.name for f in fields(kind)}
-    if not isinstance(values, dict) or set(values) != names:
-        raise ValueError(f"an entry has the fields {sorted(names)}")
-    for name in names & {"op", "kernel_hash", "candidate", "numerics", "reason", "when"}:
-        if not isinstance(values[name], str):
-            raise ValueError(f"{name} {values[name]!r}")  # noqa: TRY004 -- what the file holds, not how it is called
-
-
-def _number(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
-        raise ValueError(f"a time of {value!r}")
-    return float(value)
+def quarantined_from_dict(values: Any) -> Quarantined:
+    found = read(Quarantined, values, top="an entry")
+    return replace(found, when=utc(found.when))
 
 
 def _finite(value: float) -> float | None:

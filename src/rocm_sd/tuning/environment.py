@@ -1,4 +1,4 @@
-"""What a measurement depends on beside the problem: the card, its driver, and every library that compiles or computes.
+"""What a measurement depends on, the problem aside: the card, its driver, and every library that compiles or computes.
 
 A measurement is used only where all of it is the same. The kernel's own source is the other half of the key.
 """
@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from functools import cache, lru_cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rocm_sd import arch
 from rocm_sd.arch import host
@@ -51,11 +51,6 @@ class Environment:
     def from_key(cls, key: str) -> Environment:
         return _from_key(key)
 
-    @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Environment:
-        """Raises ValueError where a field is missing, is not known, or has another type."""
-        return read(cls, values, top="the environment")
-
 
 @lru_cache(maxsize=64)
 def _key(environment: Environment) -> str:
@@ -64,7 +59,7 @@ def _key(environment: Environment) -> str:
 
 @lru_cache(maxsize=64)
 def _from_key(key: str) -> Environment:
-    return Environment.from_dict(json.loads(key))
+    return read(Environment, json.loads(key), top="the environment")
 
 
 def current(device: object = None) -> Environment:
@@ -102,7 +97,7 @@ def _current(device: torch.device) -> Environment:
 
 
 def driver(vendor: arch.Vendor, root: Path = _ROOT) -> str | None:
-    """By what the kernel says under sys/ and proc/ of `root`."""
+    """The driver by name and version, as the kernel says under sys/ and proc/ of `root`."""
     found = host.driver(vendor, root)
     if found != host.UNVERSIONED:
         return found
@@ -113,7 +108,7 @@ def driver(vendor: arch.Vendor, root: Path = _ROOT) -> str | None:
 
 @cache
 def kernel_hash(module: str) -> str:
-    """Of the source of a kernel module and of every kernel module that it imports; nothing is imported for it.
+    """The hash of a kernel module's source and of every kernel module that it imports; nothing is imported for it.
 
     A HIP launcher's has the device code of its name and every header, too. The dataclass of its configs stands in the
     same file. Where there are no sources (a frozen program), the version

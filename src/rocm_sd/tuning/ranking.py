@@ -12,8 +12,8 @@ One launch, from what the compiler made (`Code`), what one workgroup does (`Prog
     caches   = workgroups x bytes a workgroup moves / second-level bandwidth
     time     = LAUNCH + longest of the four + OVERLAP x the other three
 
-Tiles that reach over the edge count in full, in `workgroups` and in the dots, so padding costs what it costs. A figure
-that the table of architectures does not have leaves out the terms that need it, and `Modelled.left_out` names them.
+Tiles that reach over the edge count in full, in `workgroups` and in the dots, so padding costs what it costs. Where
+the table of architectures lacks a figure, the terms that need it are skipped, and `Modelled.not_modelled` names them.
 It is a model: it ranks configs of one kernel on one architecture, forecasts no time, and was compared with no card.
 """
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from rocm_sd.arch import Arch
     from rocm_sd.kernels.config import Config
 
-__all__ = ["Code", "Modelled", "Part", "Program", "RatedConfig", "model", "rank", "static_choice"]
+__all__ = ["Code", "CodePart", "Modelled", "Program", "RatedConfig", "model", "rank", "static_choice"]
 
 LAUNCH_S = 3e-6  # between two kernels of one stream, in a captured graph less
 LATENCY_S = 6e-7  # of a load from memory with the caches cold
@@ -52,7 +52,7 @@ _ISSUE = {64: 4, 32: 1}
 
 
 @dataclass(frozen=True)
-class Part:
+class CodePart:
     """What one wave executes in a stretch of code.
 
     `vector` instructions are neither matrix nor transcendental; bytes are a lane's, `global_widths` of each access.
@@ -77,8 +77,8 @@ class Code:
     wave_size: int
     resident: int
     stages: int
-    main: Part
-    rest: Part
+    main: CodePart
+    rest: CodePart
     has_loop: bool
     ahead: bool = False
 
@@ -97,7 +97,7 @@ class Program:
     flops: int | None = None
 
     def matrix_flops(self, waves: int) -> float:
-        """With sides rounded up to what the unit takes; where waves outnumber tiles they repeat one another's work."""
+        """Operations, sides rounded up to the unit's; where waves outnumber tiles they repeat one another's work."""
         if self.flops is not None:
             return float(self.flops)
         total = 0.0
@@ -113,7 +113,7 @@ class Modelled:
 
     seconds: float
     terms: Mapping[str, float]
-    left_out: tuple[str, ...]
+    not_modelled: tuple[str, ...]
 
 
 def _clock(arch: Arch) -> float | None:
@@ -133,7 +133,7 @@ def _trips(code: Code, program: Program) -> float:
     return 1.0
 
 
-def _pipes(arch: Arch, code: Code, part: Part) -> dict[str, float]:
+def _pipes(arch: Arch, code: Code, part: CodePart) -> dict[str, float]:
     """Cycles of one wave that has one SIMD, and one CU's LDS and cache, to itself."""
     issue = _ISSUE[code.wave_size] if arch.wave_size == code.wave_size else code.wave_size // 32
     flops = _FLOPS_PER_CLOCK.get(arch.family, 0) / (arch.simds_per_cu or 1)
@@ -147,8 +147,8 @@ def _pipes(arch: Arch, code: Code, part: Part) -> dict[str, float]:
 
 
 def model(arch: Arch, workgroups: int, code: Code, program: Program) -> Modelled:
-    """One launch of `workgroups` programs. Raises nothing: what is not known of `arch` is left out and named."""
-    left_out = []
+    """One launch of `workgroups` programs. What cannot be modelled, for want of a figure of `arch`, is named."""
+    not_modelled = []
     clock, bandwidth = _clock(arch), arch.bandwidth_gbps
     cus_in_unit = arch.cus_per_wgp or 1
     cus = arch.compute_units or cus_in_unit
@@ -162,7 +162,7 @@ def model(arch: Arch, workgroups: int, code: Code, program: Program) -> Modelled
 
     once, main = _pipes(arch, code, code.rest), _pipes(arch, code, code.main)
     if clock is None:
-        left_out.append(f"compute, latency, caches: the clock of {arch.name} is not known")
+        not_modelled.append(f"compute, latency, caches: the clock of {arch.name} is not known")
     else:
         total = {pipe: once[pipe] + trips * main[pipe] for pipe in main}
         simds_in_use = min(simds, together * code.waves)
@@ -182,7 +182,7 @@ def model(arch: Arch, workgroups: int, code: Code, program: Program) -> Modelled
         terms["latency"] = math.ceil(busiest / max(1, code.resident)) * own
         terms["caches"] = moved / (L2_BYTES_PER_CLOCK * cus * clock)
     if bandwidth is None:
-        left_out.append(f"memory: the bandwidth of {arch.name} is not known")
+        not_modelled.append(f"memory: the bandwidth of {arch.name} is not known")
     else:
         rate = bandwidth * 1e9
         a_lane = code.main.load_bytes or code.rest.load_bytes or sum(code.main.global_widths) or 1
@@ -191,7 +191,7 @@ def model(arch: Arch, workgroups: int, code: Code, program: Program) -> Modelled
         terms["memory"] = min(moved, float(program.tensors)) / (rate * kept_busy)
     longest_term = max(terms.values(), default=0.0)
     seconds = LAUNCH_S + longest_term + OVERLAP * (sum(terms.values()) - longest_term)
-    return Modelled(seconds, terms, tuple(left_out))
+    return Modelled(seconds, terms, tuple(not_modelled))
 
 
 @dataclass(frozen=True)
@@ -218,7 +218,7 @@ def _key(candidate: RatedConfig) -> tuple[Any, ...]:
 
 
 def rank(candidates: Iterable[RatedConfig]) -> list[RatedConfig]:
-    """Those that can be used, best first.
+    """Sort those that can be used, best first.
 
     Before the time comes whether every gate is passed. Ties, at a nanosecond: more waves a SIMD, then fewer registers,
     less LDS, and last the smaller values in the config, in the order of its fields.

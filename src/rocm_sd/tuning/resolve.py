@@ -30,7 +30,7 @@ def user_database() -> Database:
 
 
 def has_database() -> bool:
-    """As of the first time that it was asked: a file system may take longer to answer than a kernel to run."""
+    """Whether there was one at the first question: a file system may take longer to answer than a kernel to run."""
     return _exists(default_path())
 
 
@@ -49,7 +49,7 @@ def choose(
     plugged: Sequence[Entry] = (),
     defaults: Mapping[str, Config] | None = None,
 ) -> Choice:
-    """Of candidates whose kernels have one of these hashes, or that have none.
+    """Choose among candidates whose kernels have one of these hashes, or that have none.
 
     `among`: the candidates that the op has; a measurement of another is passed over. `plugged`: measurements of
     plug-ins, which compete with them as they are. `defaults`: as of `lookup`, those of plug-ins among them.

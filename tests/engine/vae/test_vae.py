@@ -18,8 +18,8 @@ from torch import nn
 
 from pipelines import tiny_pipeline, tiny_vae
 from rocm_sd import numerics
-from rocm_sd.arch.attention_backends import FUSED_HEADS, FusedHeads, why_not_fused
 from rocm_sd.arch.table import ARCHS
+from rocm_sd.arch.torch_libraries import FUSED_HEADS, FusedHeads, why_not_fused
 from rocm_sd.engine.vae import planned as engine
 from rocm_sd.engine.vae.plan import MIB
 from rocm_sd.kernels.configs.attention import AttentionConfig

@@ -22,7 +22,8 @@ def test_it_ends_in_time_and_blames_none_for_it(installed, geglu_call):
         [(geglu_call(8, 8).call, [Candidate("hangs")])], CPU,
         jobs=1, seconds=0.5, timeout_s=30, on_failed=lambda _call, _c, why: failed.append(why),
     )  # fmt: skip
-    assert time.monotonic() - begun < 2
+    # Far below the 30 s that the candidate itself would be given.
+    assert time.monotonic() - begun < 10
     assert (compiled, failed) == (set(), [])
 
 

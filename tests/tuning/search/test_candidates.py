@@ -66,7 +66,7 @@ def test_a_package_adds_candidates(installed, caplog):
         }},
     )  # fmt: skip
     assert [each.name for each in plug_ins()] == ["remembers", "sleeps"]
-    for reason in ("an implementation named torch", "there is no op no_such_op", "int and no", "candidates gone"):
+    for reason in ("an implementation named torch", "there is no op no_such_op", "int and no", "the plug-in gone"):
         assert reason in caplog.text
     op = operation("geglu")
     found = candidates(op, {**HALF, "dtype": "float32"}, CPU)

@@ -82,14 +82,22 @@ def test_one_that_is_installed_is_found_by_name(installed, caplog):
                 for candidate in candidates:
                     measure(candidate, 8)
 
+        class Twice(EachOnce):
+            name = "each-twice"
+
         class Nameless:
             pass
+
+        def several():
+            return [Twice(), EachOnce()]
         """,
         {"rocm_sd.search_strategies": {
             "each-once": "tuner_plugin:EachOnce", "bad": "tuner_plugin:Nameless", "gone": "tuner_plugin:Missing",
+            "several": "tuner_plugin:several",
         }},
     )  # fmt: skip
-    assert set(strategies()) == {"halving", "each-once"}
+    assert set(strategies()) == {"halving", "each-once", "each-twice"}
+    assert "the strategy each-once of tuner_plugin:several is skipped: there is one of that name" in caplog.text
     assert "the strategy bad is skipped" in caplog.text
     assert "the strategy gone is skipped" in caplog.text
     measure = Simulated(dict.fromkeys(named(3), 1.0))

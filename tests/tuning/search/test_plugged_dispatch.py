@@ -25,7 +25,7 @@ from rocm_sd.tuning.search.tuner import Tuner, TunerOptions
 
 CPU = torch.device("cpu")
 POINTS = {"rocm_sd.candidates": {"mine": "tuner_plugin:candidates"}}
-# Implementations that note their calls; unless told otherwise, they are stock by another name.
+# Implementations that note their calls; unless asked otherwise, they are stock by another name.
 SOURCE = """
     import torch
     import torch.nn.functional as F
@@ -81,8 +81,8 @@ def new_process() -> None:
 
 
 @pytest.fixture
-def brought(installed):
-    """brought(expression): the package has the candidates of this list, and nothing is known of it yet."""
+def plugged(installed):
+    """plugged(expression): the package has the candidates of this list, and nothing is known of it yet."""
 
     def bring(expression: str, source: str = SOURCE) -> None:
         installed(source + f"\n    def candidates():\n        return {expression}\n", POINTS)
@@ -117,12 +117,12 @@ def halves(rows: int = 6, columns: int = 8) -> tuple[torch.Tensor, torch.Tensor]
     return torch.randn(rows, 2 * columns), torch.randn(2 * columns)
 
 
-def test_what_a_tuner_finds_fastest_is_what_the_op_runs(brought, geglu_call):
-    brought("[of('geglu', 'keeps', keeps)]")
+def test_what_a_tuner_finds_fastest_is_what_the_op_runs(plugged, geglu_call):
+    plugged("[of('geglu', 'keeps', keeps)]")
     traced = geglu_call(1024, 512)
     (outcome,) = Tuner(CPU, user_database(), TunerOptions(30)).run([traced])
     assert outcome.chosen == Candidate("keeps")
-    brought("[of('geglu', 'keeps', keeps)]")
+    plugged("[of('geglu', 'keeps', keeps)]")
     x, bias = halves(1024, 512)
     y = geglu(x, bias)
     assert torch.equal(y, OPS["geglu"].implementation("torch")(x, bias))
@@ -134,13 +134,13 @@ def test_what_a_tuner_finds_fastest_is_what_the_op_runs(brought, geglu_call):
     geglu(x, bias)
     assert len(calls()) == 4
     # It passed for good: another process does not test again.
-    brought("[of('geglu', 'keeps', keeps)]")
+    plugged("[of('geglu', 'keeps', keeps)]")
     geglu(x, bias)
     assert len(calls()) == 1
 
 
-def test_it_runs_with_the_config_that_was_measured_and_no_other_problem_has_it(brought):
-    brought("[of('group_norm_silu', configs=({'rows': 1}, {'rows': 2}))]")
+def test_it_runs_with_the_config_that_was_measured_and_no_other_problem_has_it(plugged):
+    plugged("[of('group_norm_silu', configs=({'rows': 1}, {'rows': 2}))]")
     x = torch.randn(2, 8, 4, 4)
     measured("group_norm_silu", (x, 4), config={"rows": 2})
     expected = OPS["group_norm_silu"].implementation("torch")(x, 4, None, None, None, 1e-5, True)
@@ -153,8 +153,8 @@ def test_it_runs_with_the_config_that_was_measured_and_no_other_problem_has_it(b
     assert len(calls()) == count
 
 
-def test_a_call_with_gradients_runs_it_and_goes_back_by_the_ops_own_way(brought):
-    brought("[of('geglu')]")
+def test_a_call_with_gradients_runs_it_and_goes_back_by_the_ops_own_way(plugged):
+    plugged("[of('geglu')]")
     x, bias = halves()
     measured("geglu", (x, bias))
     x.requires_grad_()
@@ -167,8 +167,8 @@ def test_a_call_with_gradients_runs_it_and_goes_back_by_the_ops_own_way(brought)
     torch.testing.assert_close(bias.grad.double(), offset.grad, rtol=1e-4, atol=1e-4)
 
 
-def test_by_name_it_is_found_and_among_the_names(brought, monkeypatch):
-    brought("[of('geglu', configs=({'rows': 3}, {'rows': 4})), of('attention', 'other', why_not=stumbles)]")
+def test_by_name_it_is_found_and_among_the_names(plugged, monkeypatch):
+    plugged("[of('geglu', configs=({'rows': 3}, {'rows': 4})), of('attention', 'other', why_not=stumbles)]")
     x, bias = halves()
     expected = OPS["geglu"].implementation("torch")(x, bias)
     assert torch.equal(geglu(x, bias, implementation="mine"), expected)
@@ -187,7 +187,7 @@ def test_by_name_it_is_found_and_among_the_names(brought, monkeypatch):
 
 FAULTS = {
     "gone": (None, "mine was faster than stock torch here, and no package that is installed has it"),
-    "broken": ("1 / 0", "the candidates mine are skipped: ZeroDivisionError"),
+    "broken": ("1 / 0", "the plug-in mine is skipped: ZeroDivisionError"),
     "stumbles": ("[of('attention', why_not=stumbles)]", "not used: its why_not or its space raised KeyError"),
     "refuses": ("[of('attention', why_not=lambda problem, device: 'a Monday')]", "and is not used: a Monday"),
     "changed": ("[of('attention', version='2')]", "mine was measured in another version than is installed"),
@@ -197,9 +197,9 @@ FAULTS = {
 
 @pytest.mark.parametrize("next_best", [False, True], ids=["stock", "the next best"])
 @pytest.mark.parametrize("fault", FAULTS)
-def test_one_that_cannot_be_had_costs_a_sentence(brought, tmp_path, caplog, fault, next_best):
+def test_one_that_cannot_be_had_costs_a_sentence(plugged, tmp_path, caplog, fault, next_best):
     expression, sentence = FAULTS[fault]
-    brought(expression or "[]")
+    plugged(expression or "[]")
     if fault == "gone":
         shutil.rmtree(tmp_path / "site" / "tuner_plugin-1.0.dist-info")
         plugins.installed.cache_clear()
@@ -226,8 +226,8 @@ def test_a_slow_one_that_is_gone_is_nothing_to_tell(caplog):
     assert not caplog.records
 
 
-def test_a_measurement_counts_for_its_own_version_alone(brought, caplog):
-    brought("[of('geglu', version='2'), of('geglu', 'other', version='1'), of('geglu', 'third', version='3')]")
+def test_a_measurement_counts_for_its_own_version_alone(plugged, caplog):
+    plugged("[of('geglu', version='2'), of('geglu', 'other', version='1'), of('geglu', 'third', version='3')]")
     arguments = halves()
     for version in ("", "1"):  # what has no kernel of its own, and what another package has now
         measured("geglu", arguments, "mine", 1.0, kernel_hash=version)
@@ -243,8 +243,8 @@ def test_a_measurement_counts_for_its_own_version_alone(brought, caplog):
     assert not caplog.records
 
 
-def test_what_the_op_has_itself_is_chosen_where_it_is_faster(brought):
-    brought("[of('attention')]")
+def test_what_the_op_has_itself_is_chosen_where_it_is_faster(plugged):
+    plugged("[of('attention')]")
     q = torch.randn(1, 4, 2, 8)
     measured("attention", (q, q))
     measured("attention", (q, q), "sdpa_math", 4.0, kernel_hash="")
@@ -252,10 +252,10 @@ def test_what_the_op_has_itself_is_chosen_where_it_is_faster(brought):
     assert calls() == []
 
 
-def test_a_wrong_one_is_set_aside_at_its_first_use_and_info_says_so(brought, caplog, capsys, monkeypatch):
+def test_a_wrong_one_is_set_aside_at_its_first_use_and_info_says_so(plugged, caplog, capsys, monkeypatch):
     # As fast as can be, and right at the call that it was measured at: it gives the same answer always.
     source = "[of('remembers', remembers)]"
-    brought(source, CANDIDATES)
+    plugged(source, CANDIDATES)
     op = OPS["geglu"]
     typical = op.tuning.buckets[0].sample.make()
     measured("geglu", typical, "remembers")
@@ -271,13 +271,13 @@ def test_a_wrong_one_is_set_aside_at_its_first_use_and_info_says_so(brought, cap
     listed = json.loads(rocm_sd(capsys, "tune", "--list", "--json", "--device", "cpu"))
     assert [row["chosen"] for row in listed] == ["torch"]
     # Another process knows it from the database.
-    brought(source, CANDIDATES)
+    plugged(source, CANDIDATES)
     assert chosen("geglu", typical).implementation == "torch"
     assert sys.modules["tuner_plugin"].kept == {}
 
 
-def test_the_next_best_runs_where_one_is_set_aside(brought):
-    brought("[of('attention')]")
+def test_the_next_best_runs_where_one_is_set_aside(plugged):
+    plugged("[of('attention')]")
     q = torch.randn(1, 4, 2, 8)
     for version in ("1", "2"):
         measured("attention", (q, q), kernel_hash=version)
@@ -289,16 +289,16 @@ def test_the_next_best_runs_where_one_is_set_aside(brought):
     assert chosen("attention", (q, q)).implementation == "mine"
 
 
-def test_another_layout_than_stocks_is_wrong(brought, caplog):
-    brought("[of('geglu', run=turned)]")
+def test_another_layout_than_stocks_is_wrong(plugged, caplog):
+    plugged("[of('geglu', run=turned)]")
     arguments = halves()
     measured("geglu", arguments)
     assert chosen("geglu", arguments).implementation == "torch"
     assert "strides" in caplog.text
 
 
-def test_one_that_raises_in_a_picture_gives_way_to_stock(brought, caplog):
-    brought("[of('geglu', run=viewed)]")
+def test_one_that_raises_in_a_picture_gives_way_to_stock(plugged, caplog):
+    plugged("[of('geglu', run=viewed)]")
     x, bias = halves()
     measured("geglu", (x, bias))
     assert chosen("geglu", (x, bias)).implementation == "mine"
@@ -312,8 +312,8 @@ def test_one_that_raises_in_a_picture_gives_way_to_stock(brought, caplog):
         geglu(strided, bias, implementation="mine")
 
 
-def test_too_little_memory_is_told_to_whoever_can_ask_for_less(brought):
-    brought("[of('geglu', run=greedy)]")
+def test_too_little_memory_is_raised_to_whoever_can_ask_for_less(plugged):
+    plugged("[of('geglu', run=greedy)]")
     x, bias = halves()
     measured("geglu", (x, bias))
     assert chosen("geglu", (x, bias)).implementation == "mine"
@@ -333,8 +333,8 @@ def test_the_example_of_the_documents_passes_its_test_though_it_takes_large_call
     assert torch.equal(geglu(*arguments), OPS["geglu"].implementation("torch")(*arguments))
 
 
-def test_what_is_no_implementation_is_left_out(brought, caplog):
-    brought("[Extra('geglu', None), of('geglu')]")
+def test_what_is_no_implementation_is_skipped(plugged, caplog):
+    plugged("[Extra('geglu', None), of('geglu')]")
     assert [extra.implementation.name for extra in plugins.of_op("geglu")] == ["mine"]
     assert "it has a NoneType" in caplog.text
 
@@ -359,9 +359,9 @@ def test_a_problem_is_asked_for_once_and_where_nothing_is_named_nobody_looks_for
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_info_list_and_tune_name_it(brought, capsys, monkeypatch):
+def test_info_list_and_tune_name_it(plugged, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
-    brought("[of('geglu'), of('memory_format', 'odd')]")
+    plugged("[of('geglu'), of('memory_format', 'odd')]")
     typical = OPS["geglu"].tuning.buckets[0].sample.make(filled=False)
     measured("geglu", typical)
     facts = json.loads(rocm_sd(capsys, "info", "--json"))
@@ -371,14 +371,14 @@ def test_info_list_and_tune_name_it(brought, capsys, monkeypatch):
     assert "mine (plug-in)" in rocm_sd(capsys, "info")
     (row,) = json.loads(rocm_sd(capsys, "tune", "--list", "--json", "--device", "cpu"))
     assert (row["chosen"], row["us"]) == ("mine", 5.0)
-    brought("[of('geglu', version='2'), of('memory_format', 'odd')]")
+    plugged("[of('geglu', version='2'), of('memory_format', 'odd')]")
     (row,) = json.loads(rocm_sd(capsys, "tune", "--list", "--json", "--device", "cpu"))
     assert (row["chosen"], row["us"]) == ("torch", 20.0)
 
     from rich.console import Console
 
     from rocm_sd.cli.tune_tables import show_outcomes
-    from rocm_sd.tuning.search.results import TuningResult
+    from rocm_sd.tuning.search.tuner import TuningResult
 
     assert {each.op for each in plug_ins()} == {"geglu", "memory_format"}
     outcomes = [

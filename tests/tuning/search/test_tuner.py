@@ -19,6 +19,7 @@ from rocm_sd.tuning.database import Database
 from rocm_sd.tuning.search.candidates import Candidate
 from rocm_sd.tuning.search.halving import strategy
 from rocm_sd.tuning.search.tuner import Tuner, TunerOptions
+from rocm_sd.workers import Worker
 
 CPU = torch.device("cpu")
 FORK = multiprocessing.get_context("fork")
@@ -43,10 +44,12 @@ def plugged(installed):
 
 
 def test_each_kind_of_harm_costs_one_candidate(plugged, database, geglu_call):
-    harmful = ("nans", "wrong_once", "leaves_out", "raises", "aborts", "wrong_later", "hangs")
-    plugged("[" + ", ".join(f"of({n!r}, {n})" for n in (*harmful, "sleeps", "remembers")) + "]")
-    # A million results: one of them is wrong.
-    (outcome,) = Tuner(CPU, database, TunerOptions(60, timeout_s=2.5)).run([geglu_call(1024, 1024)])
+    harmful = ("nans", "wrong_once", "leaves_out", "raises", "aborts", "wrong_later")
+    harm = ", ".join(f"of({n!r}, {n})" for n in (*harmful, "remembers"))
+    # Asleep for much longer than stock computes: however busy the machine is, it is slower beyond doubt.
+    plugged(f"[{harm}, of('sleeps', sleeps, ({{'ms': 20}},))]")
+    # A quarter of a million results: one of them is wrong.
+    (outcome,) = Tuner(CPU, database, TunerOptions(120)).run([geglu_call(512, 512)])
     reasons = {failure.candidate: failure.reason for failure in outcome.failures}
     assert set(reasons) == set(harmful)
     assert "nan" in reasons["nans"]
@@ -55,7 +58,6 @@ def test_each_kind_of_harm_costs_one_candidate(plugged, database, geglu_call):
     assert reasons["raises"] == "ValueError: not today"
     assert reasons["aborts"].startswith(f"crashed by signal {signal.SIGABRT.value}")
     assert reasons["wrong_later"].startswith("wrong after it was timed")
-    assert reasons["hangs"] == "hung: stopped after 2.5 s without an answer"
     # The others went on, the faster one is chosen, and the slower one is known to be slower.
     assert outcome.chosen == Candidate("remembers")
     assert outcome.times_stock > 1.5
@@ -69,6 +71,16 @@ def test_each_kind_of_harm_costs_one_candidate(plugged, database, geglu_call):
     assert best.candidate == "remembers"
 
 
+def test_one_that_hangs_is_stopped_and_the_next_one_goes_on(plugged, database, geglu_call):
+    plugged("[of('hangs', hangs), of('sleeps', sleeps)]")
+    (outcome,) = Tuner(CPU, database, TunerOptions(120, timeout_s=2.5)).run([geglu_call(8, 8)])
+    (failure,) = outcome.failures
+    assert (failure.candidate, failure.reason) == ("hangs", "hung: stopped after 2.5 s without an answer")
+    assert outcome.complete
+    stored = {entry.candidate: entry.numerics for entry in database.all()}
+    assert stored == {"hangs": failure.reason, "sleeps": "ok", "torch": "ok"}
+
+
 def test_what_is_not_clearly_faster_is_stored_and_stock_is_chosen(plugged, database, geglu_call):
     plugged("[of('same', lambda x, bias, *, config: stock(x, bias)), of('sleeps', sleeps)]")
     (outcome,) = Tuner(CPU, database, TunerOptions(30)).run([geglu_call(64, 64)])
@@ -80,14 +92,14 @@ def test_what_is_not_clearly_faster_is_stored_and_stock_is_chosen(plugged, datab
         assert outcome.us == outcome.stock_us
 
 
-def test_a_second_run_measures_nothing_and_fresh_measures_all(plugged, database, geglu_call):
+def test_a_second_run_measures_nothing_and_fresh_measures_all(plugged, database, geglu_call, monkeypatch):
     plugged("[of('sleeps', sleeps, ({'ms': 1}, {'ms': 2}))]")
     traced = [geglu_call(8, 8)]
     (first,) = Tuner(CPU, database, TunerOptions(30)).run(traced)
     before = database.all()
-    begun = time.monotonic()
-    (second,) = Tuner(CPU, database, TunerOptions(30)).run(traced)
-    assert time.monotonic() - begun < 1  # not even a worker is started
+    with monkeypatch.context() as changed:
+        changed.setattr(Worker, "_start", None)  # not even a worker is started
+        (second,) = Tuner(CPU, database, TunerOptions(30)).run(traced)
     assert (first.now > 0, second.now, second.complete) == (True, 0, True)
     assert database.all() == before
     (third,) = Tuner(CPU, database, TunerOptions(30, fresh=True)).run(traced)
@@ -113,17 +125,18 @@ def measured(path):
         database.close()
 
 
-def test_three_kills_lose_nothing_measured(plugged, tmp_path, geglu_call):
+def test_two_kills_lose_nothing_measured(plugged, tmp_path, geglu_call):
     plugged(SLOW)
     path, traced = tmp_path / "killed.sqlite3", [geglu_call(8, 8)]
     chance = random.Random(8)
     known = {}
-    for _ in range(3):
+    for _ in range(2):
         more = len(known) + chance.randint(1, 3)
         process = FORK.Process(target=tuned, args=(path, traced, 60.0))
         process.start()
         while len(measured(path)) < more:
-            time.sleep(0.02)
+            # Each look opens the file: more often, it would take the time of the search.
+            time.sleep(0.1)
             assert process.is_alive()
         time.sleep(chance.random() / 5)
         seen = measured(path)
@@ -163,7 +176,8 @@ def test_the_budget_is_kept_even_where_the_last_candidate_hangs(plugged, databas
     tuner = Tuner(CPU, database, TunerOptions(6.0, timeout_s=60), lambda step: shares.append(step.share))
     begun = time.monotonic()
     (outcome,) = tuner.run([geglu_call(8, 8)])
-    assert time.monotonic() - begun <= 1.1 * 6.0
+    # Far below the 60 s that the candidate itself would be given, however busy the machine is.
+    assert time.monotonic() - begun <= 6.0 + 6.0
     assert not outcome.complete
     assert 0 < outcome.measured < outcome.candidates
     # It was stopped by the end of the time, which is no fault of its own.
@@ -172,14 +186,28 @@ def test_the_budget_is_kept_even_where_the_last_candidate_hangs(plugged, databas
     assert shares[-1] <= 1
 
 
-@pytest.mark.parametrize(("spent_s", "left_s"), [(2.0, 4.0), (100.0, 3.0)])
+class LooksAtTheClock:
+    """A strategy that times nothing, and notes the seconds that are left when it is asked."""
+
+    name = "looks-at-the-clock"
+
+    def __init__(self):
+        self.tuner, self.left_s = None, None
+
+    def search(self, _candidates, _measure):
+        self.left_s = self.tuner.left_s
+
+
+@pytest.mark.parametrize(("spent_s", "left_s"), [(200.0, 340.0), (10_000.0, 240.0)])
 def test_the_budget_counts_from_the_start_of_the_command_and_leaves_half_of_it(
     plugged, database, geglu_call, spent_s, left_s
 ):
-    plugged("[of('sleeps', sleeps, tuple({'ms': ms} for ms in range(60, 70))), of('hangs', hangs)]")
-    begun = time.monotonic()
-    (outcome,) = Tuner(CPU, database, TunerOptions(6.0)).run([geglu_call(8, 8)], begun - spent_s)
-    assert 0.8 * left_s <= time.monotonic() - begun <= left_s + 0.6
+    plugged("[of('sleeps', sleeps)]")
+    strategy = LooksAtTheClock()
+    strategy.tuner = Tuner(CPU, database, TunerOptions(600.0, strategy=strategy))
+    (outcome,) = strategy.tuner.run([geglu_call(8, 8)], time.monotonic() - spent_s)
+    # A tenth of the 600 s is kept for the candidate that is under way at the end.
+    assert left_s - 60 < strategy.left_s <= left_s
     assert not outcome.complete
 
 

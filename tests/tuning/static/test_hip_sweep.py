@@ -90,7 +90,7 @@ def one_bucket(monkeypatch, op, *configs):
     monkeypatch.setitem(OPS, op.name, changed)
 
 
-def test_a_search_writes_beside_what_is_chosen_and_alone_where_there_is_nothing_else(monkeypatch, tmp_path):
+def test_a_search_writes_others_to_what_is_chosen_and_alone_where_there_is_nothing_else(monkeypatch, tmp_path):
     one_bucket(monkeypatch, NORM, LayerNormResidualConfig(64), LayerNormResidualConfig(256))
     (tmp_path / "gfx1100").mkdir()
     file = tmp_path / "gfx1100" / f"{NORM.name}.json"
@@ -141,7 +141,7 @@ def test_a_config_that_does_not_compile_costs_itself_alone(monkeypatch, tmp_path
 
 def test_a_search_of_the_own_kernels_keeps_the_others(tmp_path):
     good = RatedConfig(OpenConfig.fitting({"tile": 32}), 5.0, figures={"vgprs": 40, "waves_per_simd": 16})
-    hip = BucketResult("foo", "gfx1100", {"m": [1, 9]}, "9x9", (good,), "hip")
+    hip = BucketResult("foo", "gfx1100", {"m": [1, 9]}, "9x9", (good,), implementation="hip")
     path = data_files.write_others([hip], tmp_path, "19.1.7")
     first = json.loads(path.read_text())
     assert first["static"]["implementation"] == "torch"

@@ -12,7 +12,7 @@ from rocm_sd.errors import InvalidOption, MissingDependency, RocmSdError, Unsupp
 from rocm_sd.kernels.config import NO_CONFIG, Config, OpenConfig
 from rocm_sd.ops import OPS
 from rocm_sd.tuning import choice
-from rocm_sd.tuning.ranking import Code, Part, Program, RatedConfig, _trips
+from rocm_sd.tuning.ranking import Code, CodePart, Program, RatedConfig, _trips
 from rocm_sd.tuning.static import data_files, sweep, tasks
 from rocm_sd.tuning.static.data_files import BucketResult
 from rocm_sd.tuning.static.sweep import plan, tune
@@ -163,7 +163,7 @@ def test_an_op_without_configs_and_a_bucket_without_its_own_call_are_refused(mon
             plan([OP.name])
 
 
-PART = Part(10, 0, 0, 0, 16, (16,))
+PART = CodePart(10, 0, 0, 0, 16, (16,))
 LAUNCH = CompiledLaunch("_apply", (4, 1, 1), {}, Code(4, 32, 8, 2, PART, PART, has_loop=False), 40, 0, 16, 1.0, 0)
 PROGRAM = Program(4096, 4096, ((16, 16, 16, 2),), 8192)
 SEARCH = sweep._BucketSweep("group_norm_silu", "gfx1100", {"hw": [1, 9]}, ("a", "b"), ())

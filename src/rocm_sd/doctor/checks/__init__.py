@@ -1,1 +1,1 @@
-"""One file per check. Each has a module-level CHECK, and is found by being here: nothing else lists them."""
+"""One file per check, which is named as its file and found by being here: nothing else lists them."""

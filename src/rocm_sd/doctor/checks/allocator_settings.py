@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from rocm_sd.doctor.check import Check, Finding, Fix, Probes, Status
+from rocm_sd.doctor.check import Finding, Fix, Probes, check, fine, not_here, problem
 from rocm_sd.doctor.facts import Facts, numbers
 
-__all__ = ["CHECK"]
+__all__ = ["allocator_settings"]
 
 # torch takes the first of these that is set, and none of the others (c10/cuda/CUDAAllocatorConfig.h).
 _VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
@@ -13,28 +13,29 @@ _VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLO
 _SEGMENTS_ON_ROCM = (2, 12)
 
 
-def run(facts: Facts, _probes: Probes) -> Finding:
+@check(
+    measures="PYTORCH_ALLOC_CONF, PYTORCH_CUDA_ALLOC_CONF and PYTORCH_HIP_ALLOC_CONF, and torch's version",
+    reports="pytorch/pytorch#123548 pytorch/pytorch/pull/177974 pytorch/pytorch#187343",
+)
+def allocator_settings(facts: Facts, _probes: Probes) -> Finding:
     given = {name: facts.environment[name] for name in _VARIABLES if facts.environment.get(name)}
     if not given:
-        return Finding(Status.OK, "No setting of torch's allocator is given.")
+        return fine("No setting of torch's allocator is given.")
     if facts.torch.build in {"cpu", "none"}:
-        return Finding(Status.NOT_HERE, f"{', '.join(given)} is set, and this torch has no GPU to allocate on.")
-    told = "; ".join(f"{name}={value}" for name, value in given.items())
+        return not_here(f"{', '.join(given)} is set, and this torch has no GPU to allocate on.")
+    seen = "; ".join(f"{name}={value}" for name, value in given.items())
     parsed = {name: _options(value) for name, value in given.items()}
     if any(options is None for options in parsed.values()):
         fix = Fix("Unset it: torch's own defaults are sound.", unset=tuple(given), safe=True)
-        return Finding(
-            Status.PROBLEM, f"{told} is not of the form name:value,name:value.", "torch ends with an error.", fix
-        )
+        return problem(f"{seen} is not of the form name:value,name:value.", "torch ends with an error.", fix)
     read = next(iter(given))
     wrong, kept = _wrong(parsed[read] or {}, facts)
     if len({tuple(sorted((each or {}).items())) for each in parsed.values()}) > 1:
         wrong.insert(0, f"they say different things, and torch reads {read} alone")
     if not wrong:
-        return Finding(Status.OK, f"{told}.")
-    return Finding(
-        Status.PROBLEM,
-        f"{told}: {'; '.join(wrong)}.",
+        return fine(f"{seen}.")
+    return problem(
+        f"{seen}: {'; '.join(wrong)}.",
         "Memory is reserved that nobody uses, until a picture no longer fits; or the setting does nothing.",
         _fix(given, kept),
     )
@@ -86,16 +87,3 @@ def _is_share(text: str) -> bool:
         return 0 < float(text) < 1
     except ValueError:
         return False
-
-
-CHECK = Check(
-    name="allocator_settings",
-    question="Do the settings of torch's allocator agree with each other, and with this torch?",
-    measures="PYTORCH_ALLOC_CONF, PYTORCH_CUDA_ALLOC_CONF and PYTORCH_HIP_ALLOC_CONF, and torch's version",
-    links=(
-        "https://github.com/pytorch/pytorch/issues/123548",
-        "https://github.com/pytorch/pytorch/pull/177974",
-        "https://github.com/pytorch/pytorch/issues/187343",
-    ),
-    run=run,
-)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from rocm_sd.doctor.check import Check, Finding, Fix, Probes, Status
+from rocm_sd.doctor.check import Finding, Fix, Probes, check, fine, not_here, problem, unknown
 from rocm_sd.doctor.facts import Facts, numbers
 
-__all__ = ["CHECK"]
+__all__ = ["aotriton_settings"]
 
 VARIABLE = "TORCH_ROCM_AOTRITON_ENABLE_EXPERIMENTAL"
 # What torch's own tests call experimental (torch/testing/_internal/common_cuda.py), and until when.
@@ -21,46 +21,34 @@ _IN_PARTS = Fix(
 _PLAIN = frozenset({"gfx90a", "gfx942", "gfx950", "gfx1201"})
 
 
-def run(facts: Facts, _probes: Probes) -> Finding:
+@check(
+    measures=f"{VARIABLE}, the GPU's gfx and torch's version",
+    reports="ROCm/aotriton#16 ROCm/TheRock#1364 ROCm/TheRock#1925 AUTOMATIC1111/stable-diffusion-webui#9073 "
+    "pytorch/pytorch/pull/166397 ROCm/pytorch/pull/3313",
+)
+def aotriton_settings(facts: Facts, _probes: Probes) -> Finding:
     meant = facts.meant
     if meant is None or meant.gfx is None or facts.torch.build != "rocm":
-        return Finding(Status.NOT_HERE, "AOTriton is not used: there is no AMD GPU, or torch is not built for ROCm.")
+        return not_here("AOTriton is not used: there is no AMD GPU, or torch is not built for ROCm.")
     gfx = meant.gfx
     if gfx.startswith("gfx10") or gfx in {"gfx906", "gfx908"}:
         says = f"torch has no fused attention for {gfx}: AOTriton has no kernels for it, whatever {VARIABLE} says."
-        return Finding(Status.PROBLEM, says, _MEANS, _IN_PARTS)
+        return problem(says, _MEANS, _IN_PARTS)
     until = _EXPERIMENTAL_BEFORE.get(gfx)
     if gfx in _PLAIN or (until is not None and numbers(facts.torch.version) >= until):
-        return Finding(Status.OK, f"torch {facts.torch.version} has fused attention on {gfx} without a switch.")
+        return fine(f"torch {facts.torch.version} has fused attention on {gfx} without a switch.")
     if until is None and gfx not in _EXPERIMENTAL:
-        return Finding(Status.UNKNOWN, f"Whether AOTriton wants {VARIABLE} on {gfx} is not known.")
+        return unknown(f"Whether AOTriton wants {VARIABLE} on {gfx} is not known.")
     return _needed(facts, gfx)
 
 
 def _needed(facts: Facts, gfx: str) -> Finding:
     if facts.environment.get(VARIABLE, "0") not in {"0", ""}:
         means = "That the results are right, sdpa_numerics measures."
-        return Finding(Status.OK, f"{VARIABLE} is set, as {gfx} needs.", means)
-    return Finding(
-        Status.PROBLEM,
+        return fine(f"{VARIABLE} is set, as {gfx} needs.", means)
+    return problem(
         f"{gfx} is experimental for the AOTriton of torch {facts.torch.version}, and {VARIABLE} is not set.",
         _MEANS,
         # Off, the answer is right and slow; on, it is wrong for some heads on some GPUs: sdpa_numerics must be asked.
         Fix(f"Set {VARIABLE}=1, and look at sdpa_numerics again.", env={VARIABLE: "1"}, safe=False),
     )
-
-
-CHECK = Check(
-    name="aotriton_settings",
-    question="Is torch's fused attention switched on where it needs a switch?",
-    measures=f"{VARIABLE}, the GPU's gfx and torch's version",
-    links=(
-        "https://github.com/ROCm/aotriton/issues/16",
-        "https://github.com/ROCm/TheRock/issues/1364",
-        "https://github.com/ROCm/TheRock/issues/1925",
-        "https://github.com/AUTOMATIC1111/stable-diffusion-webui/issues/9073",
-        "https://github.com/pytorch/pytorch/pull/166397",
-        "https://github.com/ROCm/pytorch/pull/3313",
-    ),
-    run=run,
-)

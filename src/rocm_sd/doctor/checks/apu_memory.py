@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rocm_sd.doctor.check import CannotRun, Check, Finding, Fix, Probes, Status
+from rocm_sd.doctor.check import CannotRun, Finding, Fix, Probes, check, fine, not_here, problem
 
 if TYPE_CHECKING:
     from rocm_sd.doctor.facts import Facts, Gpu
 
-__all__ = ["CHECK"]
+__all__ = ["apu_memory"]
 
 _GIB = 2**30
 _PAGES_PER_GIB = 262144
@@ -19,46 +19,47 @@ _USUAL_SHARE = 0.45
 _COMFORT = 16 * _GIB
 
 
-def run(facts: Facts, _probes: Probes) -> Finding:
+@check(
+    measures="mem_info_vram_total and mem_info_gtt_total of the kernel, the system's memory, and torch's own count",
+    reports="ROCm/ROCm#5444 ROCm/ROCm#5595 Comfy-Org/ComfyUI#14274",
+)
+def apu_memory(facts: Facts, _probes: Probes) -> Finding:
     used = facts.used
     if used is None or used.vendor != "amd" or not used.integrated:
-        return Finding(Status.NOT_HERE, "No GPU that shares the system's memory is in use.")
+        return not_here("No GPU that shares the system's memory is in use.")
     if used.vram_total is None or used.gtt_total is None:
         raise CannotRun("the kernel does not tell mem_info_vram_total and mem_info_gtt_total")
     own, shared = used.vram_total, used.gtt_total
-    told = facts.torch.devices[0].total if facts.torch.devices else None
-    measured = {"vram_total": own, "gtt_total": shared, "torch_total": told, "memory_total": facts.memory_total}
+    in_torch = facts.torch.devices[0].total if facts.torch.devices else None
+    measured = {"vram_total": own, "gtt_total": shared, "torch_total": in_torch, "memory_total": facts.memory_total}
     seen = f"{facts.called(used)} owns {own / _GIB:.1f} GiB and may use {shared / _GIB:.1f} GiB of the system's"
     if facts.cards:
-        return _beside_a_card(facts, seen, told, measured)
+        return _with_a_card(facts, seen, in_torch, measured)
     reach = own + shared
-    if told is not None and told < 0.75 * max(own, shared):
-        return Finding(
-            Status.PROBLEM,
-            f"{seen}, but torch sees {told / _GIB:.1f} GiB.",
+    if in_torch is not None and in_torch < 0.75 * max(own, shared):
+        return problem(
+            f"{seen}, but torch sees {in_torch / _GIB:.1f} GiB.",
             "The runtime counts less than the kernel gives: models that would fit are refused.",
             Fix("A newer kernel and ROCm count it right; or raise the GPU's own memory in the firmware's settings."),
             measured,
         )
     system = facts.memory_total
     if system is not None and (reach < _USUAL_SHARE * (system + own) or reach < _COMFORT <= 0.7 * system):
-        return Finding(
-            Status.PROBLEM,
+        return problem(
             f"{seen}, of {system / _GIB:.1f} GiB.",
             "Models that would fit into the machine do not fit into what the GPU may use.",
             _raise_limit(system),
             measured,
         )
     means = "It is the same memory: moving a model's parts to the processor frees nothing."
-    return Finding(Status.OK, f"{seen}.", means, measured=measured)
+    return fine(f"{seen}.", means, measured=measured)
 
 
-def _beside_a_card(facts: Facts, seen: str, told: int | None, measured: dict[str, int | None]) -> Finding:
+def _with_a_card(facts: Facts, seen: str, in_torch: int | None, measured: dict[str, int | None]) -> Finding:
     card: Gpu | None = facts.meant
     assert card is not None
-    counted = f", and torch counts {told / _GIB:.1f} GiB as its own" if told is not None else ""
-    return Finding(
-        Status.PROBLEM,
+    counted = f", and torch counts {in_torch / _GIB:.1f} GiB as its own" if in_torch is not None else ""
+    return problem(
         f"{seen}{counted}.",
         "Programs take the system's memory for video memory, and this GPU for a large card.",
         Fix(
@@ -80,16 +81,3 @@ def _raise_limit(system: int) -> Fix:
             f"sudo grubby --update-kernel=ALL --args=ttm.pages_limit={pages}   # or GRUB_CMDLINE_LINUX on Debian",
         ),
     )
-
-
-CHECK = Check(
-    name="apu_memory",
-    question="How much of the system's memory may the processor's own GPU use?",
-    measures="mem_info_vram_total and mem_info_gtt_total of the kernel, the system's memory, and torch's own count",
-    links=(
-        "https://github.com/ROCm/ROCm/issues/5444",
-        "https://github.com/ROCm/ROCm/issues/5595",
-        "https://github.com/Comfy-Org/ComfyUI/issues/14274",
-    ),
-    run=run,
-)

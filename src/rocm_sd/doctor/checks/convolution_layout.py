@@ -1,14 +1,13 @@
-"""Are convolutions with the channels last (NHWC) as fast as with the channels first (NCHW)?"""
+"""Are convolutions with the channels last as fast as with the channels first?"""
 
 from __future__ import annotations
 
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from rocm_sd.doctor.check import Check, Finding, Fix, Probe, Status, number, on_the_gpu, rows, text
-from rocm_sd.doctor.probing.common import Place, place
+from rocm_sd.doctor.check import Finding, Fix, Probe, fine, measured_check, number, problem, rows, text
 from rocm_sd.doctor.probing.convolutions import LIMIT_S, timed
-from rocm_sd.doctor.probing.isolated import isolated
+from rocm_sd.doctor.probing.isolated import isolated_on
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -16,8 +15,9 @@ if TYPE_CHECKING:
     import torch
 
     from rocm_sd.doctor.facts import Facts
+    from rocm_sd.doctor.probing.common import Place
 
-__all__ = ["CHECK"]
+__all__ = ["convolution_layout"]
 
 # Converting there and back costs less than half of such a convolution again; the regression cost 3 to 44 times.
 _HARM = 2.0
@@ -27,12 +27,8 @@ _SUGGEST = "PYTORCH_MIOPEN_SUGGEST_NHWC"
 
 
 def measure(*, device: str | None = None, quick: bool = False) -> dict[str, Any]:
-    return isolated(_measured, device, quick, limit_s=LIMIT_S).required("the convolutions could not be timed")
-
-
-def _measured(device: str | None, quick: bool) -> dict[str, Any]:
-    where = place(device)
-    return {"device": where.told(), "rows": timed(where, _both_layouts, quick=quick)}
+    outcome = isolated_on(device, timed, _both_layouts, quick, limit_s=LIMIT_S)
+    return outcome.required("the convolutions could not be timed")
 
 
 def _both_layouts(_where: Place, first: tuple[torch.Tensor, torch.Tensor]) -> dict[str, Callable[[], Any]]:
@@ -43,7 +39,12 @@ def _both_layouts(_where: Place, first: tuple[torch.Tensor, torch.Tensor]) -> di
     return {"nchw": partial(convolve, *first, padding=1), "nhwc": partial(convolve, *last, padding=1)}
 
 
-def judge(facts: Facts, answer: Mapping[str, Any]) -> Finding:
+@measured_check(
+    measures="four convolutions of UNet and VAE in NHWC and in NCHW",
+    reports="pytorch/pytorch#170764 ROCm/TheRock#2485 Comfy-Org/ComfyUI#11381 pytorch/pytorch#187600",
+    probe=Probe("convolution_layout", measure),
+)
+def convolution_layout(facts: Facts, answer: Mapping[str, Any]) -> Finding:
     times = [(text(row, "name"), number(row, "nchw_ms"), number(row, "nhwc_ms")) for row in rows(answer)]
     measured = {name: {"nchw_ms": first, "nhwc_ms": last} for name, first, last in times}
     harmed = [(b / a, name, a, b) for name, a, b in times if b > _HARM * a and b - a > _LEAST_MS]
@@ -54,10 +55,10 @@ def judge(facts: Facts, answer: Mapping[str, Any]) -> Finding:
             f"times as long ({len(harmed)} of {len(times)} convolutions)."
         )
         means = "Programs that ask for channels_last, or get it unasked, take many times as long, above all in the VAE."
-        return Finding(Status.PROBLEM, says, means, _fix(facts), measured)
+        return problem(says, means, _fix(facts), measured)
     total = sum(first for _, first, _ in times) / sum(last for _, _, last in times)
     better = f"{total:.2g} times as fast as" if total >= 1 else f"at {total:.2g} of the speed of"
-    return Finding(Status.OK, f"Channels last run {better} channels first over all of them.", measured=measured)
+    return fine(f"Channels last run {better} channels first over all of them.", measured=measured)
 
 
 def _fix(facts: Facts) -> Fix:
@@ -69,19 +70,3 @@ def _fix(facts: Facts) -> Fix:
         "Do not ask for channels_last. rocm-sd tune measures the layouts and keeps the faster.",
         commands=("rocm-sd tune",),
     )
-
-
-PROBE = Probe("convolution_layout", measure)
-CHECK = Check(
-    name="convolution_layout",
-    question="Are convolutions with the channels last as fast as with the channels first?",
-    measures="four convolutions of UNet and VAE in NHWC and in NCHW",
-    links=(
-        "https://github.com/pytorch/pytorch/issues/170764",
-        "https://github.com/ROCm/TheRock/issues/2485",
-        "https://github.com/Comfy-Org/ComfyUI/issues/11381",
-        "https://github.com/pytorch/pytorch/issues/187600",
-    ),
-    run=on_the_gpu(PROBE, judge),
-    probe=PROBE,
-)

@@ -1,14 +1,16 @@
-"""Is the vendor's convolution library (MIOpen, cuDNN) faster than torch without it, which is torch's own GEMM?"""
+"""Is the vendor's convolution library faster than torch without it?
+
+The library is MIOpen or cuDNN; without it torch convolves by its own GEMM.
+"""
 
 from __future__ import annotations
 
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from rocm_sd.doctor.check import Check, Finding, Fix, Probe, Status, number, on_the_gpu, rows, text
-from rocm_sd.doctor.probing.common import Place, place
+from rocm_sd.doctor.check import Finding, Fix, Probe, fine, measured_check, number, problem, rows, text
 from rocm_sd.doctor.probing.convolutions import LIMIT_S, timed
-from rocm_sd.doctor.probing.isolated import isolated
+from rocm_sd.doctor.probing.isolated import isolated_on
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -16,8 +18,9 @@ if TYPE_CHECKING:
     import torch
 
     from rocm_sd.doctor.facts import Facts
+    from rocm_sd.doctor.probing.common import Place
 
-__all__ = ["CHECK"]
+__all__ = ["convolution_library"]
 
 # Reports of harm speak of five times. Below twice the user gains little by a switch that other shapes may need on.
 _HARM = 2.0
@@ -26,13 +29,13 @@ _LEAST_MS = 0.05
 
 
 def measure(*, device: str | None = None, quick: bool = False) -> dict[str, Any]:
-    return isolated(_measured, device, quick, limit_s=LIMIT_S).required("the convolutions could not be timed")
+    outcome = isolated_on(device, _measured, quick, limit_s=LIMIT_S)
+    return outcome.required("the convolutions could not be timed")
 
 
-def _measured(device: str | None, quick: bool) -> dict[str, Any]:
-    where = place(device)
+def _measured(where: Place, quick: bool) -> dict[str, Any]:
     library = ("miopen" if where.on_rocm else "cudnn") if where.is_gpu else "onednn"
-    return {"device": where.told(), "library": library, "rows": timed(where, _on_and_off, quick=quick)}
+    return {"library": library, **timed(where, _on_and_off, quick)}
 
 
 def _on_and_off(where: Place, tensors: tuple[torch.Tensor, torch.Tensor]) -> dict[str, Callable[[], Any]]:
@@ -49,7 +52,12 @@ def _convolve(where: Place, tensors: tuple[torch.Tensor, torch.Tensor], *, on: b
     return torch.nn.functional.conv2d(*tensors, padding=1)
 
 
-def judge(_facts: Facts, answer: Mapping[str, Any]) -> Finding:
+@measured_check(
+    measures="four convolutions of UNet and VAE with MIOpen (or cuDNN) on and off",
+    reports="Comfy-Org/ComfyUI#14895 Comfy-Org/ComfyUI#10447 Comfy-Org/ComfyUI#11366 ROCm/ROCm#4729 ROCm/MIOpen#1621",
+    probe=Probe("convolution_library", measure),
+)
+def convolution_library(_facts: Facts, answer: Mapping[str, Any]) -> Finding:
     library = {"miopen": "MIOpen", "cudnn": "cuDNN"}.get(text(answer, "library"), text(answer, "library"))
     times = [(text(row, "name"), number(row, "on_ms"), number(row, "off_ms")) for row in rows(answer)]
     measured = {name: {"on_ms": on, "off_ms": off} for name, on, off in times}
@@ -67,25 +75,6 @@ def judge(_facts: Facts, answer: Mapping[str, Any]) -> Finding:
             "that is slow, which needs more memory. In ComfyUI leave COMFYUI_ENABLE_MIOPEN unset.",
             commands=("rocm-sd tune",),
         )
-        return Finding(Status.PROBLEM, says, means, fix, measured)
+        return problem(says, means, fix, measured)
     worst = max(on / off for _, on, off in times)
-    return Finding(
-        Status.OK, f"{library} takes at most {worst:.2g} times as long as torch without it.", measured=measured
-    )
-
-
-PROBE = Probe("convolution_library", measure)
-CHECK = Check(
-    name="convolution_library",
-    question="Is the vendor's convolution library faster than torch without it?",
-    measures="four convolutions of UNet and VAE with MIOpen (or cuDNN) on and off",
-    links=(
-        "https://github.com/Comfy-Org/ComfyUI/issues/14895",
-        "https://github.com/Comfy-Org/ComfyUI/issues/10447",
-        "https://github.com/Comfy-Org/ComfyUI/issues/11366",
-        "https://github.com/ROCm/ROCm/issues/4729",
-        "https://github.com/ROCm/MIOpen/issues/1621",
-    ),
-    run=on_the_gpu(PROBE, judge),
-    probe=PROBE,
-)
+    return fine(f"{library} takes at most {worst:.2g} times as long as torch without it.", measured=measured)

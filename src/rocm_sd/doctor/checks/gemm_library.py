@@ -5,17 +5,17 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from rocm_sd.arch.gemm_libraries import LIBRARIES, build_of_torch
-from rocm_sd.doctor.check import CannotRun, Check, Finding, Fix, Probe, Status, number, on_the_gpu, text
-from rocm_sd.doctor.probing.common import medians, place, random
-from rocm_sd.doctor.probing.isolated import isolated
+from rocm_sd.arch.torch_libraries import GEMM_LIBRARIES, build_of_torch
+from rocm_sd.doctor.check import CannotRun, Finding, Fix, Probe, fine, measured_check, number, problem, text
+from rocm_sd.doctor.probing.common import Place, medians, random
+from rocm_sd.doctor.probing.isolated import one_by_one
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from rocm_sd.doctor.facts import Facts
 
-__all__ = ["CHECK"]
+__all__ = ["gemm_library"]
 
 # Rows, columns and depth: projections and feed-forward layers of SD 1.5 at 512 x 512, of SDXL, and a large square.
 _SHAPES = ((4096, 320, 320), (8192, 320, 2560), (2048, 1280, 10240), (4096, 4096, 4096))
@@ -36,27 +36,19 @@ def measure(*, device: str | None = None, quick: bool = False) -> dict[str, Any]
     Each library has a process of its own: one of them crashes on some cards.
     """
     build = build_of_torch()
-    switches = {
-        library.name: library.switch for library in LIBRARIES if library.build == build and library.name != "ck"
-    }
-    libraries: dict[str, dict[str, Any]] = {}
-    told: dict[str, str] | None = None
-    for name, switch in ({_DEFAULT: None} | switches).items():
-        outcome = isolated(_rows, switch, device, quick, limit_s=_LIMIT_S)
-        if outcome.answer is None:
-            libraries[name] = {"tflops": None, "rows": [], "error": outcome.failed}
-        else:
-            told = outcome.answer["device"]
-            libraries[name] = {"tflops": outcome.answer["tflops"], "rows": outcome.answer["rows"], "error": ""}
-    if told is None:
+    switched = [library for library in GEMM_LIBRARIES if library.build == build and library.name != "ck"]
+    calls = {_DEFAULT: (None, quick)} | {library.name: (library.switch, quick) for library in switched}
+    limits = dict.fromkeys(calls, _LIMIT_S)
+    libraries = one_by_one(device, _rows, calls, {"tflops": None, "rows": []}, limits)
+    where = libraries.pop("device")
+    if where is None:
         raise CannotRun(f"no GEMM ran at all: {libraries[_DEFAULT]['error']}")
-    return {"device": told, "libraries": libraries}
+    return {"device": where, "libraries": libraries}
 
 
-def _rows(switch: str | None, device: str | None, quick: bool) -> dict[str, Any]:
+def _rows(where: Place, switch: str | None, quick: bool) -> dict[str, Any]:
     import torch  # noqa: PLC0415 -- in the process that needs it
 
-    where = place(device)
     if switch is not None:
         torch.backends.cuda.preferred_blas_library(switch)
     rows: list[dict[str, Any]] = []
@@ -68,13 +60,19 @@ def _rows(switch: str | None, device: str | None, quick: bool) -> dict[str, Any]
             rows.append({"m": m, "n": n, "k": k, "layout": layout, "ms": taken, "tflops": 2e-9 * m * n * k / taken})
     # Rate over all of them, as a picture spends its time, and not a mean of rates.
     work = sum(2e-9 * row["m"] * row["n"] * row["k"] for row in rows)
-    return {"device": where.told(), "rows": rows, "tflops": work / sum(row["ms"] for row in rows)}
+    return {"tflops": work / sum(row["ms"] for row in rows), "rows": rows, "error": ""}
 
 
-def judge(facts: Facts, answer: Mapping[str, Any]) -> Finding:
+@measured_check(
+    measures="matrix products of UNet shapes in three layouts by torch's default and by each library, each in its own "
+    "process",
+    reports="ROCm/TheRock#5314 ROCm/ROCm#6271 pytorch/pytorch#138067",
+    probe=Probe("gemm_library", measure),
+)
+def gemm_library(facts: Facts, answer: Mapping[str, Any]) -> Finding:
     libraries = answer["libraries"]
-    rates = {name: number(told, "tflops") for name, told in libraries.items() if told["tflops"] is not None}
-    errors = {name: text(told, "error") for name, told in libraries.items() if told["tflops"] is None}
+    rates = {name: number(each, "tflops") for name, each in libraries.items() if each["tflops"] is not None}
+    errors = {name: text(each, "error") for name, each in libraries.items() if each["tflops"] is None}
     measured = {"tflops": rates, "errors": errors}
     if "default" in errors:
         return _broken(facts, rates, errors, measured)
@@ -82,13 +80,13 @@ def judge(facts: Facts, answer: Mapping[str, Any]) -> Finding:
     if not rates:
         raise CannotRun("no library but torch's default could be timed")
     best = max(rates, key=rates.__getitem__)
-    told = ", ".join(f"{_NAMES.get(name, name)} {rate:.3g}" for name, rate in rates.items())
+    by_library = ", ".join(f"{_NAMES.get(name, name)} {rate:.3g}" for name, rate in rates.items())
     lost = "".join(f" {_NAMES.get(name, name)} fails: {why}." for name, why in errors.items())
-    says = f"torch's GEMMs run at {ours:.3g} TFLOP/s; by library: {told}.{lost}"
+    says = f"torch's GEMMs run at {ours:.3g} TFLOP/s; by library: {by_library}.{lost}"
     if rates[best] > _HARM * ours:
         means = f"The linear layers of every step run at {ours / rates[best]:.0%} of the speed that is there."
-        return Finding(Status.PROBLEM, says, means, _fix(best, facts), measured)
-    return Finding(Status.OK, says, measured=measured)
+        return problem(says, means, _fix(best, facts), measured)
+    return fine(says, measured=measured)
 
 
 def _broken(
@@ -99,7 +97,7 @@ def _broken(
     says = f"torch's default GEMM fails: {errors['default']}. These run: {', '.join(_NAMES.get(n, n) for n in rates)}."
     means = "No picture can be made with these settings."
     fix = _fix(max(rates, key=rates.__getitem__), facts)
-    return Finding(Status.PROBLEM, says, means, fix, measured)
+    return problem(says, means, fix, measured)
 
 
 def _fix(best: str, facts: Facts) -> Fix:
@@ -113,19 +111,3 @@ def _fix(best: str, facts: Facts) -> Fix:
     return Fix(
         f'In your own code: torch.backends.cuda.preferred_blas_library("{best}"). rocm-sd tune finds it by itself.'
     )
-
-
-PROBE = Probe("gemm_library", measure)
-CHECK = Check(
-    name="gemm_library",
-    question="Does torch take the faster GEMM library?",
-    measures="matrix products of UNet shapes in three layouts by torch's default and by each library, each in its own "
-    "process",
-    links=(
-        "https://github.com/ROCm/TheRock/issues/5314",
-        "https://github.com/ROCm/ROCm/issues/6271",
-        "https://github.com/pytorch/pytorch/issues/138067",
-    ),
-    run=on_the_gpu(PROBE, judge),
-    probe=PROBE,
-)

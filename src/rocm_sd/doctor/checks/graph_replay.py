@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from rocm_sd.doctor.check import CannotRun, Check, Finding, Fix, Probe, Status, flag, on_the_gpu, rows, text
-from rocm_sd.doctor.probing.common import Place, place, random
-from rocm_sd.doctor.probing.isolated import isolated
+from rocm_sd.doctor.check import CannotRun, Finding, Fix, Probe, fine, flag, measured_check, problem, rows, text
+from rocm_sd.doctor.probing.common import Place, random
+from rocm_sd.doctor.probing.isolated import isolated_on
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from rocm_sd.doctor.facts import Facts
 
-__all__ = ["CHECK"]
+__all__ = ["graph_replay"]
 
 _LIMIT_S = 18.0
 _SWITCH = "ROCM_SD_STEP_GRAPH"
@@ -25,31 +25,28 @@ _FIX = Fix(f"Set {_SWITCH}=0: rocm-sd then captures no graphs.", env={_SWITCH: "
 
 def measure(*, device: str | None = None, quick: bool = False) -> dict[str, Any]:
     """`captured`, then `replays`: {"ok", "largest_error", "allowed"} each; `error` where it raised or crashed."""
-    here = isolated(_without_a_graph, device, limit_s=_LIMIT_S).required(
-        "what is to be captured does not run without a graph either"
-    )
+    plain = isolated_on(device, _without_a_graph, limit_s=_LIMIT_S)
+    here = plain.required("what is to be captured does not run without a graph either")["device"]
     if here["kind"] == "cpu":
         raise CannotRun("there is no GPU, and nothing else captures graphs")
-    outcome = isolated(_capture_and_replay, device, 16 if quick else 32, limit_s=_LIMIT_S)
+    outcome = isolated_on(device, _capture_and_replay, 16 if quick else 32, limit_s=_LIMIT_S)
     if outcome.answer is None:
         return {"device": here, "captured": False, "replays": [], "error": outcome.failed}
     return {"device": here, "captured": True, "replays": outcome.answer["replays"], "error": ""}
 
 
-def _without_a_graph(device: str | None) -> dict[str, Any]:
+def _without_a_graph(where: Place) -> dict[str, Any]:
     """Where kernels are missing, graphs are not to blame."""
-    where = place(device)
     if where.is_gpu:
         _block(random(where, 1, 64, 16, 16), _weights(where)).cpu()
-    return {**where.told()}
+    return {}
 
 
-def _capture_and_replay(device: str | None, size: int) -> dict[str, Any]:
+def _capture_and_replay(where: Place, size: int) -> dict[str, Any]:
     import torch  # noqa: PLC0415 -- in the process that needs it
 
-    where = place(device)
     weights = _weights(where)
-    with torch.no_grad(), torch.cuda.device(where.device):
+    with torch.cuda.device(where.device):
         held = random(where, 1, 64, size, size)
         # Libraries choose and allocate at their first calls, which must not be captured.
         warm = torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -104,34 +101,22 @@ def _block(x: torch.Tensor, weights: Mapping[str, torch.Tensor]) -> torch.Tensor
     return functional.scaled_dot_product_attention(rows, rows, rows)
 
 
-def judge(_facts: Facts, answer: Mapping[str, Any]) -> Finding:
+@measured_check(
+    measures="a norm, a convolution, a linear layer and attention, captured once and replayed twice with new inputs",
+    reports="pytorch/pytorch#155684 pytorch/pytorch#185074 pytorch/pytorch#155720",
+    probe=Probe("graph_capture", measure),
+)
+def graph_replay(_facts: Facts, answer: Mapping[str, Any]) -> Finding:
     measured = {name: answer[name] for name in ("captured", "replays", "error")}
     if not flag(answer, "captured"):
         says = f"A graph of one block could not be captured and replayed: {text(answer, 'error')}."
         means = "Programs that use graphs, torch.compile in its reduce-overhead mode among them, fail or crash."
-        return Finding(Status.PROBLEM, says, means, _FIX, measured)
+        return problem(says, means, _FIX, measured)
     replays = rows(answer, "replays")
     wrong = [row for row in replays if not flag(row, "ok")]
     if wrong:
         error = wrong[0]["largest_error"]
-        told = "it is not a number" if error is None else f"error {error:.3g}, allowed {wrong[0]['allowed']:.3g}"
-        says = f"{len(wrong)} of {len(replays)} replays with new inputs are wrong: {told}."
-        return Finding(
-            Status.PROBLEM, says, "Pictures are wrong without an error where graphs are used.", _FIX, measured
-        )
-    return Finding(Status.OK, f"{len(replays)} replays with new inputs are right.", measured=measured)
-
-
-PROBE = Probe("graph_capture", measure)
-CHECK = Check(
-    name="graph_replay",
-    question="Does a replayed graph compute what the plain calls compute?",
-    measures="a norm, a convolution, a linear layer and attention, captured once and replayed twice with new inputs",
-    links=(
-        "https://github.com/pytorch/pytorch/issues/155684",
-        "https://github.com/pytorch/pytorch/issues/185074",
-        "https://github.com/pytorch/pytorch/issues/155720",
-    ),
-    run=on_the_gpu(PROBE, judge),
-    probe=PROBE,
-)
+        how = "it is not a number" if error is None else f"error {error:.3g}, allowed {wrong[0]['allowed']:.3g}"
+        says = f"{len(wrong)} of {len(replays)} replays with new inputs are wrong: {how}."
+        return problem(says, "Pictures are wrong without an error where graphs are used.", _FIX, measured)
+    return fine(f"{len(replays)} replays with new inputs are right.", measured=measured)

@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
-from rocm_sd.doctor.check import Check, Finding, Fix, Probes, Status
+from rocm_sd.doctor.check import Finding, Fix, Probes, check, fine, not_here, problem, unknown
 from rocm_sd.doctor.facts import Facts, Gpu, visible_to_torch
 
-__all__ = ["CHECK"]
+__all__ = ["integrated_gpu"]
 
 _VISIBLE = ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
 
 
-def run(facts: Facts, _probes: Probes) -> Finding:
+@check(
+    measures="the GPU that torch lists first, against all that the kernel lists; and the variables that hide GPUs",
+    reports="Comfy-Org/ComfyUI#12598 patientx-cfz/comfyui-rocm#115 ROCm/ROCm#6137",
+)
+def integrated_gpu(facts: Facts, _probes: Probes) -> Finding:
     meant = facts.meant
     if meant is None:
-        return Finding(Status.NOT_HERE, "There is no AMD GPU, or an NVIDIA GPU draws.")
+        return not_here("There is no AMD GPU, or an NVIDIA GPU draws.")
     given = {name: facts.environment[name] for name in _VISIBLE if name in facts.environment}
     stale = _stale(facts, given)
     if stale is not None:
         return stale
     if facts.torch.build != "rocm":
-        return Finding(Status.NOT_HERE, "torch is not built for ROCm, so it takes none of them; see torch_build.")
+        return not_here("torch is not built for ROCm, so it takes none of them; see torch_build.")
     used = facts.used
     if used is None:
-        return Finding(Status.UNKNOWN, "Which GPU torch takes first is not known.")
+        return unknown("Which GPU torch takes first is not known.")
     return _judged(facts, used, meant, tuple(given))
 
 
@@ -36,10 +40,10 @@ def _judged(facts: Facts, used: Gpu, meant: Gpu, given: tuple[str, ...]) -> Find
             safe=True,
         )
         means = f"It is part of the processor; {facts.called(meant)} with {meant.compute_units} units stays idle."
-        return Finding(Status.PROBLEM, f"{seen}, which is {used.gfx} with {used.compute_units} units.", means, fix)
+        return problem(f"{seen}, which is {used.gfx} with {used.compute_units} units.", means, fix)
     if used.integrated:
-        return Finding(Status.OK, f"{seen}: it is part of the processor, and the only one.")
-    return Finding(Status.OK, f"{seen}, which is a card.")
+        return fine(f"{seen}: it is part of the processor, and the only one.")
+    return fine(f"{seen}, which is a card.")
 
 
 def _stale(facts: Facts, given: dict[str, str]) -> Finding | None:
@@ -58,18 +62,5 @@ def _stale(facts: Facts, given: dict[str, str]) -> Finding | None:
         else:
             continue
         fix = Fix(f"Unset {name}.", unset=(name,), safe=True)
-        return Finding(Status.PROBLEM, says, "torch sees no GPU, or fewer than there are.", fix)
+        return problem(says, "torch sees no GPU, or fewer than there are.", fix)
     return None
-
-
-CHECK = Check(
-    name="integrated_gpu",
-    question="Is the card used, and not the processor's own GPU?",
-    measures="the GPU that torch lists first, against all that the kernel lists; and the variables that hide GPUs",
-    links=(
-        "https://github.com/Comfy-Org/ComfyUI/issues/12598",
-        "https://github.com/patientx-cfz/comfyui-rocm/issues/115",
-        "https://github.com/ROCm/ROCm/issues/6137",
-    ),
-    run=run,
-)

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from rocm_sd.doctor.check import CannotRun, Check, Finding, Fix, Probe, Probes, Status
+from rocm_sd.doctor.check import CannotRun, Finding, Fix, Probe, Probes, check, fine, not_here, problem
 from rocm_sd.doctor.facts import Facts, numbers
-from rocm_sd.doctor.probing.common import Place, place, random
-from rocm_sd.doctor.probing.isolated import isolated
+from rocm_sd.doctor.probing.common import Place, random
+from rocm_sd.doctor.probing.isolated import one_by_one
 from rocm_sd.doctor.wheels import pip_line
 
-__all__ = ["CHECK"]
+__all__ = ["kernels_present"]
 
 # A convolution may be searched for first.
-_LIMIT_S = {"elementwise": 15.0, "gemm": 15.0, "conv": 30.0, "sdpa": 15.0}
+_LIMITS_S = {"elementwise": 15.0, "gemm": 15.0, "conv": 30.0, "sdpa": 15.0}
 # Sums of up to 576 products in float16: one part in a hundred is far above rounding, and far below a wrong kernel.
 _ALLOWED = 0.01
 _KINDS = {"elementwise": "elementwise", "gemm": "matrix product", "conv": "convolution", "sdpa": "attention"}
@@ -23,32 +23,21 @@ _OVERRIDE = "HSA_OVERRIDE_GFX_VERSION"
 def measure(*, device: str | None = None, quick: bool = False) -> dict[str, Any]:
     """A missing kernel is an error of its process, a wrong one may be a fault that ends it: each has its own.
 
-    `device` is None where no process lived to tell it.
+    `device` is None where no process lived to say it.
     """
-    told: dict[str, Any] = {"device": None}
-    for kind in _KINDS:
-        outcome = isolated(_run, kind, device, 64 if quick else 256, limit_s=_LIMIT_S[kind])
-        if outcome.answer is None:
-            told[kind] = {"ok": False, "error": outcome.failed}
-            continue
-        told[kind] = outcome.answer["result"]
-        told["device"] = outcome.answer["device"]
-    return told
+    calls = {kind: (kind, 64 if quick else 256) for kind in _KINDS}
+    return one_by_one(device, _run, calls, {"ok": False}, _LIMITS_S)
 
 
-def _run(kind: str, device: str | None, size: int) -> dict[str, Any]:
-    import torch  # noqa: PLC0415 -- in the process that needs it
-
-    where = place(device)
+def _run(where: Place, kind: str, size: int) -> dict[str, Any]:
     inputs = _inputs(kind, where, size)
-    with torch.no_grad():
-        # .cpu() waits for the kernel, and raises what it met.
-        result = _call(kind, inputs).cpu().double()
-        exact = _call(kind, [tensor.cpu().double() for tensor in inputs])
+    # .cpu() waits for the kernel, and raises what it met.
+    result = _call(kind, inputs).cpu().double()
+    exact = _call(kind, [tensor.cpu().double() for tensor in inputs])
     error = float((result - exact).abs().max() / exact.abs().max())
     ok = error <= _ALLOWED
     sentence = "" if ok else f"the result is wrong: largest error {error:.3g} of the largest value"
-    return {"device": where.told(), "result": {"ok": ok, "error": sentence}}
+    return {"ok": ok, "error": sentence}
 
 
 def _inputs(kind: str, where: Place, size: int) -> list[Any]:
@@ -62,7 +51,7 @@ def _inputs(kind: str, where: Place, size: int) -> list[Any]:
 
 
 def _call(kind: str, inputs: list[Any]) -> Any:
-    import torch  # noqa: PLC0415 -- as above
+    import torch  # noqa: PLC0415 -- in the process that needs it
     from torch.nn import functional  # noqa: PLC0415 -- as above
 
     if kind == "elementwise":
@@ -74,27 +63,31 @@ def _call(kind: str, inputs: list[Any]) -> Any:
     return functional.scaled_dot_product_attention(*inputs)
 
 
-def run(facts: Facts, probes: Probes) -> Finding:
+@check(
+    measures="one small call of each kind, each in a process of its own, against the CPU in float64",
+    reports="ROCm/TheRock#7839 pytorch/pytorch#194498 patientx-cfz/comfyui-rocm#71",
+    probe=Probe("smoke", measure),
+)
+def kernels_present(facts: Facts, probes: Probes) -> Finding:
     if facts.torch.version is None:
-        return Finding(Status.NOT_HERE, "torch is not installed.")
-    told = probes.ask("smoke")
+        return not_here("torch is not installed.")
+    answers = probes.ask("smoke")
     failed: dict[str, str] = {}
     for kind, name in _KINDS.items():
-        answer = told.get(kind)
+        answer = answers.get(kind)
         if not isinstance(answer, dict) or not isinstance(answer.get("ok"), bool):
             raise CannotRun(f"the answer on the {name} kernel could not be read: {answer!r}")
         if not answer["ok"]:
             failed[kind] = str(answer.get("error") or "no reason was given")
-    where = told.get("device")
+    where = answers.get("device")
     kind_of_device = where.get("kind") if isinstance(where, dict) else None
     if facts.gpus and kind_of_device == "cpu":
         raise CannotRun("torch sees no GPU, so the kernels ran on the CPU")
     place = "on the CPU" if kind_of_device == "cpu" else "on the GPU"
     if not failed:
-        return Finding(Status.OK, f"Elementwise, matrix product, convolution and attention run {place}.")
+        return fine(f"Elementwise, matrix product, convolution and attention run {place}.")
     reasons = "; ".join(f"{_KINDS[kind]}: {reason}" for kind, reason in failed.items())
-    return Finding(
-        Status.PROBLEM,
+    return problem(
         f"{len(failed)} of {len(_KINDS)} kinds of kernel fail {place}: {reasons}.",
         "Kernels for this GPU are missing or broken, and pictures fail where they are needed.",
         _fix(facts),
@@ -118,18 +111,3 @@ def _fix(facts: Facts) -> Fix:
     if line is None:
         return Fix("Install a torch that is built for this GPU; gfx_override and torch_build say more.")
     return Fix("Install the torch that has its kernels; gfx_override may know a shorter way.", commands=(line,))
-
-
-PROBE = Probe("smoke", measure)
-CHECK = Check(
-    name="kernels_present",
-    question="Does each kind of kernel run on the GPU, and give the right numbers?",
-    measures="one small call of each kind, each in a process of its own, against the CPU in float64",
-    links=(
-        "https://github.com/ROCm/TheRock/issues/7839",
-        "https://github.com/pytorch/pytorch/issues/194498",
-        "https://github.com/patientx-cfz/comfyui-rocm/issues/71",
-    ),
-    run=run,
-    probe=PROBE,
-)

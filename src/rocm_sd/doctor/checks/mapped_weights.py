@@ -8,9 +8,8 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from rocm_sd.doctor.check import CannotRun, Check, Finding, Fix, Probe, Status, number, on_the_gpu
-from rocm_sd.doctor.probing.common import Place, place
-from rocm_sd.doctor.probing.isolated import isolated
+from rocm_sd.doctor.check import CannotRun, Finding, Fix, Probe, fine, measured_check, number, problem
+from rocm_sd.doctor.probing.isolated import isolated_on
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -18,8 +17,9 @@ if TYPE_CHECKING:
     import torch
 
     from rocm_sd.doctor.facts import Facts
+    from rocm_sd.doctor.probing.common import Place
 
-__all__ = ["CHECK"]
+__all__ = ["mapped_weights"]
 
 _MIB = 2**20
 _REPEATS = 3
@@ -40,7 +40,7 @@ def measure(*, device: str | None = None, quick: bool = False) -> dict[str, Any]
     """{"mapped_s", "heap_s", "bytes"}; `exceeded_s` where the copy from the file had not ended by then."""
     size = (8 if quick else 32) * _MIB
     with tempfile.TemporaryDirectory(prefix="rocm-sd-probe-", ignore_cleanup_errors=True) as folder:
-        outcome = isolated(_times, device, size, folder, limit_s=_LIMIT_S)
+        outcome = isolated_on(device, _times, size, folder, limit_s=_LIMIT_S)
     if outcome.answer is not None:
         return {**outcome.answer, "bytes": size, "exceeded_s": None}
     if outcome.exceeded:
@@ -48,11 +48,10 @@ def measure(*, device: str | None = None, quick: bool = False) -> dict[str, Any]
     raise CannotRun(f"the copies failed: {outcome.failed}")
 
 
-def _times(device: str | None, size: int, folder: str) -> dict[str, Any]:
+def _times(where: Place, size: int, folder: str) -> dict[str, Any]:
     import torch  # noqa: PLC0415 -- in the process that needs it
     from safetensors.torch import save_file  # noqa: PLC0415 -- as above
 
-    where = place(device)
     weights = torch.randint(0, 255, (size,), dtype=torch.uint8)
     files = [Path(folder) / f"{number}.safetensors" for number in range(_REPEATS)]
     # The driver's first copy of all sets up its buffers.
@@ -65,7 +64,7 @@ def _times(device: str | None, size: int, folder: str) -> dict[str, Any]:
         mapped.append(_copy(_mapped(path), where))
         if sum(mapped) > _BUDGET_S:
             break
-    return {"device": where.told(), "mapped_s": median(mapped), "heap_s": median(heap)}
+    return {"mapped_s": median(mapped), "heap_s": median(heap)}
 
 
 def _mapped(path: Path) -> torch.Tensor:
@@ -77,26 +76,29 @@ def _mapped(path: Path) -> torch.Tensor:
 
 
 def _copy(tensor: torch.Tensor, where: Place) -> float:
-    import torch  # noqa: PLC0415 -- as above
-
     started = time.perf_counter()
     tensor.to(where.device, copy=True)
-    if where.is_gpu:
-        torch.cuda.synchronize(where.device)
+    where.synchronize()
     return time.perf_counter() - started
 
 
-def judge(facts: Facts, answer: Mapping[str, Any]) -> Finding:
+@measured_check(
+    measures="the copy of 32 MiB to the GPU from a mapped safetensors file and from ordinary memory",
+    reports="ROCm/ROCm#6358 ROCm/ROCm#6523 safetensors/safetensors#821 vladmandic/sdnext#5028 "
+    "vllm-project/vllm/pull/56343",
+    probe=Probe("mapped_weights", measure),
+)
+def mapped_weights(facts: Facts, answer: Mapping[str, Any]) -> Finding:
     size = number(answer, "bytes")
     measured = {name: answer[name] for name in ("mapped_s", "heap_s", "bytes", "exceeded_s")}
     if answer["exceeded_s"] is not None:
         says = f"Copying {size / 2**20:.0f} MiB to the GPU had not ended after {number(answer, 'exceeded_s'):.0f} s."
-        return Finding(Status.PROBLEM, says, _MEANS, _fix(facts), measured)
+        return problem(says, _MEANS, _fix(facts), measured)
     mapped, heap = number(answer, "mapped_s"), number(answer, "heap_s")
     says = f"{size / 2**20:.0f} MiB take {mapped:.2g} s from a mapped file, {heap:.2g} s from ordinary memory."
     if mapped > _HARM * heap and size / mapped < _SLOW_BYTES_PER_S:
-        return Finding(Status.PROBLEM, says, _MEANS, _fix(facts), measured)
-    return Finding(Status.OK, says, measured=measured)
+        return problem(says, _MEANS, _fix(facts), measured)
+    return fine(says, measured=measured)
 
 
 def _fix(facts: Facts) -> Fix:
@@ -109,20 +111,3 @@ def _fix(facts: Facts) -> Fix:
             safe=True,
         )
     return Fix(f"Read the weights into memory before they go to the GPU. {elsewhere}")
-
-
-PROBE = Probe("mapped_weights", measure)
-CHECK = Check(
-    name="mapped_weights",
-    question="Do weights reach the GPU quickly from a memory-mapped file?",
-    measures="the copy of 32 MiB to the GPU from a mapped safetensors file and from ordinary memory",
-    links=(
-        "https://github.com/ROCm/ROCm/issues/6358",
-        "https://github.com/ROCm/ROCm/issues/6523",
-        "https://github.com/safetensors/safetensors/issues/821",
-        "https://github.com/vladmandic/sdnext/issues/5028",
-        "https://github.com/vllm-project/vllm/pull/56343",
-    ),
-    run=on_the_gpu(PROBE, judge),
-    probe=PROBE,
-)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from rocm_sd import arch
-from rocm_sd.doctor.check import Check, Finding, Fix, Probes, Status
+from rocm_sd.doctor.check import Finding, Fix, Probes, check, fine, not_here, problem
 from rocm_sd.doctor.facts import Facts, numbers
 
-__all__ = ["CHECK"]
+__all__ = ["miopen_settings"]
 
 _NHWC = "PYTORCH_MIOPEN_SUGGEST_NHWC"
 _NAIVE = "MIOPEN_DEBUG_CONV_DIRECT_NAIVE_CONV_FWD"
@@ -20,10 +20,15 @@ _QUICK_SEARCH = (7, 14)
 _SEARCH_ALWAYS = {"3", "4", "SEARCH", "SEARCH_DB_UPDATE"}
 
 
-def run(facts: Facts, _probes: Probes) -> Finding:
+@check(
+    measures=f"{_NHWC}, {_NAIVE}, {_ENFORCE} and {_MODE}; the versions of torch and ROCm; the family of the GPU",
+    reports="pytorch/pytorch#170764 pytorch/pytorch/pull/170780 ROCm/TheRock#2485 ROCm/TheRock#2591 "
+    "ROCm/rocm-libraries#3509",
+)
+def miopen_settings(facts: Facts, _probes: Probes) -> Finding:
     meant = facts.meant
     if meant is None or facts.torch.build != "rocm":
-        return Finding(Status.NOT_HERE, "MIOpen is not used: there is no AMD GPU, or torch is not built for ROCm.")
+        return not_here("MIOpen is not used: there is no AMD GPU, or torch is not built for ROCm.")
     environment = facts.environment
     wrong: list[str] = []
     means: list[str] = []
@@ -47,8 +52,8 @@ def run(facts: Facts, _probes: Probes) -> Finding:
     if wrong:
         changes = [*(f"{name}={value}" for name, value in env.items()), *(f"unset {name}" for name in unset)]
         fix = Fix(f"{', '.join(changes)}.", env=env, unset=tuple(unset), safe=True)
-        return Finding(Status.PROBLEM, f"{'; '.join(wrong)}.", f"{'; '.join(means)}.", fix)
-    return Finding(Status.OK, _told(facts), "What a first run of a new size costs, first_run_stall measures.")
+        return problem(f"{'; '.join(wrong)}.", f"{'; '.join(means)}.", fix)
+    return fine(_search(facts), "What a first run of a new size costs, first_run_stall measures.")
 
 
 def _nhwc_is_on(facts: Facts) -> bool:
@@ -58,25 +63,10 @@ def _nhwc_is_on(facts: Facts) -> bool:
     return numbers(facts.rocm) >= _NHWC_FROM_ROCM and numbers(facts.torch.version) < _NHWC_UNTIL_TORCH
 
 
-def _told(facts: Facts) -> str:
+def _search(facts: Facts) -> str:
     mode = facts.environment.get(_MODE)
     if mode is not None:
         return f"{_MODE}={mode}."
     quick = numbers(facts.rocm) >= _QUICK_SEARCH
     search = "leaves naive kernels out" if quick else "tries every kernel for each new size"
     return f"{_MODE} is not set: the search of ROCm {facts.rocm or '(unknown)'} {search}."
-
-
-CHECK = Check(
-    name="miopen_settings",
-    question="Do MIOpen's environment variables suit this GPU, this torch and this ROCm?",
-    measures=f"{_NHWC}, {_NAIVE}, {_ENFORCE} and {_MODE}; the versions of torch and ROCm; the family of the GPU",
-    links=(
-        "https://github.com/pytorch/pytorch/issues/170764",
-        "https://github.com/pytorch/pytorch/pull/170780",
-        "https://github.com/ROCm/TheRock/issues/2485",
-        "https://github.com/ROCm/TheRock/issues/2591",
-        "https://github.com/ROCm/rocm-libraries/issues/3509",
-    ),
-    run=run,
-)

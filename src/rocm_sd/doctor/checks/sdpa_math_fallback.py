@@ -1,4 +1,7 @@
-"""Does torch silently take plain math where it should take fused attention?"""
+"""Does torch really use fused attention?
+
+It takes plain math silently where the fused kernels refuse.
+"""
 
 from __future__ import annotations
 
@@ -6,17 +9,17 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rocm_sd import arch
-from rocm_sd.doctor.check import Check, Finding, Fix, Probe, Status, number, on_the_gpu, rows, text
+from rocm_sd.doctor.check import Finding, Fix, Probe, fine, measured_check, number, problem, rows, text
 from rocm_sd.doctor.facts import Facts, known_as
 from rocm_sd.doctor.probing.attention import attention, chosen_backend, why_not
-from rocm_sd.doctor.probing.common import Place, medians, place, random
-from rocm_sd.doctor.probing.isolated import isolated
+from rocm_sd.doctor.probing.common import Place, medians, random
+from rocm_sd.doctor.probing.isolated import isolated_on
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
 
-__all__ = ["CHECK"]
+__all__ = ["sdpa_math_fallback"]
 
 # Name, heads, columns of a head, keys (None: as many as queries).
 _SHAPES = (
@@ -34,14 +37,13 @@ _OWN_KERNEL = "rocm-sd has an attention kernel of its own for this; type: rocm-s
 
 
 def measure(*, device: str | None = None, quick: bool = False) -> dict[str, Any]:
-    return isolated(_rows, device, quick, limit_s=_LIMIT_S).required("attention could not be timed")
+    return isolated_on(device, _rows, quick, limit_s=_LIMIT_S).required("attention could not be timed")
 
 
-def _rows(device: str | None, quick: bool) -> dict[str, Any]:
-    where = place(device)
+def _rows(where: Place, quick: bool) -> dict[str, Any]:
     # 4096 queries are 512 x 512 pixels in SD 1.5 and a level of 1024 x 1024 in SDXL.
     queries = (1024 if quick else 4096) if where.is_gpu else 256
-    return {"device": where.told(), "rows": [_row(where, queries, *shape) for shape in _SHAPES]}
+    return {"rows": [_row(where, queries, *shape) for shape in _SHAPES]}
 
 
 def _row(where: Place, queries: int, name: str, heads: int, head: int, keys: int | None) -> dict[str, Any]:
@@ -61,7 +63,14 @@ def _row(where: Place, queries: int, name: str, heads: int, head: int, keys: int
     }
 
 
-def judge(facts: Facts, answer: Mapping[str, Any]) -> Finding:
+@measured_check(
+    measures="which backend torch chooses at the attention shapes of SD 1.5, SDXL and the VAE, its own reasons, and "
+    "the time compared with plain math",
+    reports="ROCm/aotriton#16 ROCm/TheRock#1364 ROCm/TheRock#1925 ROCm/ROCm#5834 "
+    "AUTOMATIC1111/stable-diffusion-webui#9073",
+    probe=Probe("sdpa_backend", measure),
+)
+def sdpa_math_fallback(facts: Facts, answer: Mapping[str, Any]) -> Finding:
     table = rows(answer)
     # All of them are read before any is judged.
     heads = [(_chosen(row), number(row, "head"), row) for row in table]
@@ -79,11 +88,11 @@ def judge(facts: Facts, answer: Mapping[str, Any]) -> Finding:
             f"({len(fallen)} of {len(table)} shapes).{because}"
         )
         means = "Attention takes several times as long, and memory grows with the square of the picture's area."
-        return Finding(Status.PROBLEM, says, means, _fix(facts), measured)
+        return problem(says, means, _fix(facts), measured)
     gains = [number(row, "math_ms") / number(row, "default_ms") for row in table if _chosen(row) != "math"]
     chosen = sorted({chosen for chosen, _, _ in heads})
     gain = f", up to {max(gains):.1f} times as fast as plain math" if gains else ""
-    return Finding(Status.OK, f"torch takes {', '.join(chosen)}{gain}.", measured=measured)
+    return fine(f"torch takes {', '.join(chosen)}{gain}.", measured=measured)
 
 
 def _chosen(row: Mapping[str, Any]) -> str:
@@ -109,21 +118,3 @@ def _fix(facts: Facts) -> Fix:
             commands=("rocm-sd tune",),
         )
     return Fix(_OWN_KERNEL, commands=("rocm-sd tune",))
-
-
-PROBE = Probe("sdpa_backend", measure)
-CHECK = Check(
-    name="sdpa_math_fallback",
-    question="Does torch really use fused attention?",
-    measures="which backend torch chooses at the attention shapes of SD 1.5, SDXL and the VAE, its own reasons, and "
-    "the time beside plain math",
-    links=(
-        "https://github.com/ROCm/aotriton/issues/16",
-        "https://github.com/ROCm/TheRock/issues/1364",
-        "https://github.com/ROCm/TheRock/issues/1925",
-        "https://github.com/ROCm/ROCm/issues/5834",
-        "https://github.com/AUTOMATIC1111/stable-diffusion-webui/issues/9073",
-    ),
-    run=on_the_gpu(PROBE, judge),
-    probe=PROBE,
-)

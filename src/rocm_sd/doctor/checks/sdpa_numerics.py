@@ -5,10 +5,10 @@ from __future__ import annotations
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
-from rocm_sd.doctor.check import CannotRun, Check, Finding, Fix, Probe, Status, flag, number, on_the_gpu, rows, text
+from rocm_sd.doctor.check import CannotRun, Finding, Fix, Probe, fine, flag, measured_check, number, problem, rows, text
 from rocm_sd.doctor.probing.attention import FUSED, attention, says_it_can
-from rocm_sd.doctor.probing.common import Place, place, random
-from rocm_sd.doctor.probing.isolated import isolated
+from rocm_sd.doctor.probing.common import Place, random
+from rocm_sd.doctor.probing.isolated import isolated_on
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from rocm_sd.doctor.facts import Facts
 
-__all__ = ["CHECK"]
+__all__ = ["sdpa_numerics"]
 
 _HEADS = (40, 64, 80, 128, 160, 384, 512)
 _KEYS = (77, 1024)
@@ -39,35 +39,30 @@ def measure(*, device: str | None = None, quick: bool = False) -> dict[str, Any]
     """
     rows: list[dict[str, Any]] = []
     failed: dict[str, dict[str, Any]] = {}
-    told: dict[str, str] | None = None
+    where: dict[str, str] | None = None
     for backend in FUSED:
-        outcome = isolated(_cases, backend, device, quick, limit_s=_LIMIT_S)
+        outcome = isolated_on(device, _cases, backend, quick, limit_s=_LIMIT_S)
         if outcome.answer is None:
             failed[backend] = {"reason": outcome.failed, "exceeded": outcome.exceeded}
             continue
-        told = outcome.answer["device"]
+        where = outcome.answer["device"]
         rows += outcome.answer["rows"]
-    if told is None:
+    if where is None:
         raise CannotRun(f"no attention ran at all: {failed[FUSED[0]]['reason']}")
-    return {"device": told, "rows": _without_repeated_math(rows), "failed": failed}
+    return {"device": where, "rows": _without_repeated_math(rows), "failed": failed}
 
 
 def _without_repeated_math(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Every process computes plain math for its comparisons; one of them tells it."""
-    seen: set[tuple[Any, ...]] = set()
-    kept = []
+    """Every process computes plain math for its comparisons; one row of each case is kept."""
+    kept: dict[tuple[Any, ...], dict[str, Any]] = {}
     for row in rows:
-        key = tuple(row[name] for name in ("backend", "head", "keys", "dtype"))
-        if key not in seen:
-            seen.add(key)
-            kept.append(row)
-    return kept
+        kept.setdefault(tuple(row[name] for name in ("backend", "head", "keys", "dtype")), row)
+    return list(kept.values())
 
 
-def _cases(backend: str, device: str | None, quick: bool) -> dict[str, Any]:
+def _cases(where: Place, backend: str, quick: bool) -> dict[str, Any]:
     import torch  # noqa: PLC0415 -- in the process that needs it
 
-    where = place(device)
     dtypes = (torch.float16, torch.bfloat16) if where.is_gpu else (torch.float32, torch.bfloat16)
     heads, keys = (_HEADS_QUICK, _KEYS_QUICK) if quick else (_HEADS, _KEYS)
     rows = []
@@ -80,7 +75,7 @@ def _cases(backend: str, device: str | None, quick: bool) -> dict[str, Any]:
             inputs = [tensor.to(dtype) for tensor in plain]
             case = {"head": head, "keys": length, "dtype": str(dtype).removeprefix("torch.")}
             rows += [case | row for row in _compare(backend, where, inputs)]
-    return {"device": where.told(), "rows": rows}
+    return {"rows": rows}
 
 
 def _compare(backend: str, where: Place, inputs: list[torch.Tensor]) -> list[dict[str, Any]]:
@@ -111,7 +106,14 @@ def _largest_error(result: torch.Tensor, exact: torch.Tensor) -> float:
     return float((result.cpu().double() - exact).abs().max())
 
 
-def judge(_facts: Facts, answer: Mapping[str, Any]) -> Finding:
+@measured_check(
+    measures="the error against float64 of every backend of scaled_dot_product_attention that says it can run, for "
+    "heads of 40 to 512, 77 and 1024 keys, float16 and bfloat16, compared with that of plain math",
+    reports="pytorch/pytorch#189849 ROCm/TheRock#6561 vllm-project/vllm-omni#7484 ROCm/aotriton#210 ROCm/TheRock#1315",
+    probe=Probe("sdpa_numerics", measure),
+    also_on_cpu=True,
+)
+def sdpa_numerics(_facts: Facts, answer: Mapping[str, Any]) -> Finding:
     """The probe's own gate: an error of at most twice that of plain math in the same dtype, plus one rounding."""
     table = rows(answer)
     wrong = [row for row in table if not flag(row, "ok")]
@@ -121,19 +123,17 @@ def judge(_facts: Facts, answer: Mapping[str, Any]) -> Finding:
     if wrong:
         worst = _worst(wrong)
         says = f"{len(wrong)} of {len(table)} cases are wrong, among them {_case(worst)}: {_error(worst)}."
-        return Finding(Status.PROBLEM, says, _MEANS, _FIX, measured)
+        return problem(says, _MEANS, _FIX, measured)
     if crashed:
-        told = "; ".join(f"{name}: {why}" for name, why in crashed.items())
+        crashes = "; ".join(f"{name}: {why}" for name, why in crashed.items())
         means = "A program that takes this backend ends in the middle of a picture."
-        return Finding(
-            Status.PROBLEM, f"An attention backend does not survive its test. {told}.", means, _FIX, measured
-        )
+        return problem(f"An attention backend does not survive its test. {crashes}.", means, _FIX, measured)
     if failed:
         raise CannotRun(f"{' and '.join(failed)} did not end in time")
     heads = sorted({int(number(row, "head")) for row in table})
     backends = sorted({text(row, "backend") for row in table})
     says = f"All {len(table)} cases are right, heads {heads[0]} to {heads[-1]} by {', '.join(backends)}."
-    return Finding(Status.OK, says, measured=measured)
+    return fine(says, measured=measured)
 
 
 def _worst(wrong: list[Mapping[str, Any]]) -> Mapping[str, Any]:
@@ -149,23 +149,5 @@ def _error(row: Mapping[str, Any]) -> str:
     if row["error"] is None:
         return str(row.get("reason") or "the result is not a number")
     by_math = row["math_error"]
-    beside = "gives no number" if by_math is None else f"has {by_math:.2g}"
-    return f"error {number(row, 'error'):.2g}, where plain math {beside}"
-
-
-PROBE = Probe("sdpa_numerics", measure)
-CHECK = Check(
-    name="sdpa_numerics",
-    question="Is torch's attention right at every head size?",
-    measures="the error against float64 of every backend of scaled_dot_product_attention that says it can run, for "
-    "heads of 40 to 512, 77 and 1024 keys, float16 and bfloat16, beside that of plain math",
-    links=(
-        "https://github.com/pytorch/pytorch/issues/189849",
-        "https://github.com/ROCm/TheRock/issues/6561",
-        "https://github.com/vllm-project/vllm-omni/issues/7484",
-        "https://github.com/ROCm/aotriton/issues/210",
-        "https://github.com/ROCm/TheRock/issues/1315",
-    ),
-    run=on_the_gpu(PROBE, judge, also_on_cpu=True),
-    probe=PROBE,
-)
+    compared = "gives no number" if by_math is None else f"has {by_math:.2g}"
+    return f"error {number(row, 'error'):.2g}, where plain math {compared}"

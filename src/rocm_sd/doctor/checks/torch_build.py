@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from rocm_sd.doctor.check import CannotRun, Check, Finding, Fix, Probes, Status
+from rocm_sd.doctor.check import CannotRun, Finding, Fix, Probes, check, fine, not_here, problem
 from rocm_sd.doctor.facts import Facts, numbers
 from rocm_sd.doctor.wheels import REFUSED, pip_line
 
-__all__ = ["CHECK"]
+__all__ = ["torch_build"]
 
 # LLVM's targets whose code runs on every GPU of a generation.
 _GENERIC = {
@@ -17,14 +17,17 @@ _GENERIC = {
 }
 
 
-def run(facts: Facts, _probes: Probes) -> Finding:
+@check(
+    measures="the GPU's gfx as the kernel tells it, against the GPUs that torch was built for",
+    reports="ROCm/TheRock#7839 pytorch/pytorch#194498 unslothai/unsloth/pull/9829",
+)
+def torch_build(facts: Facts, _probes: Probes) -> Finding:
     meant = facts.meant
     if meant is None:
         return _without_amd(facts)
     torch = facts.torch
     if meant.gfx is None:
-        return Finding(
-            Status.PROBLEM,
+        return problem(
             "An AMD GPU is on the bus, but the kernel's compute driver does not list it.",
             "No ROCm program can use it.",
             Fix("Load the driver, and in a container pass the devices.", commands=_DRIVER_COMMANDS),
@@ -32,11 +35,11 @@ def run(facts: Facts, _probes: Probes) -> Finding:
     fix = _right_wheel(facts, meant.gfx)
     seen = f"{facts.called(meant)} is {meant.gfx}"
     if torch.version is None:
-        return Finding(Status.PROBLEM, f"{seen}, and torch is not installed.", "Nothing can run.", fix)
+        return problem(f"{seen}, and torch is not installed.", "Nothing can run.", fix)
     if torch.build != "rocm":
         kind = "for CPUs only" if torch.build == "cpu" else "for NVIDIA GPUs"
         means = "Pictures are drawn by the processor, which is very slow."
-        return Finding(Status.PROBLEM, f"{seen}, but torch {torch.version} is built {kind}.", means, fix)
+        return problem(f"{seen}, but torch {torch.version} is built {kind}.", means, fix)
     if torch.error is not None:
         raise CannotRun(torch.error)
     return _of_rocm(facts, meant.gfx, seen, fix)
@@ -45,8 +48,7 @@ def run(facts: Facts, _probes: Probes) -> Finding:
 def _of_rocm(facts: Facts, gfx: str, seen: str, fix: Fix) -> Finding:
     torch = facts.torch
     if not torch.devices:
-        return Finding(
-            Status.PROBLEM,
+        return problem(
             f"{seen}, torch {torch.version} is built for ROCm, and it sees no GPU.",
             "Most often the user may not open /dev/kfd, or a *_VISIBLE_DEVICES variable hides the GPU.",
             Fix("Join the groups that may open it, then log out and in again.", commands=_GROUP_COMMANDS),
@@ -56,13 +58,12 @@ def _of_rocm(facts: Facts, gfx: str, seen: str, fix: Fix) -> Finding:
     if _built_for(gfx, torch.arch_list):
         # The list is made from build flags, and has been seen to name GPUs whose kernels were missing.
         says = f"{seen}, and torch {torch.version} is built for it."
-        return Finding(Status.OK, says, "Whether the kernels are really there, kernels_present tries.")
+        return fine(says, "Whether the kernels are really there, kernels_present tries.")
     pretended = torch.devices[0].gfx or gfx
     if pretended != gfx and _built_for(pretended, torch.arch_list) and "HSA_OVERRIDE_GFX_VERSION" in facts.environment:
         says = f"{seen} and passes for {pretended}, which torch {torch.version} has kernels for."
-        return Finding(Status.OK, says, "Whether it may, gfx_override judges.")
-    return Finding(
-        Status.PROBLEM,
+        return fine(says, "Whether it may, gfx_override judges.")
+    return problem(
         f"{seen}, which torch {torch.version} has no kernels for: it has {', '.join(torch.arch_list)}.",
         "Programs end with 'invalid device function', or only some operations fail.",
         fix,
@@ -73,12 +74,9 @@ def _of_rocm(facts: Facts, gfx: str, seen: str, fix: Fix) -> Finding:
 def _without_amd(facts: Facts) -> Finding:
     torch = facts.torch
     if torch.version is None:
-        return Finding(
-            Status.PROBLEM, "torch is not installed.", "Nothing can run.", Fix("Install it.", commands=("make setup",))
-        )
+        return problem("torch is not installed.", "Nothing can run.", Fix("Install it.", commands=("make setup",)))
     if any(gpu.vendor == "nvidia" for gpu in facts.gpus) and torch.build != "cuda":
-        return Finding(
-            Status.PROBLEM,
+        return problem(
             f"There is an NVIDIA GPU, but torch {torch.version} is not built for it.",
             "Pictures are drawn by the processor.",
             Fix("Install the build from PyPI.", commands=("pip install --force-reinstall torch",)),
@@ -86,8 +84,8 @@ def _without_amd(facts: Facts) -> Finding:
     if any(gpu.vendor == "nvidia" for gpu in facts.gpus):
         idle = [facts.called(card) for card in facts.cards]
         means = f"{', '.join(idle)} stays unused: one torch serves one vendor." if idle else ""
-        return Finding(Status.OK, f"There is an NVIDIA GPU, and torch {torch.version} is built for CUDA.", means)
-    return Finding(Status.NOT_HERE, "The kernel lists no GPU.")
+        return fine(f"There is an NVIDIA GPU, and torch {torch.version} is built for CUDA.", means)
+    return not_here("The kernel lists no GPU.")
 
 
 def _right_wheel(facts: Facts, gfx: str) -> Fix:
@@ -108,15 +106,3 @@ def _built_for(gfx: str, arch_list: tuple[str, ...]) -> bool:
 
 _DRIVER_COMMANDS = ("ls -l /dev/kfd", "sudo modprobe amdgpu")
 _GROUP_COMMANDS = ("groups", "sudo usermod -a -G render,video $LOGNAME")
-
-CHECK = Check(
-    name="torch_build",
-    question="Is this the torch that fits the GPU?",
-    measures="the GPU's gfx as the kernel tells it, against the GPUs that torch was built for",
-    links=(
-        "https://github.com/ROCm/TheRock/issues/7839",
-        "https://github.com/pytorch/pytorch/issues/194498",
-        "https://github.com/unslothai/unsloth/pull/9829",
-    ),
-    run=run,
-)

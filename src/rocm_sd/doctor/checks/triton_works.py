@@ -8,18 +8,32 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from rocm_sd.arch import host
-from rocm_sd.doctor.check import CannotRun, Check, Finding, Fix, Probe, Probes, Status, flag, on_the_gpu, text
+from rocm_sd.doctor.check import (
+    CannotRun,
+    Finding,
+    Fix,
+    Probe,
+    Probes,
+    Status,
+    check,
+    fine,
+    flag,
+    not_here,
+    on_the_gpu,
+    problem,
+    text,
+)
 from rocm_sd.doctor.facts import Facts, known_as
-from rocm_sd.doctor.probing.common import Place, place, random
-from rocm_sd.doctor.probing.isolated import isolated
+from rocm_sd.doctor.probing.common import Place, random
+from rocm_sd.doctor.probing.isolated import one_by_one
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["CHECK"]
+__all__ = ["triton_works"]
 
 _LIMIT_S = 15.0
-# `--quick` leaves out the last.
+# `--quick` skips the last.
 _KERNELS = {
     "add_float32": "a sum in float32",
     "multiply_float16": "a product in float16",
@@ -28,24 +42,16 @@ _KERNELS = {
 
 
 def measure(*, device: str | None = None, quick: bool = False) -> dict[str, Any]:
-    """{"version", "add_float32": {"ok", "error"}, ...}; `quick` leaves out bfloat16.
+    """{"version", "add_float32": {"ok", "error"}, ...}; `quick` skips bfloat16.
 
     Each has a process of its own: on cards without bfloat16 the compiler does not refuse, it aborts the process.
-    `device` is None where no process lived to tell it.
+    `device` is None where no process lived to say it.
     """
     if find_spec("triton") is None:
         raise CannotRun("Triton is not installed")
-    told: dict[str, Any] = {"version": _version(), "device": None}
-    for name in list(_KERNELS)[: 2 if quick else None]:
-        outcome = isolated(_compiled, name, device, limit_s=_LIMIT_S)
-        if outcome.answer is None:
-            told[name] = {"ok": False, "error": outcome.failed}
-            continue
-        told["device"] = outcome.answer["device"]
-        if told["device"]["kind"] == "cpu":
-            raise CannotRun("there is no GPU, and Triton compiles for nothing else")
-        told[name] = outcome.answer["result"]
-    return told
+    calls = {name: (name,) for name in list(_KERNELS)[: 2 if quick else None]}
+    answers = one_by_one(device, _compiled, calls, {"ok": False}, dict.fromkeys(calls, _LIMIT_S))
+    return {"version": _version(), **answers}
 
 
 def _version() -> str | None:
@@ -53,14 +59,13 @@ def _version() -> str | None:
     return next((f"{package} {version}" for package, version in found if version), None)
 
 
-def _compiled(name: str, device: str | None) -> dict[str, Any]:
-    where = place(device)
+def _compiled(where: Place, name: str) -> dict[str, Any]:
     if not where.is_gpu:
-        return {"device": where.told()}
+        raise CannotRun("there is no GPU, and Triton compiles for nothing else")
     # In a new folder nothing was compiled before: what is found there would prove nothing. Triton reads it at import.
     with tempfile.TemporaryDirectory(prefix="rocm-sd-probe-", ignore_cleanup_errors=True) as folder:
         os.environ["TRITON_CACHE_DIR"] = folder
-        return {"device": where.told(), "result": _add(where) if name.startswith("add") else _multiply(name, where)}
+        return _add(where) if name.startswith("add") else _multiply(name, where)
 
 
 def _add(where: Place) -> dict[str, Any]:
@@ -101,20 +106,20 @@ def judge(facts: Facts, answer: Mapping[str, Any]) -> Finding:
     if failed and _is_unsupported(facts):
         gfx = facts.meant.gfx if facts.meant else None
         says = f"Triton does not compile for {gfx}: {text(tried[failed[0]], 'error')}."
-        return Finding(Status.NOT_HERE, says, "rocm-sd uses stock torch; do without torch.compile.", measured=measured)
+        return not_here(says, "rocm-sd uses stock torch; do without torch.compile.", measured=measured)
     if failed:
-        told = "; ".join(f"{_KERNELS[name]}: {text(tried[name], 'error')}" for name in failed)
+        failures = "; ".join(f"{_KERNELS[name]}: {text(tried[name], 'error')}" for name in failed)
         means = "torch.compile fails or crashes. rocm-sd uses stock torch where Triton does not work, and is slower."
-        return Finding(Status.PROBLEM, f"Triton does not work here: {told}.", means, _reinstall(facts), measured)
+        return problem(f"Triton does not work here: {failures}.", means, _reinstall(facts), measured)
     if "multiply_bfloat16" in tried and not flag(tried["multiply_bfloat16"], "ok"):
         says = f"Triton works, but not in bfloat16: {text(tried['multiply_bfloat16'], 'error')}."
         means = "torch.compile and Triton kernels may end the program when a model is in bfloat16."
-        return Finding(Status.PROBLEM, says, means, Fix("Load models in float16."), measured)
-    return Finding(Status.OK, f"{len(tried)} small kernels compile, run and are right.", measured=measured)
+        return problem(says, means, Fix("Load models in float16."), measured)
+    return fine(f"{len(tried)} small kernels compile, run and are right.", measured=measured)
 
 
 def _is_unsupported(facts: Facts) -> bool:
-    """By the table of architectures: no other Triton would help."""
+    """Whether the table of architectures says that Triton has no support: no other Triton would help."""
     gfx = facts.meant.gfx if facts.meant else None
     return gfx is not None and known_as(gfx).triton_supported is False
 
@@ -129,9 +134,18 @@ def _reinstall(facts: Facts) -> Fix:
     )
 
 
-def run(facts: Facts, probes: Probes) -> Finding:
+PROBE = Probe("triton_compile", measure)
+
+
+@check(
+    measures="a sum and products in float16 and bfloat16, compiled anew, each in a process of its own",
+    reports="ROCm/ROCm#3060 CS1o/Stable-Diffusion-Info#68 Comfy-Org/ComfyUI#14868 unslothai/unsloth#7682 "
+    "ROCm/TheRock#6467",
+    probe=PROBE,
+)
+def triton_works(facts: Facts, probes: Probes) -> Finding:
     if not any("triton" in name for name in facts.packages):
-        return Finding(Status.NOT_HERE, "Triton is not installed; rocm-sd does without it.")
+        return not_here("Triton is not installed; rocm-sd does without it.")
     found = on_the_gpu(PROBE, judge)(facts, probes)
     if found.status is Status.PROBLEM and not _torch_runs(probes):
         raise CannotRun(f"torch's own kernels fail on this GPU as well, see kernels_present. {found.says}")
@@ -139,26 +153,9 @@ def run(facts: Facts, probes: Probes) -> Finding:
 
 
 def _torch_runs(probes: Probes) -> bool:
-    """Where torch's own kernels fail, Triton is not to blame; where that is not told, it may be."""
+    """Where torch's own kernels fail, Triton is not to blame; where that is not known, it may be."""
     try:
-        told = probes.ask("smoke").get("elementwise")
+        smoke = probes.ask("smoke").get("elementwise")
     except CannotRun:
         return True
-    return not isinstance(told, dict) or told.get("ok") is not False
-
-
-PROBE = Probe("triton_compile", measure)
-CHECK = Check(
-    name="triton_works",
-    question="Does Triton compile and run on this GPU?",
-    measures="a sum and products in float16 and bfloat16, compiled anew, each in a process of its own",
-    links=(
-        "https://github.com/ROCm/ROCm/issues/3060",
-        "https://github.com/CS1o/Stable-Diffusion-Info/issues/68",
-        "https://github.com/Comfy-Org/ComfyUI/issues/14868",
-        "https://github.com/unslothai/unsloth/issues/7682",
-        "https://github.com/ROCm/TheRock/issues/6467",
-    ),
-    run=run,
-    probe=PROBE,
-)
+    return not isinstance(smoke, dict) or smoke.get("ok") is not False

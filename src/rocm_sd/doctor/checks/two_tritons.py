@@ -5,46 +5,40 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rocm_sd.arch.host import TRITON_PACKAGES
-from rocm_sd.doctor.check import Check, Finding, Fix, Probes, Status
+from rocm_sd.doctor.check import Finding, Fix, Probes, Status, check, fine, problem
 
 if TYPE_CHECKING:
     from rocm_sd.doctor.facts import Facts
 
-__all__ = ["CHECK"]
+__all__ = ["two_tritons"]
 
 _PYTORCH_INDEX = "https://download.pytorch.org/whl"
 
 
-def run(facts: Facts, _probes: Probes) -> Finding:
+@check(
+    measures="every installed package that has Triton, against the one that torch's own package asks for",
+    reports="ROCm/ROCm#3060 pytorch/pytorch#113623",
+)
+def two_tritons(facts: Facts, _probes: Probes) -> Finding:
     # All of them install one folder: the last one wins, file by file.
     found = {name: facts.packages[name] for name in TRITON_PACKAGES if name in facts.packages}
-    told = ", ".join(f"{name} {version}" for name, version in found.items())
+    installed = ", ".join(f"{name} {version}" for name, version in found.items())
     wanted = facts.torch.wants_triton
+    name, _, version = (wanted or "").partition("==")
     if len(found) > 1:
-        return Finding(
-            Status.PROBLEM,
-            f"{len(found)} packages install Triton into the same folder: {told}.",
-            "Files of both are mixed. torch.compile and Triton kernels fail, or are built for another GPU.",
-            _one(tuple(found), wanted, facts),
-            {"installed": found, "wanted": wanted},
-        )
-    if wanted is None:
-        return Finding(Status.OK if found else Status.NOT_HERE, f"Triton: {told or 'none'}; torch asks for none.")
-    name, _, version = wanted.partition("==")
-    if not found:
+        says = f"{len(found)} packages install Triton into the same folder: {installed}."
+        means = "Files of both are mixed. torch.compile and Triton kernels fail, or are built for another GPU."
+    elif wanted is None:
+        return Finding(Status.OK if found else Status.NOT_HERE, f"Triton: {installed or 'none'}; torch asks for none.")
+    elif not found:
         means = "torch.compile and Triton kernels cannot run; stock torch can."
-        return Finding(
-            Status.PROBLEM, f"torch asks for {wanted}, and no Triton is installed.", means, _one((), wanted, facts)
-        )
-    if found.get(name) != version:
-        return Finding(
-            Status.PROBLEM,
-            f"torch {facts.torch.version} asks for {wanted}, and {told} is installed.",
-            "A Triton of another version or for another vendor fails when torch compiles.",
-            _one(tuple(found), wanted, facts),
-            {"installed": found, "wanted": wanted},
-        )
-    return Finding(Status.OK, f"There is one Triton, {told}, and torch asks for it.")
+        return problem(f"torch asks for {wanted}, and no Triton is installed.", means, _one((), wanted, facts))
+    elif found.get(name) != version:
+        says = f"torch {facts.torch.version} asks for {wanted}, and {installed} is installed."
+        means = "A Triton of another version or for another vendor fails when torch compiles."
+    else:
+        return fine(f"There is one Triton, {installed}, and torch asks for it.")
+    return problem(says, means, _one(tuple(found), wanted, facts), {"installed": found, "wanted": wanted})
 
 
 def _one(installed: tuple[str, ...], wanted: str | None, facts: Facts) -> Fix:
@@ -63,12 +57,3 @@ def _index(wanted: str, facts: Facts) -> str:
     return (
         f"--index-url {_PYTORCH_INDEX}/{build} " if build.count(".") == 1 else "--index-url <the index of your torch> "
     )
-
-
-CHECK = Check(
-    name="two_tritons",
-    question="Is there one Triton, and the one that torch wants?",
-    measures="every installed package that brings Triton, against the one that torch's own package asks for",
-    links=("https://github.com/ROCm/ROCm/issues/3060", "https://github.com/pytorch/pytorch/issues/113623"),
-    run=run,
-)

@@ -21,7 +21,7 @@ def ask(name: str, text: str) -> dict[str, Any]:
         return _answer(name, text)
     except CannotRun as reason:
         return {"cannot": str(reason)}
-    except Exception as error:  # noqa: BLE001 -- whatever went wrong is what the user must be told
+    except Exception as error:  # noqa: BLE001 -- whatever went wrong is what the user must see
         traceback.print_exc()
         return {"cannot": f"the probe failed with {type(error).__name__}: {error}"}
 

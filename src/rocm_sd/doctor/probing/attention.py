@@ -56,9 +56,9 @@ def why_not(where: Place, inputs: Sequence[torch.Tensor]) -> list[str]:
     """torch's own reasons for taking no fused kernel."""
     if not where.is_gpu:
         return []
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for backend in ("flash", "efficient"):
             says_it_can(backend, where, inputs, aloud=True)
-    sentences = [str(warning.message).split(" (Triggered internally")[0] for warning in told]
+    sentences = [str(warning.message).split(" (Triggered internally")[0] for warning in caught]
     return list(dict.fromkeys(sentences))

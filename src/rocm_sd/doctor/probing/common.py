@@ -44,7 +44,13 @@ class Place:
 
         return torch.float16 if self.is_gpu else torch.float32
 
-    def told(self) -> dict[str, str]:
+    def synchronize(self) -> None:
+        import torch  # noqa: PLC0415 -- as above
+
+        if self.is_gpu:
+            torch.cuda.synchronize(self.device)
+
+    def to_dict(self) -> dict[str, str]:
         return {"kind": self.device.type, "vendor": self.arch.vendor.value, "arch": self.arch.name}
 
 

@@ -37,13 +37,12 @@ SHAPES = (
 )
 
 
-def timed(where: Place, ways: Callable[[Place, Tensors], Mapping[str, Callable[[], Any]]], *, quick: bool) -> list[Any]:
-    """A row for each convolution: its name, and the milliseconds of each way."""
-    import torch  # noqa: PLC0415 -- in the process that needs it
-
-    with torch.no_grad():
-        taken = [(shape.name, medians(ways(where, _inputs(shape, where, quick=quick)), where)) for shape in SHAPES]
-    return [{"name": name, **{f"{way}_ms": ms for way, ms in each.items()}} for name, each in taken]
+def timed(
+    where: Place, ways: Callable[[Place, Tensors], Mapping[str, Callable[[], Any]]], quick: bool
+) -> dict[str, Any]:
+    """{"rows": [...]}, a row for each convolution: its name, and the milliseconds of each way."""
+    taken = [(shape.name, medians(ways(where, _inputs(shape, where, quick=quick)), where)) for shape in SHAPES]
+    return {"rows": [{"name": name, **{f"{way}_ms": ms for way, ms in each.items()}} for name, each in taken]}
 
 
 def _inputs(shape: Convolution, where: Place, *, quick: bool) -> Tensors:

@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rocm_sd.doctor.check import CannotRun
+from rocm_sd.doctor.probing.common import place
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
     from multiprocessing.connection import Connection
 
-__all__ = ["Outcome", "isolated", "one_by_one"]
+__all__ = ["ProcessOutcome", "ending", "isolated", "isolated_on", "one_by_one"]
 
 # A fork saves the seconds that importing torch takes. It is sound as long as the parent has neither opened the GPU nor
 # computed anything, and the parent only waits. Windows and macOS start afresh.
@@ -25,7 +26,7 @@ _LONGEST_REASON = 400
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ProcessOutcome:
     """`answer`, or None with the reason in `failed`; `exceeded` where it was ended for taking too long."""
 
     answer: dict[str, Any] | None
@@ -39,7 +40,7 @@ class Outcome:
         return self.answer
 
 
-def isolated(work: Callable[..., dict[str, Any]], *arguments: Any, limit_s: float) -> Outcome:
+def isolated(work: Callable[..., dict[str, Any]], *arguments: Any, limit_s: float) -> ProcessOutcome:
     """work(*arguments) in another process. `work` is a function of a module, and so are its arguments plain values.
 
     What it cannot do, the caller cannot: that one reason is raised here again.
@@ -53,11 +54,11 @@ def isolated(work: Callable[..., dict[str, Any]], *arguments: Any, limit_s: floa
     theirs.close()
     try:
         if not ours.poll(limit_s):
-            return Outcome(None, f"it did not end within {limit_s:g} s", exceeded=True)
+            return ProcessOutcome(None, f"it did not end within {limit_s:g} s", exceeded=True)
         kind, value = ours.recv()
     except EOFError:
         process.join(5)
-        return Outcome(None, f"its process {_ending(process.exitcode)}")
+        return ProcessOutcome(None, f"its process {ending(process.exitcode)}")
     finally:
         ours.close()
         # What hangs in the driver cannot even be killed: no waiting for it.
@@ -65,24 +66,44 @@ def isolated(work: Callable[..., dict[str, Any]], *arguments: Any, limit_s: floa
         process.join(1)
     if kind == "cannot":
         raise CannotRun(value)
-    return Outcome(value) if kind == "answer" else Outcome(None, str(value))
+    return ProcessOutcome(value) if kind == "answer" else ProcessOutcome(None, str(value))
+
+
+def isolated_on(
+    device: str | None, work: Callable[..., dict[str, Any]], *arguments: Any, limit_s: float
+) -> ProcessOutcome:
+    """work(place, *arguments) in another process, which opens the device; the answer says as "device" where it ran."""
+    return isolated(_placed, device, work, arguments, limit_s=limit_s)
+
+
+def _placed(device: str | None, work: Callable[..., dict[str, Any]], arguments: tuple[Any, ...]) -> dict[str, Any]:
+    where = place(device)
+    import torch  # noqa: PLC0415 -- in the process that needs it
+
+    with torch.no_grad():
+        return {"device": where.to_dict(), **work(where, *arguments)}
 
 
 def one_by_one(
-    work: Callable[..., dict[str, Any]], calls: Mapping[str, tuple[Any, ...]], failed: Mapping[str, Any], limit_s: float
+    device: str | None,
+    work: Callable[..., dict[str, Any]],
+    calls: Mapping[str, tuple[Any, ...]],
+    failed: Mapping[str, Any],
+    limits: Mapping[str, float],
 ) -> dict[str, Any]:
-    """work(*arguments) of each name in a process of its own: its "result", or `failed` with the reason as "error".
+    """work(place, *arguments) of each name in a process of its own: its answer, or `failed` with the reason as "error".
 
-    "device" is where the last one ran that lived to tell it, or None.
+    "device" is where the last one ran that lived to say it, or None.
     """
-    told: dict[str, Any] = {"device": None}
+    answers: dict[str, Any] = {"device": None}
     for name, arguments in calls.items():
-        outcome = isolated(work, *arguments, limit_s=limit_s)
+        outcome = isolated_on(device, work, *arguments, limit_s=limits[name])
         if outcome.answer is None:
-            told[name] = {**failed, "error": outcome.failed}
+            answers[name] = {**failed, "error": outcome.failed}
         else:
-            told |= {"device": outcome.answer["device"], name: outcome.answer["result"]}
-    return told
+            answers["device"] = outcome.answer.pop("device")
+            answers[name] = outcome.answer
+    return answers
 
 
 def _import_beforehand() -> None:
@@ -104,7 +125,7 @@ def _send(connection: Connection, work: Callable[..., dict[str, Any]], arguments
     connection.close()
 
 
-def _ending(code: int | None) -> str:
+def ending(code: int | None) -> str:
     if code is None:
         return "ended without a word"
     if code >= 0:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from rocm_sd import arch
-from rocm_sd.arch.convolution_libraries import convolution_library
+from rocm_sd.arch.torch_libraries import convolution_library
 from rocm_sd.engine.installed import Installed
 from rocm_sd.rewrite import forwards
 from rocm_sd.tuning import environment, resolve

@@ -14,7 +14,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from rocm_sd import arch
-from rocm_sd.arch.attention_backends import why_not_fused
+from rocm_sd.arch.torch_libraries import why_not_fused
 from rocm_sd.engine.installed import Installed
 from rocm_sd.engine.memory import free_memory, is_out_of_memory, release
 from rocm_sd.engine.vae.plan import MIB, VaePlan, Way, is_channels_last, plan, predicted_peak

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rocm_sd.arch.gemm_libraries import build_of_torch
+from rocm_sd.arch.torch_libraries import build_of_torch
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

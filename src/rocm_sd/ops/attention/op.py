@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from rocm_sd import arch
-from rocm_sd.arch.attention_backends import why_not_fused
+from rocm_sd.arch.torch_libraries import why_not_fused
 from rocm_sd.errors import Unsupported
 from rocm_sd.kernels import hip, triton
 from rocm_sd.kernels.configs.attention import AttentionConfig

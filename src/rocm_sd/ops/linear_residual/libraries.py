@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rocm_sd.arch.gemm_libraries import LIBRARIES, Library, build_of_torch
+from rocm_sd.arch.torch_libraries import GEMM_LIBRARIES, GemmLibrary, build_of_torch
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["LIBRARIES", "Library", "preferred", "why_not"]
+__all__ = ["GEMM_LIBRARIES", "GemmLibrary", "preferred", "why_not"]
 
 
 @contextmanager
-def preferred(library: Library) -> Iterator[None]:
+def preferred(library: GemmLibrary) -> Iterator[None]:
     before = torch.backends.cuda.preferred_blas_library()
     torch.backends.cuda.preferred_blas_library(library.switch)
     try:
@@ -31,7 +31,7 @@ def preferred(library: Library) -> Iterator[None]:
 
 
 @cache
-def _refusal(library: Library) -> str | None:
+def _refusal(library: GemmLibrary) -> str | None:
     """torch refuses a library that it was built without, and quietly takes another where the card has none."""
     with warnings.catch_warnings():
         # "An experimental feature", once for each process: said here, it is not said in the middle of a picture.
@@ -47,7 +47,7 @@ def _refusal(library: Library) -> str | None:
     return None
 
 
-def why_not(library: Library, device: torch.device) -> str | None:
+def why_not(library: GemmLibrary, device: torch.device) -> str | None:
     build = build_of_torch()
     if build != library.build:
         return f"{library.name}, a library of {library.build}, in a {build or 'CPU'} build of torch"

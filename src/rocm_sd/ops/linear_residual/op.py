@@ -74,7 +74,7 @@ def _addmm(x: Tensor, weight: Tensor, bias: Part, residual: Part) -> Tensor:
     return out.view(y.shape)
 
 
-def _library(x: Tensor, weight: Tensor, bias: Part, residual: Part, *, library: libraries.Library) -> Tensor:
+def _library(x: Tensor, weight: Tensor, bias: Part, residual: Part, *, library: libraries.GemmLibrary) -> Tensor:
     """As `_addmm`, by one named library. Where that cannot add a bias, torch would take another for it: not here."""
     with libraries.preferred(library):
         if residual is None and bias is not None and not library.adds_bias:
@@ -82,7 +82,7 @@ def _library(x: Tensor, weight: Tensor, bias: Part, residual: Part, *, library: 
         return _addmm(x, weight, bias, residual)
 
 
-def _library_why_not(problem: Problem, device: torch.device, *, library: libraries.Library) -> str | None:
+def _library_why_not(problem: Problem, device: torch.device, *, library: libraries.GemmLibrary) -> str | None:
     if problem["dtype"] not in HALVES:
         return f"dtype {problem['dtype']}"
     return libraries.why_not(library, device)
@@ -134,7 +134,7 @@ OP = define(
         Implementation("addmm", _addmm),
         *(
             Implementation(each.name, partial(_library, library=each), partial(_library_why_not, library=each))
-            for each in libraries.LIBRARIES
+            for each in libraries.GEMM_LIBRARIES
         ),
         Implementation(
             "triton", _triton, where(triton, HALVES), default=LinearResidualConfig(), scratch_bytes=_parts_bytes

@@ -7,6 +7,7 @@ projection is read as it is in the model.
 from __future__ import annotations
 
 import inspect
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -105,15 +106,12 @@ def describe(
 def _std(name: str, shape: tuple[int, ...]) -> float:
     if name != "weight" or len(shape) < 2:
         return 1.0
-    fan_in = 1
-    for size in shape[1:]:
-        fan_in *= size
-    return float(max(1, fan_in) ** -0.5)
+    return float(max(1, math.prod(shape[1:])) ** -0.5)
 
 
 @lru_cache(maxsize=64)
 def argument_names(run: Callable[..., Any]) -> tuple[str, ...]:
-    """Of an implementation's positional arguments: what is named `weight` is drawn as one."""
+    """The names of an implementation's positional arguments: what is named `weight` is drawn as one."""
     return tuple(name for name, given in inspect.signature(run).parameters.items() if given.kind != given.KEYWORD_ONLY)
 
 

@@ -11,7 +11,7 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from rocm_sd import arch
-from rocm_sd.errors import InvalidOption
+from rocm_sd.errors import require_one_of
 from rocm_sd.kernels.config import NO_CONFIG
 from rocm_sd.ops import OPS
 from rocm_sd.ops.plugins import PlugIn, installed
@@ -50,7 +50,7 @@ class Candidate:
 
 @cache
 def plug_ins() -> tuple[PlugIn, ...]:
-    """Of all that are installed those for an op, or a setting, that there is; another is skipped with a warning."""
+    """The installed plug-ins whose op or setting exists; any other is skipped with a warning."""
     known = _built_in()
     found = []
     for plug_in in installed().plug_ins:
@@ -84,8 +84,7 @@ def operations() -> dict[str, Op]:
 
 def operation(name: str) -> Op:
     known = operations()
-    if name not in known:
-        raise InvalidOption("op", name, list(known))
+    require_one_of("op", name, known)
     return known[name]
 
 
@@ -115,7 +114,7 @@ def candidates(op: Op, problem: Problem, device: torch.device) -> list[Candidate
 
 
 def hash_of(op: Op, implementation: str) -> str:
-    """Of the source that a measurement depends on; empty for what has no kernel of this project."""
+    """The hash of the source that a measurement depends on; empty for what has no kernel of this project."""
     for plug_in in plug_ins():
         if (plug_in.op, plug_in.name) == (op.name, implementation):
             return plug_in.version

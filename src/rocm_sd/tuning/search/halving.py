@@ -9,13 +9,12 @@ packages add strategies by an entry point that names one, or a function that ret
 
 from __future__ import annotations
 
-import importlib.metadata
-import logging
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from rocm_sd.errors import InvalidOption
+from rocm_sd import plugging
+from rocm_sd.errors import require_one_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
 __all__ = ["ENTRY_POINTS", "Halving", "Measure", "Strategy", "strategies", "strategy"]
 
 ENTRY_POINTS = "rocm_sd.search_strategies"
-log = logging.getLogger("rocm_sd")
 
 
 class Measure(Protocol):
@@ -85,25 +83,10 @@ class Halving:
 
 def strategies() -> dict[str, Strategy]:
     """All that are built in or installed, by name. One that cannot be loaded is named in a warning and skipped."""
-    found: dict[str, Strategy] = {"halving": Halving()}
-    for point in importlib.metadata.entry_points(group=ENTRY_POINTS):
-        try:
-            loaded = point.load()
-            made = loaded() if isinstance(loaded, type) or not isinstance(loaded, Strategy) else loaded
-        except Exception as error:  # noqa: BLE001 -- any fault of another package: it must not stop this one
-            log.warning("the strategy %s is skipped: %s: %s", point.name, type(error).__name__, error)
-            continue
-        if not isinstance(made, Strategy):
-            log.warning("the strategy %s is skipped: a %s has no search", point.name, type(made).__name__)
-        elif made.name in found:
-            log.warning("the strategy %s of %s is skipped: there is one of that name", made.name, point.value)
-        else:
-            found[made.name] = made
-    return found
+    return plugging.by_name(ENTRY_POINTS, Strategy, "strategy", (Halving(),))  # type: ignore[type-abstract]
 
 
 def strategy(name: str) -> Strategy:
     known = strategies()
-    if name not in known:
-        raise InvalidOption("strategy", name, list(known))
+    require_one_of("strategy", name, known)
     return known[name]

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.nn.functional as F
 
-from rocm_sd.arch.convolution_libraries import convolution_library
+from rocm_sd.arch.torch_libraries import convolution_library
 from rocm_sd.ops.definition import Implementation, Verification, anywhere
 from rocm_sd.ops.registry import Op
 from rocm_sd.tuning.choice import STOCK
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 
     from rocm_sd.tuning import Problem
 
-__all__ = ["CONVOLUTION_LIBRARY", "MEMORY_FORMAT", "SETTINGS", "Prepared", "convolution_calls"]
+__all__ = ["CONVOLUTION_LIBRARY", "MEMORY_FORMAT", "SETTINGS", "PreparedImplementation", "convolution_calls"]
 
 _FIELDS = 8  # of one convolution: x, weight, bias, stride, padding, dilation, groups, how often
 _MOST_BYTES = 2**30
 
 
 @dataclass(frozen=True)
-class Prepared(Implementation):
+class PreparedImplementation(Implementation):
     """An implementation whose arguments stand ready in a layout of their own, outside of what is timed."""
 
     prepare: Callable[[tuple[Any, ...]], tuple[Any, ...]] = lambda arguments: arguments
@@ -133,8 +133,8 @@ def _setting(name: str, summary: str, *implementations: Implementation) -> Op:
 MEMORY_FORMAT = _setting(
     "memory_format",
     "contiguous or channels-last convolutions, for a whole pipeline",
-    Prepared(STOCK, _as_is, anywhere, prepare=_laid_out(torch.contiguous_format)),
-    Prepared("channels_last", _as_is, anywhere, prepare=_laid_out(torch.channels_last)),
+    PreparedImplementation(STOCK, _as_is, anywhere, prepare=_laid_out(torch.contiguous_format)),
+    PreparedImplementation("channels_last", _as_is, anywhere, prepare=_laid_out(torch.channels_last)),
 )
 CONVOLUTION_LIBRARY = _setting(
     "convolution_library",

@@ -25,7 +25,6 @@ from rocm_sd.tuning.search.calls import make
 from rocm_sd.tuning.search.candidates import Candidate, candidates, hash_of, operations
 from rocm_sd.tuning.search.halving import Halving, Strategy
 from rocm_sd.tuning.search.pipeline_settings import CONVOLUTION_LIBRARY
-from rocm_sd.tuning.search.results import Failure, TuningResult
 from rocm_sd.tuning.search.workbench import OK, ask, measure_candidate
 from rocm_sd.workers import Worker
 
@@ -37,7 +36,7 @@ if TYPE_CHECKING:
     from rocm_sd.tuning.database import Database
     from rocm_sd.tuning.search.calls import OpCall, Traced
 
-__all__ = ["Tuner", "TunerOptions", "TunerProgress"]
+__all__ = ["Failure", "Tuner", "TunerOptions", "TunerProgress", "TuningResult"]
 
 Key = tuple[str, str, frozenset[tuple[str, int]]]  # hash, implementation, config
 _LAST = 0.1  # of the budget: no candidate begins in it, the one under way may take it
@@ -64,6 +63,53 @@ class TunerProgress:
     share: float
     what: str
     best: str = ""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A candidate by name, and what was wrong with it: a wrong result, an error, a crash or a hang."""
+
+    candidate: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class TuningResult:
+    """`measured` of `candidates` are known, `now` of them since this run; `unchecked`: why none could be checked."""
+
+    op: str
+    problem: Mapping[str, int | str]
+    count: int
+    chosen: Candidate
+    us: float | None
+    stock_us: float | None
+    candidates: int
+    measured: int
+    now: int
+    complete: bool
+    failures: tuple[Failure, ...]
+    unchecked: str = ""
+
+    @property
+    def times_stock(self) -> float | None:
+        return None if not self.us or not self.stock_us else self.stock_us / self.us
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "op": self.op,
+            "problem": dict(self.problem),
+            "count": self.count,
+            "chosen": {"implementation": self.chosen.implementation, "config": self.chosen.config.to_dict()},
+            "us": self.us,
+            "stock_us": self.stock_us,
+            "times_stock": self.times_stock,
+            "candidates": self.candidates,
+            "measured": self.measured,
+            "measured_now": self.now,
+            "complete": self.complete,
+            "failures": [{"candidate": f.candidate, "reason": f.reason} for f in self.failures],
+            "unchecked": self.unchecked or None,
+        }
 
 
 @dataclass
@@ -109,7 +155,7 @@ class _ProblemSearch:
         return stock is not None and all(each is not None and each.when <= stock.when for each in found)
 
     def fastest(self) -> Candidate | None:
-        """By its median, as the database will look for it; stock apart."""
+        """The candidate with the least median, stock apart: the database looks for it in the same way."""
         times = {
             candidate: entry.median_us
             for candidate in self.others
@@ -156,7 +202,7 @@ class Tuner:
 
     @property
     def left_s(self) -> float:
-        """Until no candidate begins any more."""
+        """The seconds until no further candidate is started."""
         return (1 - _LAST) * self.options.budget_s - self._spent_s
 
     @property
@@ -304,7 +350,7 @@ class _Measure:
         if candidate in self._known:
             self._known.discard(candidate)
             return _score(self._search.entry(candidate))
-        if self.over:
+        if self.left() <= 0:
             return None
         return self.anew(candidate, turns)
 
@@ -315,10 +361,6 @@ class _Measure:
         if self._search.unchecked or not self._seconds:
             return 0.0
         return min(1 - (time.monotonic() - self._begun) / self._seconds, self._tuner.left_s / self._seconds)
-
-    @property
-    def over(self) -> bool:
-        return self.left() <= 0
 
 
 def _score(entry: Entry | None) -> float | None:

@@ -16,7 +16,7 @@ from rocm_sd.measuring import Stopwatch, interleaved
 from rocm_sd.numerics import in_float64, outputs
 from rocm_sd.tuning.search.calls import OpCall, make
 from rocm_sd.tuning.search.candidates import Candidate, operation
-from rocm_sd.tuning.search.pipeline_settings import Prepared
+from rocm_sd.tuning.search.pipeline_settings import PreparedImplementation
 from rocm_sd.workers import OutOfTime, WorkerFailed, WorkerLost
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class Workbench:
 
     def call(self, candidate: Candidate) -> Callable[[], Any]:
         found = self.op.implementation(candidate.implementation)
-        arguments = found.prepare(self.arguments) if isinstance(found, Prepared) else self.arguments
+        arguments = found.prepare(self.arguments) if isinstance(found, PreparedImplementation) else self.arguments
         return lambda: found(*arguments, config=candidate.config)
 
     def prepare_check(self) -> None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from rocm_sd.errors import NoDiskSpace, RocmSdError
+from rocm_sd.errors import RocmSdError
+from rocm_sd.files import write_text
 from rocm_sd.tuning.choice import STOCK
 from rocm_sd.tuning.ranking import rank, static_choice
 
@@ -19,28 +19,36 @@ if TYPE_CHECKING:
 
     from rocm_sd.tuning.ranking import RatedConfig
 
-__all__ = ["BucketResult", "require_writable", "write", "write_others"]
+__all__ = ["ArchBucket", "BucketResult", "require_writable", "write", "write_others"]
 
 NEVER_TIMED = "never on this architecture: every time here is modelled, see docs/tuning.md"
 
 
 @dataclass(frozen=True)
-class BucketResult:
-    """What a search found for one bucket; candidates are in the order of the space.
-
-    `implementation` is one with kernels of its own; None means the op's.
-    """
+class ArchBucket:
+    """One bucket on one architecture; `implementation` is one with kernels of its own, and None means the op's."""
 
     op: str
     arch: str
     when: Mapping[str, Any]
-    sample: str
-    candidates: tuple[RatedConfig, ...]
-    implementation: str | None = None
+    implementation: str | None = field(default=None, kw_only=True)
 
     @property
     def name(self) -> str:
         return f"{self.op}:{self.implementation}" if self.implementation else self.op
+
+    @property
+    def file(self) -> tuple[str, str | None, str]:
+        """Buckets that are written together."""
+        return self.op, self.implementation, self.arch
+
+
+@dataclass(frozen=True)
+class BucketResult(ArchBucket):
+    """What a search found for one bucket; candidates are in the order of the space."""
+
+    sample: str
+    candidates: tuple[RatedConfig, ...]
 
     @property
     def ranked(self) -> list[RatedConfig]:
@@ -48,7 +56,7 @@ class BucketResult:
 
     @property
     def dropped(self) -> dict[str, int]:
-        """How many for which reason, e.g. {"spills": 3}."""
+        """The number of configs by the reason that they were dropped, e.g. {"spills": 3}."""
         return dict(sorted(Counter(c.dropped.partition(":")[0] for c in self.candidates if c.dropped).items()))
 
     @property
@@ -114,7 +122,7 @@ def write(
     table["searched"] = _searched(found, compiler, version)
     if "others" in existing:
         table["others"] = existing["others"]
-    _replace(path, json.dumps(table, indent=2) + "\n")
+    write_text(path, json.dumps(table, indent=2) + "\n")
     return path
 
 
@@ -141,7 +149,7 @@ def write_others(found: Sequence[BucketResult], folder: Path, version: str) -> P
     part = {"static": _static(*static, len(found), with_), "bucket": buckets}
     part["searched"] = _searched(found, "clang", version)
     table["others"] = dict(sorted({**table.get("others", {}), first.implementation: part}.items()))
-    _replace(path, json.dumps(table, indent=2) + "\n")
+    write_text(path, json.dumps(table, indent=2) + "\n")
     return path
 
 
@@ -160,9 +168,9 @@ def _searched(found: Sequence[BucketResult], compiler: str, version: str) -> dic
         "compiled": sum(len(each.candidates) for each in found),
         "dropped": dict(sorted(sum((Counter(each.dropped) for each in found), Counter()).items())),
     }
-    left_out = dict.fromkeys(text for each in found for c in each.ranked for text in c.figures.get("left_out", ()))
-    if left_out:
-        searched["left_out"] = list(left_out)
+    skipped = dict.fromkeys(term for each in found for c in each.ranked for term in c.figures.get("left_out", ()))
+    if skipped:
+        searched["left_out"] = list(skipped)
     return searched
 
 
@@ -195,21 +203,7 @@ def _number(configs: int) -> str:
 
 
 def require_writable(folder: Path) -> None:
-    """Before the hours of a search, not after them."""
+    """Raise before the hours of a search, and not after them."""
     existing = next(place for place in (folder, *folder.resolve().parents) if place.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK):
         raise RocmSdError(f"Nothing can be written to {folder}.", hint="Choose another folder with --out.")
-
-
-def _replace(path: Path, text: str) -> None:
-    """Written next to it and renamed, so that a reader sees the old file or the new one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    written = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        written.write_text(text, encoding="utf-8", newline="\n")
-        written.replace(path)
-    except OSError as error:
-        written.unlink(missing_ok=True)
-        if error.errno == errno.ENOSPC:
-            raise NoDiskSpace(path) from None
-        raise

@@ -26,11 +26,11 @@ from rocm_sd.kernels.config import NO_CONFIG
 from rocm_sd.kernels.hip import toolchain
 from rocm_sd.ops import OPS
 from rocm_sd.tuning.choice import within
-from rocm_sd.tuning.ranking import RatedConfig
-from rocm_sd.tuning.static.data_files import BucketResult, require_writable, write, write_others
-from rocm_sd.tuning.static.modelled import modelled_config
+from rocm_sd.tuning.ranking import RatedConfig, model
+from rocm_sd.tuning.static.data_files import ArchBucket, BucketResult, require_writable, write, write_others
 from rocm_sd.tuning.static.tasks import build, count
 from rocm_sd.verify.compiler import targets
+from rocm_sd.verify.hip_programs import CountedHipLaunch
 from rocm_sd.verify.pools import pool
 from rocm_sd.verify.programs import CountedLaunch
 from rocm_sd.workers import cancelling
@@ -43,33 +43,22 @@ if TYPE_CHECKING:
     from rocm_sd.ops.definition import Kernels
     from rocm_sd.ops.registry import Op
     from rocm_sd.tuning import Problem
-    from rocm_sd.tuning.static.tasks import Built
+    from rocm_sd.tuning.static.tasks import Built, CompiledLaunch
 
 __all__ = ["DATA", "SweepPlan", "plan", "tune"]
 
 DATA = Path(rocm_sd.tuning.__file__).parent / "data"
 TIMEOUT_S = 600.0  # one config: several kernels at several sizes, each allowed 180 s by the compiler
+_COMPILED = ("vgprs", "lds", "waves_per_simd", "wide_loads", "matrix_in_main")  # figures of a launch
 UNUSABLE = ("spills", "scratch", "lds", "matrix")  # gates that no config may fail; the others come before the time
 
 
 @dataclass(frozen=True)
-class _BucketSweep:
-    """One bucket on one architecture: the calls that a config must serve, the first of which is modelled.
+class _BucketSweep(ArchBucket):
+    """What is to be searched: the calls that a config must serve, the first of which is modelled."""
 
-    `implementation` is one with kernels of its own; None means the op's.
-    """
-
-    op: str
-    arch: str
-    when: Mapping[str, Any]
     samples: tuple[str, ...]
     configs: tuple[Config, ...]
-    implementation: str | None = None
-
-    @property
-    def file(self) -> tuple[str, str | None, str]:
-        """Buckets that are written together."""
-        return self.op, self.implementation, self.arch
 
 
 Counted = tuple[str, "str | None", str, "Config"]
@@ -157,7 +146,8 @@ def _buckets(op: Op, implementation: str | None, architectures: Iterable[Arch]) 
             samples = dict.fromkeys((bucket.sample.name, *calls.get(index, ())))
             # A space may come upon the same config twice.
             configs = dict.fromkeys(_space(op, kernels, problems[index], arch))
-            found.append(_BucketSweep(op.name, arch.name, when, tuple(samples), tuple(configs), implementation))
+            there = (op.name, arch.name, when, tuple(samples), tuple(configs))
+            found.append(_BucketSweep(*there, implementation=implementation))
     return found
 
 
@@ -203,15 +193,11 @@ def tune(
             versions_here = versions[bucket.implementation]
             rated[index].append(_rated(bucket, config, future, counted_here, versions_here))
             left[bucket.file] -= 1
-            progress(f"{_name(bucket.op, bucket.implementation)} {bucket.arch}")
+            progress(f"{bucket.name} {bucket.arch}")
             if not left[bucket.file]:
                 found += _written(planned, bucket.file, rated, versions, out)
     order = [(*bucket.file, repr(bucket.when)) for bucket in planned.buckets]
-    return sorted(found, key=lambda each: order.index((each.op, each.implementation, each.arch, repr(each.when))))
-
-
-def _name(op: str, implementation: str | None) -> str:
-    return f"{op}:{implementation}" if implementation else op
+    return sorted(found, key=lambda each: order.index((*each.file, repr(each.when))))
 
 
 def _written(
@@ -227,9 +213,8 @@ def _written(
         if each.file == file:
             order = {config: place for place, config in enumerate(each.configs)}
             tried = sorted(rated[index], key=lambda c, o=order: o[c.config])  # type: ignore[misc]
-            found.append(
-                BucketResult(each.op, each.arch, each.when, each.samples[0], tuple(tried), each.implementation)
-            )
+            there = (each.op, each.arch, each.when, each.samples[0], tuple(tried))
+            found.append(BucketResult(*there, implementation=each.implementation))
     _write(OPS[file[0]], found, out, ", ".join(sorted(versions[file[1]])))
     return found
 
@@ -266,7 +251,7 @@ def _counted(planned: SweepPlan, jobs: int | None, progress: Callable[[str], obj
                 raise
             except RocmSdError as error:
                 counts[futures[future]] = error.message
-            progress(f"{_name(*futures[future][:2])} workgroups")
+            progress(f"{':'.join(filter(None, futures[future][:2]))} workgroups")
     return counts
 
 
@@ -298,4 +283,41 @@ def _rated(
     calls, programs = built.calls[bucket.samples[0]], counts[bucket.arch]
     if [(c.kernel, c.grid) for c in calls] != [(p.kernel, p.grid) for p in programs]:
         return RatedConfig(config, dropped=f"{counter}: it launched other kernels or grids than were compiled")
-    return modelled_config(archs.get(bucket.arch), config, calls, programs, tuple(failed.values()))
+    return _modelled(archs.get(bucket.arch), config, calls, programs, tuple(failed.values()))
+
+
+def _modelled(
+    arch: Arch,
+    config: Config,
+    launches: Sequence[CompiledLaunch],
+    workgroups: Sequence[CountedLaunch],
+    blemishes: tuple[str, ...],
+) -> RatedConfig:
+    """A config, rated by its compiled launches and what a workgroup of each does: `ranking` gives the time."""
+    kernels: list[dict[str, Any]] = []
+    not_modelled: dict[str, None] = {}
+    total = 0.0
+    for launch, counted in zip(launches, workgroups, strict=True):
+        x, y, z = launch.grid
+        modelled = model(arch, x * y * z, launch.code, counted.program)
+        not_modelled.update(dict.fromkeys(modelled.not_modelled))
+        total += modelled.seconds
+        kernel: dict[str, Any] = {"kernel": launch.kernel, "workgroups": x * y * z}
+        # HIP launches are counted for more than the model needs.
+        if isinstance(counted, CountedHipLaunch):
+            kernel["threads"] = launch.code.waves * launch.code.wave_size
+        kernel |= {name: getattr(launch, name) for name in _COMPILED}
+        if isinstance(counted, CountedHipLaunch):
+            kernel |= {"coalescing": counted.coalescing, "conflicts": counted.conflicts}
+        kernel["modelled_us"] = round(modelled.seconds * 1e6, 3)
+        kernel["bound_by"] = max(modelled.terms, key=lambda term: modelled.terms[term], default="unknown")
+        kernels.append(kernel)
+    figures = {
+        "vgprs": max(k["vgprs"] for k in kernels),
+        "spills": 0,
+        "lds": max(k["lds"] for k in kernels),
+        "waves_per_simd": min(k["waves_per_simd"] for k in kernels),
+        "kernels": kernels,
+        "left_out": list(not_modelled),
+    }
+    return RatedConfig(config, round(total * 1e6, 3), None, blemishes, figures)

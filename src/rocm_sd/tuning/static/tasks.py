@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from rocm_sd.kernels.hip import toolchain
 from rocm_sd.ops import OPS
-from rocm_sd.tuning.ranking import Code, Part
+from rocm_sd.tuning.ranking import Code, CodePart
 from rocm_sd.verify.gates import check
 from rocm_sd.verify.hip_programs import counted_hip
 from rocm_sd.verify.hip_runner import emulated_hip
@@ -91,13 +91,13 @@ def build(op: str, implementation: str | None, arch: str, config: Config, sample
     promises = subject.verification.promises if kernels is None else kernels.promises
     calls = {}
     for name in samples:
-        recording = (
+        emulation = (
             emulated(subject.verification.kernels, arch, execute=False)
             if kernels is None
             else emulated_hip(arch, execute=False)
         )
         arguments = _sample(subject, name).make(filled=False)
-        with recording as recorded:
+        with emulation as ran:
             run(*arguments, config=config)
         problem = subject.verification.problem(*arguments)
         calls[name] = [
@@ -106,7 +106,7 @@ def build(op: str, implementation: str | None, arch: str, config: Config, sample
                 promises[call.kernel] if kernels is None else kernels.for_problem(promises[call.kernel], problem),
                 in_hip=kernels is not None,
             )
-            for call in recorded.calls
+            for call in ran.calls
         ]
     return Built(_version(in_hip=kernels is not None), calls)
 
@@ -141,7 +141,7 @@ def machine_code(facts: Report, stages: int) -> Code:
     """A kernel, as the model of `rocm_sd.tuning.ranking` sees it."""
     main = _part(facts, main=True)
     whole = _part(facts, main=False)
-    rest = Part(
+    rest = CodePart(
         whole.vector - main.vector,
         whole.transcendental - main.transcendental,
         whole.matrix_flops - main.matrix_flops,
@@ -152,10 +152,10 @@ def machine_code(facts: Report, stages: int) -> Code:
     return Code(facts.waves, facts.wave_size, facts.workgroups, stages, main, rest, facts.has_main_loop)
 
 
-def _part(facts: Report, *, main: bool) -> Part:
+def _part(facts: Report, *, main: bool) -> CodePart:
     accesses = facts.accesses_in_main if main else facts.accesses
     transcendental = facts.transcendental_in_main if main else facts.transcendental
-    return Part(
+    return CodePart(
         (facts.vector_in_main if main else facts.vector) - transcendental,
         transcendental,
         facts.matrix_flops_in_main if main else facts.matrix_flops,
