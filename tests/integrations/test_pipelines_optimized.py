@@ -21,7 +21,7 @@ from rocm_sd.engine import levels
 from rocm_sd.errors import InvalidOption, Unsupported
 from rocm_sd.integrations.diffusers import ROCmOptimizedPipeline
 from rocm_sd.integrations.diffusers.keeping import in_force
-from rocm_sd.integrations.diffusers.single_file import save_single_file
+from rocm_sd.integrations.diffusers.loading import save_single_file
 from tiny_models import unet_of
 
 CASE = CASES["sd15"]

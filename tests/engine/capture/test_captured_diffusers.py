@@ -287,7 +287,7 @@ def test_what_a_failed_capture_held_is_free_before_the_model_answers(unet, monke
     forward = type(unet).forward
     seen = []
     monkeypatch.setattr(captured, "capture_graph", failing)
-    monkeypatch.setattr("rocm_sd.engine.capture.prepared.capture_graph", failing)
+    monkeypatch.setattr("rocm_sd.engine.capture.hoisting.capture_graph", failing)
 
     def watched(*args, **named):
         seen.append(held and held[-1]() is None)

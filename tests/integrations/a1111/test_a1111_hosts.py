@@ -100,7 +100,7 @@ def test_whatever_fails_at_the_start_the_host_starts(host, monkeypatch, capsys):
 def test_importing_the_package_needs_no_host_and_no_torch():
     code = (
         "import sys, rocm_sd.integrations.a1111 as a\n"
-        "from rocm_sd.integrations.a1111 import host, messages, notice, permission\n"
+        "from rocm_sd.integrations.a1111 import host, messages, permission\n"
         "assert 'torch' not in sys.modules and 'modules' not in sys.modules\n"
         "print(a.register())"
     )
@@ -317,7 +317,7 @@ import lora_patches
 
 networks.originals = lora_patches.LoraPatches()
 
-from rocm_sd.integrations.a1111.class_forwards import LoraNetworks, why_not_layers
+from rocm_sd.integrations.a1111.a1111_policy import LoraNetworks, why_not_layers
 
 assert torch.nn.Linear.forward.__module__ == "networks"
 assert why_not_layers() is None

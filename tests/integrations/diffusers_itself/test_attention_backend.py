@@ -14,7 +14,6 @@ from diffusers.models.attention_dispatch import AttentionBackendName, attention_
 from model_inputs import flux_inputs
 from rocm_sd import numerics
 from rocm_sd.errors import Unsupported
-from rocm_sd.integrations.diffusers import attending
 from rocm_sd.integrations.diffusers import attention_backend as ours
 from tiny_models import flux_transformer
 
@@ -164,7 +163,7 @@ def test_gradients_are_natives():
 
 
 def test_the_reason_is_told_once(caplog):
-    attending._tell.cache_clear()
+    ours._note.cache_clear()
     with caplog.at_level(logging.INFO, logger="rocm_sd"):
         for _ in range(2):
             by("rocm_sd", *heads(keys=16), is_causal=True)

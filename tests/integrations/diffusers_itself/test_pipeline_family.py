@@ -15,8 +15,7 @@ from pipelines import CASES, Case, call, mask_of, picture_of
 from rocm_sd.errors import ModelNotFound, RocmSdError, Unsupported
 from rocm_sd.integrations import diffusers as ours
 from rocm_sd.integrations.diffusers.keeping import in_force
-from rocm_sd.integrations.diffusers.loading import single_file_class
-from rocm_sd.integrations.diffusers.single_file import save_single_file
+from rocm_sd.integrations.diffusers.loading import save_single_file, single_file_class
 from tiny_models import vae_of
 
 INPAINTED = {"mask_image": mask_of(), "image": picture_of(1), "strength": 1.0, "height": 16, "width": 16}

@@ -20,10 +20,10 @@ from torch.utils import _pytree as pytree
 
 from rocm_sd import settings
 from rocm_sd.engine.capture import warmup
-from rocm_sd.engine.capture.cache import GraphCache, half_of_the_free_memory
 from rocm_sd.engine.capture.call import FlatCall, flatten
-from rocm_sd.engine.capture.graph import Graph, capture_graph
+from rocm_sd.engine.capture.graph import Graph, GraphCache, capture_graph
 from rocm_sd.engine.capture.snapshot import DormantSnapshot, Snapshot
+from rocm_sd.engine.memory import free_memory
 from rocm_sd.ops import library_scratch
 
 if TYPE_CHECKING:
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from rocm_sd.engine.capture.hoisting import Prepared
     from rocm_sd.engine.capture.policy import HostCall, Policy
-    from rocm_sd.engine.capture.prepared import Prepared
 
 __all__ = ["CapturedCalls", "graphs_wanted"]
 
@@ -104,7 +104,9 @@ class CapturedCalls:
         self.stale: str | None = None
 
     def _room(self) -> int:
-        return 2**62 if self._device is None else half_of_the_free_memory(self._device)
+        """Half of the free memory is left to everything else; no bound where it is not known."""
+        free = None if self._device is None else free_memory(self._device)
+        return 2**62 if free is None else free // 2
 
     def __call__(self, call: HostCall) -> Any:
         if torch.compiler.is_compiling() or not self._busy.acquire(blocking=False):

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from rocm_sd.engine.capture.prepared import Prepared
+    from rocm_sd.engine.capture.hoisting import Prepared
 
 __all__ = ["HostCall", "Policy"]
 

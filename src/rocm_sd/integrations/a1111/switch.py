@@ -8,12 +8,22 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
+import torch
+
 import rocm_sd
 from rocm_sd.engine import free_memory
-from rocm_sd.engine.capture import graphs_wanted, start_compiling
+from rocm_sd.engine.capture import (
+    CapturedCalls,
+    HostCall,
+    Policy,
+    graphs_wanted,
+    start_compiling,
+    why_foreign_layer,
+)
 from rocm_sd.engine.convolutions import (
     CHANNELS_LAST,
     choose_layout,
@@ -24,21 +34,25 @@ from rocm_sd.engine.convolutions import (
     lay_out,
 )
 from rocm_sd.integrations.a1111 import host, messages
-from rocm_sd.integrations.a1111.a1111_policy import CAPTURED_RULES, RULES
-from rocm_sd.integrations.a1111.class_forwards import LoraNetworks, why_not_layers
+from rocm_sd.integrations.a1111.a1111_policy import (
+    CAPTURED_RULES,
+    PACKAGES,
+    RULES,
+    LoraNetworks,
+    identities,
+    why_not_layers,
+)
 from rocm_sd.integrations.a1111.permission import PERMISSION
-from rocm_sd.integrations.a1111.unet_graphs import UnetGraphs
 from rocm_sd.rewrite.apply import Change, apply, undo
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    import torch
     from torch import nn
 
     from rocm_sd.engine import Installed
 
-__all__ = ["SWITCH", "Switch", "Wish", "why_not_model"]
+__all__ = ["SWITCH", "Switch", "UnetGraphs", "Wish", "why_not_model"]
 
 # Level auto captures where so much is free: chosen, not measured. Graphs keep to half of what is free in any case.
 _ROOM_FOR_GRAPHS = 2 * 2**30
@@ -70,6 +84,40 @@ def why_not_model(sd_model: Any) -> str | None:
     if getattr(devices, "fp8", False):
         return "weights in FP8 are cast around each layer; switch FP8 off in Settings > Optimizations"
     return why_not_layers()
+
+
+class _GraphPolicy(Policy):
+    # The host runs a half precision model under autocast.
+    under_autocast = True
+
+    def why_not(self, model: nn.Module, device: torch.device) -> str | None:  # noqa: ARG002 -- it is where it was
+        return why_foreign_layer(model, PACKAGES, methods=("forward", "_forward"))
+
+    def say(self, sentence: str) -> None:
+        messages.say(sentence)
+
+
+class UnetGraphs:
+    """Calls of one UNet from graphs. It does not keep the UNet alive."""
+
+    def __init__(self, unet: nn.Module) -> None:
+        self._unet = ref(unet)
+        self._device = next(unet.parameters()).device
+        self._kinds = {type(module) for module in unet.modules() if type(module).__module__.startswith(("ldm", "sgm"))}
+        self.calls = CapturedCalls(unet, _GraphPolicy("the UNet"))
+
+    def __call__(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the UNet gives by `original`, its own forward."""
+        held, device = self._unet, self._device
+        autocast, dtype = torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            # Autocast keeps casts of weights for its next use: a graph would read them after they are gone.
+            with PERMISSION.a_whole_call(), torch.autocast(device.type, dtype, enabled=autocast, cache_enabled=False):
+                return original(held(), *args, **kwargs)
+
+        also = (autocast, dtype, identities(self._kinds))
+        return self.calls(HostCall(args, kwargs, device, partial(run, *args, **kwargs), run, also))
 
 
 class _Optimized:
