@@ -40,7 +40,7 @@ Target = TypeVar("Target")
 
 
 @dataclass(frozen=True)
-class _Optimized:
+class _State:
     report: Report
     device: torch.device
     # In the order in which they were installed; taken back in the opposite one.
@@ -48,7 +48,7 @@ class _Optimized:
 
 
 # Kept beside the user's objects, not on them: nothing to pickle, nothing that outlives them.
-_OPTIMIZED: WeakKeyDictionary[Any, _Optimized] = WeakKeyDictionary()
+_OPTIMIZED: WeakKeyDictionary[Any, _State] = WeakKeyDictionary()
 
 
 def optimize(target: Target, level: str = "auto", quality: str = "exact") -> Target:
@@ -101,7 +101,7 @@ def optimize_with(target: Target, level: str, quality: str, parts: Parts) -> Tar
     installed += [_planned_vae(module, decision.level) for name, module in modules if _is_vae(name, module)]
     if quality != "exact":
         notes.append(f"quality {quality} allows approximations; none exists in this version, so the result is exact")
-    _OPTIMIZED[target] = _Optimized(
+    _OPTIMIZED[target] = _State(
         Report(architecture.name, level, quality, tuple(changes), tuple(notes)), device, tuple(installed)
     )
     return target

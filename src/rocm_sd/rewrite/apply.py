@@ -23,7 +23,8 @@ __all__ = ["Change", "Rule", "apply", "is_applied", "undo"]
 
 @dataclass(frozen=True)
 class Rule:
-    """`applies` says whether a module is of the kind; `why_not` gives the reason to skip such a module.
+    """`applies` says whether a module is of the kind; `why_not` gives the reason to skip such a module, if there may be
+    one before the first call.
 
     A rule with `channels_last` uses ops of that layout: where convolutions keep another, each use would cost copies.
     One that is not `on_cpu` would call stock's own forward there every time.
@@ -38,8 +39,8 @@ class Rule:
     summary: str
     channels_last: bool
     applies: Callable[[nn.Module], bool]
-    why_not: Callable[[nn.Module], str | None]
     forward: Callable[..., Any] | Mapping[str, Callable[..., Any]]
+    why_not: Callable[[nn.Module], str | None] = lambda _module: None
     undo: Callable[[nn.Module], None] | None = None
     on_cpu: bool = True
     begin: Callable[[nn.Module], None] | None = None

@@ -32,10 +32,6 @@ __all__ = ["RULE", "WORTH_IT_ON_CPU", "consume", "consumes", "hoistable", "of_tw
 WORTH_IT_ON_CPU = 2**18
 
 
-def _applies(module: nn.Module) -> bool:
-    return is_diffusers(module, "ResnetBlock2D")
-
-
 def _why_not(module: nn.Module) -> str | None:
     if type(module.nonlinearity) is not nn.SiLU:
         return f"its activation is {type(module.nonlinearity).__name__}, not SiLU"
@@ -142,8 +138,7 @@ def consume(module: Any, held: list[torch.Tensor]) -> torch.Tensor:
     hidden = norm_silu(module.norm2, hidden, later, overwrite=True)
     if module.conv_shortcut is not None and not last_use:
         shortcut = convolution(module.conv_shortcut, shortcut)
-    out = convolution(module.conv2, hidden, residual=shortcut)
-    return out if module.output_scale_factor == 1.0 else out / module.output_scale_factor
+    return _finished(module, hidden, shortcut)
 
 
 def hoistable(module: Any) -> bool:
@@ -158,7 +153,7 @@ RULE = Rule(
     name="resblock",
     summary="GroupNorm + SiLU as one op; convolutions with the time embedding's and the shortcut's adds in them",
     channels_last=True,
-    applies=_applies,
+    applies=lambda module: is_diffusers(module, "ResnetBlock2D"),
     why_not=_why_not,
     forward=_forward,
 )

@@ -22,6 +22,7 @@ from rocm_sd.integrations.comfyui import (
 )
 from rocm_sd.integrations.comfyui.attention import OPTION, is_our_override, override_for
 from rocm_sd.integrations.comfyui.comfyui_policy import fused
+from rocm_sd.integrations.comfyui.host import PatchReport
 from rocm_sd.integrations.comfyui.nodes import (
     ROCmBenchmark,
     ROCmOptimizationReport,
@@ -29,7 +30,6 @@ from rocm_sd.integrations.comfyui.nodes import (
     ROCmOptimizedModel,
     ROCmOptimizedVAE,
 )
-from rocm_sd.integrations.comfyui.patch_report import PatchReport
 from rocm_sd.integrations.ldm import blocks
 from rocm_sd.ops import OPS
 

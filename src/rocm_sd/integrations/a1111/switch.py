@@ -120,7 +120,7 @@ class UnetGraphs:
         return self.calls(HostCall(args, kwargs, device, partial(run, *args, **kwargs), run, also))
 
 
-class _Optimized:
+class _OptimizedModel:
     """One model with its blocks replaced."""
 
     def __init__(self, sd_model: Any, wish: Wish) -> None:
@@ -214,7 +214,7 @@ class Switch:
     """Off, or on for one model."""
 
     def __init__(self) -> None:
-        self._on: _Optimized | None = None
+        self._on: _OptimizedModel | None = None
         self._wish: Wish | None = None
 
     @property
@@ -243,7 +243,7 @@ class Switch:
         if on is None or on.model() is not sd_model or on.wish != wish or on.device != next(unet.parameters()).device:
             self.restore()
             PERMISSION.reset()
-            self._on = _Optimized(sd_model, wish)
+            self._on = _OptimizedModel(sd_model, wish)
         return None
 
     def again(self, sd_model: Any) -> str | None:

@@ -14,14 +14,8 @@ from typing import TYPE_CHECKING, Any
 from rocm_sd.engine import is_out_of_memory
 from rocm_sd.engine.capture import compile_kernels
 from rocm_sd.integrations.comfyui.attention import OPTION, is_our_override
-from rocm_sd.integrations.comfyui.host import belongs_to_the_host
-from rocm_sd.integrations.ldm import (
-    NORM_OUT,
-    TRANSFORMER_RULES,
-    UNET_RULES,
-    VAE_RULES,
-    HostPolicy,
-)
+from rocm_sd.integrations.comfyui.host import PatchReport, belongs_to_the_host
+from rocm_sd.integrations.ldm import NORM_OUT, TRANSFORMER_RULES, UNET_RULES, VAE_RULES, HostPolicy
 from rocm_sd.rewrite import Change
 from rocm_sd.rewrite.forwards import is_ours, mark
 from rocm_sd.rewrite.layers import untouched
@@ -32,8 +26,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from rocm_sd.engine.convolutions import Library
-    from rocm_sd.integrations.comfyui.patch_report import PatchReport
+    from rocm_sd.engine.convolutions import ConvolutionLibrary
     from rocm_sd.integrations.ldm import BlockRule
 
 __all__ = ["MODEL_RULES", "VAE_RULES", "ComfyUIPolicy", "compiled_ahead", "find", "fused"]
@@ -96,7 +89,7 @@ class ComfyUIPolicy(HostPolicy):
         return not (getattr(layer, "weight_function", None) or getattr(layer, "bias_function", None))
 
 
-def compiled_ahead(model: nn.Module, name: str, report: PatchReport, library: Library) -> MethodType:
+def compiled_ahead(model: nn.Module, name: str, report: PatchReport, library: ConvolutionLibrary) -> MethodType:
     """For `add_object_patch`: the model's own method, whose kernels are compiled side by side before its first use.
 
     It runs with the library's measured setting, if that serves a VAE.
