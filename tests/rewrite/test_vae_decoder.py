@@ -128,7 +128,7 @@ def test_what_is_not_of_the_kind_is_called_as_it_is():
     torch.testing.assert_close(module(z), stock)
 
 
-def test_gradients_are_left_to_stock():
+def test_gradients_fall_back_to_stock():
     z, module = latents().requires_grad_(), decoder()
     module(z).sum().backward()
     expected, z.grad = z.grad, None

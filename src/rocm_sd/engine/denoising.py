@@ -161,8 +161,8 @@ class _Follow:
         if known is None:
             return []
         kind = type(scheduler).__name__
-        if known.left_to_stock is not None:
-            return [f"{kind}: steps as stock does, because {known.left_to_stock}"]
+        if known.why_fallback is not None:
+            return [f"{kind}: steps as stock does, because {known.why_fallback}"]
         return [f"{kind}: {known.planned_steps} steps from a table on the device"] if known.planned_steps else []
 
     def unhook_all(self) -> None:

@@ -62,12 +62,12 @@ class Change:
     path: str
     kind: str
     rule: str
-    left_because: str | None = None
+    why_skipped: str | None = None
     restore: Callable[[], None] = field(default=lambda: None, repr=False, compare=False)
 
     @property
     def replaced(self) -> bool:
-        return self.left_because is None
+        return self.why_skipped is None
 
 
 def is_applied(module: nn.Module, rule: Rule) -> bool:
@@ -102,7 +102,7 @@ def apply(
             kind = type(module).__name__
             reason = (not_channels_last if rule.channels_last else None) or rule.why_not(module)
             if reason is not None:
-                changes.append(Change(path, kind, rule.name, left_because=reason))
+                changes.append(Change(path, kind, rule.name, why_skipped=reason))
                 continue
             restore = forwards.share(module, rule.name, partial(_replaced, module, rule))
             changes.append(Change(path, kind, rule.name, restore=restore))

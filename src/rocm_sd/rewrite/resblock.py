@@ -17,8 +17,8 @@ from rocm_sd.rewrite.apply import Rule
 from rocm_sd.rewrite.convolutions import (
     convolution,
     convolution_and_add,
+    falls_back,
     is_diffusers,
-    left_to_stock,
     norm_overwrites,
     norm_silu,
     read_two,
@@ -50,7 +50,7 @@ def _forward(self: Any, input_tensor: torch.Tensor, temb: torch.Tensor | None, *
     unprojected = temb is not None and self.time_emb_proj is None and self.time_embedding_norm == "default"
     deprecated = args or kwargs.get("scale") is not None
     known = not unprojected and not deprecated and untouched(self.nonlinearity)
-    if not known or left_to_stock(input_tensor, self.norm1.weight, "conv2d", WORTH_IT_ON_CPU):
+    if not known or falls_back(input_tensor, self.norm1.weight, "conv2d", WORTH_IT_ON_CPU):
         return type(self).forward(self, input_tensor, temb, *args, **kwargs)
     hidden = norm_silu(self.norm1, input_tensor)
     if self.upsample is not None:
@@ -97,7 +97,7 @@ def takes_two(module: Any, x: torch.Tensor, concat: torch.Tensor) -> bool:
         return False
     if not untouched(module.nonlinearity):
         return False
-    if left_to_stock(x, module.norm1.weight, "conv2d", WORTH_IT_ON_CPU) or module.time_emb_proj is None:
+    if falls_back(x, module.norm1.weight, "conv2d", WORTH_IT_ON_CPU) or module.time_emb_proj is None:
         return False
     return read_two(module.norm1, module.conv_shortcut, x, concat)
 
@@ -120,7 +120,7 @@ def consumes(module: Any, x: torch.Tensor) -> bool:
         return False
     convolutions = (module.conv1, module.conv2, module.conv_shortcut)
     plain = all(layer is None or takes(layer, x) for layer in convolutions)
-    return plain and not left_to_stock(x, module.norm1.weight, "conv2d", WORTH_IT_ON_CPU)
+    return plain and not falls_back(x, module.norm1.weight, "conv2d", WORTH_IT_ON_CPU)
 
 
 def consume(module: Any, held: list[torch.Tensor]) -> torch.Tensor:

@@ -194,7 +194,7 @@ def test_errors_are_stocks_own(unet):
         unet(**given, mistake=1)
 
 
-def test_a_model_of_another_kind_is_left_alone_with_the_reason(unet):
+def test_a_model_of_another_kind_is_skipped_with_the_reason(unet):
     linear = torch.nn.Linear(2, 2)
     assert "Linear runs whole batches, because" in notes(sequential_guidance.install(linear))
     unet.forward = lambda *_, **__: None

@@ -236,7 +236,7 @@ def test_copies_pickles_and_the_end_of_a_vae(whole_decodes):
     installed.restore()
 
 
-def test_other_vaes_are_left_alone_with_the_reason():
+def test_other_vaes_are_skipped_with_the_reason():
     tiny = AutoencoderTiny()
     installed = engine.install(tiny)
     assert installed.notes() == ("VAE: decodes as stock does, because a AutoencoderTiny is not planned for",)

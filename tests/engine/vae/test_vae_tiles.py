@@ -233,7 +233,7 @@ def other_processor(vae):
         (lambda vae: vae.to("meta"), "on another device"),
     ],
 )
-def test_what_strips_would_not_see_is_left_to_stock(touch, reason):
+def test_what_strips_would_not_see_falls_back_to_stock(touch, reason):
     vae = tiny_vae().eval()
     assert why_not_in_strips(vae, decoder_steps(vae), CPU) is None
     touch(vae)

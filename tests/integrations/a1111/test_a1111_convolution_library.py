@@ -36,9 +36,9 @@ def said(what):
     return [line for line in SWITCH.report() if what in line]
 
 
-@pytest.mark.parametrize("recorded", ["0", "1"])
-def test_a_job_is_computed_with_it_and_off_is_the_host(host, script, recorded, monkeypatch):
-    monkeypatch.setenv("ROCM_SD_STEP_GRAPH", recorded)
+@pytest.mark.parametrize("captured", ["0", "1"])
+def test_a_job_is_computed_with_it_and_off_is_the_host(host, script, captured, monkeypatch):
+    monkeypatch.setenv("ROCM_SD_STEP_GRAPH", captured)
     with seen_by_convolutions(monkeypatch) as seen:
         stock = pictures(host, script, OFF)
     assert set(seen) == {AS_TORCH_COMES}

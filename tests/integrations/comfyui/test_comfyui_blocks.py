@@ -155,4 +155,4 @@ def test_video_models_blocks_are_skipped_with_the_reason():
     policy = ComfyUIPolicy(PatchReport("model", "cpu", "auto"))
     changes = [change for _, _, change in find(block, MODEL_RULES, policy, {}, {})]
     assert [(change.kind, change.replaced) for change in changes] == [("ResBlock", False)]
-    assert "two dimensions" in changes[0].left_because or "time embedding" in changes[0].left_because
+    assert "two dimensions" in changes[0].why_skipped or "time embedding" in changes[0].why_skipped

@@ -143,7 +143,7 @@ class TestOneTaskOfSeveralPipelines:
         )
 
     @pytest.mark.parametrize(
-        ("kind", "name", "told"),
+        ("kind", "name", "message"),
         [
             ("ROCmFluxPipeline", "sd3", "a model of StableDiffusion3"),
             ("ROCmStableDiffusion3Pipeline", "flux-dev", "a model of Flux"),
@@ -151,9 +151,9 @@ class TestOneTaskOfSeveralPipelines:
             ("ROCmStableDiffusionInpaintPipeline", "flux-dev", "a FluxPipeline without tokenizer, unet|without unet"),
         ],
     )
-    def test_a_model_of_another_family_is_refused_with_the_class_to_use(self, tmp_path, kind, name, told):
+    def test_a_model_of_another_family_is_refused_with_the_class_to_use(self, tmp_path, kind, name, message):
         stock = CASES[name].build(tmp_path)
-        with pytest.raises(Unsupported, match=told) as refusal:
+        with pytest.raises(Unsupported, match=message) as refusal:
             getattr(ours, kind).from_pipe(stock)
         assert f"Or use ROCm{CASES[name].kind}." in refusal.value.hint
 

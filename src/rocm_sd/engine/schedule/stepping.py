@@ -92,11 +92,11 @@ class ScheduleRun:
 
 
 class SchedulerHook:
-    """`left_to_stock`: why the scheduler steps by itself in this run, if it does."""
+    """`why_fallback`: why the scheduler steps by itself in this run, if it does."""
 
     def __init__(self) -> None:
         self.unhooks: list[Callable[[], None]] = []
-        self.left_to_stock: str | None = None
+        self.why_fallback: str | None = None
         self.planned_steps = 0
         self._run: ScheduleRun | None = None
         self._stepper: _Stepper | None = None
@@ -148,11 +148,11 @@ class SchedulerHook:
         return result
 
     def _planned(self, scheduler: Any, given: dict[str, Any]) -> _Stepper | None:
-        self.left_to_stock = None
+        self.why_fallback = None
         try:
             return _Stepper(self._plan(scheduler, given), given["sample"].device)
         except Unsupported as refusal:
-            self.left_to_stock = str(refusal)
+            self.why_fallback = str(refusal)
             return None
 
     def _plan(self, scheduler: Any, given: dict[str, Any]) -> StepPlan:

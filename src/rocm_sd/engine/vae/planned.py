@@ -100,7 +100,7 @@ class _Engine:
 
     def takes(self, vae: Any, x: torch.Tensor) -> bool:
         # A copy of the VAE has weights of its own, and this engine the graphs of another.
-        return self.vae() is vae and not _left_to_stock(vae, x)
+        return self.vae() is vae and not _falls_back(vae, x)
 
     def run(self, direction: _Direction, x: torch.Tensor) -> torch.Tensor:
         vae = self.vae()
@@ -254,7 +254,7 @@ def _encode(engine: _Engine, direction: _Direction) -> Callable[..., Any]:
     return forwards.mark(encode, name="encode")
 
 
-def _left_to_stock(vae: Any, x: torch.Tensor) -> bool:
+def _falls_back(vae: Any, x: torch.Tensor) -> bool:
     """Tiling that the user switched on is stock's own; so is what needs gradients, autocast or tracing."""
     if vae.use_tiling or type(x) is not torch.Tensor or x.dim() != 4 or not x.numel():
         return True

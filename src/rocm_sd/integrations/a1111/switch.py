@@ -69,7 +69,7 @@ class Wish:
 
 
 def why_not_model(sd_model: Any) -> str | None:
-    """Why this model is left as it is, in words; None where it can be optimised."""
+    """Why this model is skipped, in words; None where it can be optimised."""
     unet = getattr(getattr(sd_model, "model", None), "diffusion_model", None)
     if unet is None:
         return "no model is loaded"
@@ -286,7 +286,7 @@ class Switch:
             return ["off: everything is the host's own"]
         counted: dict[tuple[str, str | None], int] = {}
         for change in on.changes:
-            counted[change.kind, change.left_because] = counted.get((change.kind, change.left_because), 0) + 1
+            counted[change.kind, change.why_skipped] = counted.get((change.kind, change.why_skipped), 0) + 1
         lines = [
             f"{count} {kind}: replaced" if why is None else f"{count} {kind}: skipped, because {why}"
             for (kind, why), count in counted.items()

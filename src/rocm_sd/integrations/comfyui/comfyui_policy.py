@@ -136,5 +136,5 @@ def find(
                 reason = "another node has replaced its forward"
             if reason is None and f"{path}.forward" not in backup and not untouched(module):
                 reason = "it has a hook or a forward of its own"
-            yield rule, module, Change(path, type(module).__name__, rule.name, left_because=reason)
+            yield rule, module, Change(path, type(module).__name__, rule.name, why_skipped=reason)
             break

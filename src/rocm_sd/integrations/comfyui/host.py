@@ -107,7 +107,7 @@ class PatchReport:
 
     def lines(self) -> list[str]:
         lines = [f"{self.what} on {self.arch}, level {self.level}, quality {self.quality}"]
-        counts = Counter((change.kind, change.rule, change.left_because) for change in self.changes)
+        counts = Counter((change.kind, change.rule, change.why_skipped) for change in self.changes)
         for (kind, rule, reason), count in counts.items():
             done = f"replaced by {rule}" if reason is None else f"skipped, because {reason}"
             lines.append(f"  {count} x {kind}: {done}")

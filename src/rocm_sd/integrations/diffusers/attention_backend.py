@@ -215,4 +215,4 @@ def _note_once(who: str, reason: str) -> None:
 
 @lru_cache(maxsize=256)
 def _note(who: str, reason: str) -> None:
-    log.info("%s leaves attention to stock torch: %s.", who, reason)
+    log.info("%s: attention falls back to stock torch (%s).", who, reason)
