@@ -18,7 +18,7 @@ WORSE = "channels-last, float32 convolutions are 3.7 times as far from exact her
 
 @pytest.fixture(autouse=True)
 def _data(monkeypatch):
-    monkeypatch.setattr(layout.layers, "choose", lambda *_: Choice("channels_last", why="the data say so"))
+    monkeypatch.setattr(layout.resolve, "choose", lambda *_: Choice("channels_last", why="the data say so"))
 
 
 def summed_in_one_chain(convolved):
@@ -38,7 +38,7 @@ def test_layouts_that_are_alike_are_as_exact(monkeypatch):
     assert WHY_LESS_EXACT(CPU) is None
 
 
-def test_a_library_that_sums_in_one_chain_is_told_by_how_much_it_is_worse(monkeypatch):
+def test_a_library_that_sums_in_one_chain_is_noted_with_how_much_it_is_worse(monkeypatch):
     convolved = layout._convolved
     same = lambda x, weight, _wanted: convolved(x, weight, torch.contiguous_format)  # noqa: E731
     monkeypatch.setattr(layout, "_convolved", summed_in_one_chain(same))
@@ -81,7 +81,7 @@ def test_it_matters_in_float32_alone(monkeypatch, dtype, wanted):
 
 
 def test_where_no_other_layout_is_wanted_nothing_is_asked(monkeypatch):
-    monkeypatch.setattr(layout.layers, "choose", lambda *_: Choice("torch", why="slower on Radeon"))
+    monkeypatch.setattr(layout.resolve, "choose", lambda *_: Choice("torch", why="slower on Radeon"))
     monkeypatch.setattr(layout, "_why_less_exact", lambda _device: pytest.fail("it does not matter"))
     assert layout.choose_layout(CPU, torch.float32).why == "slower on Radeon"
 
