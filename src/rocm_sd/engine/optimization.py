@@ -25,7 +25,7 @@ from rocm_sd.engine.installed import Installed
 from rocm_sd.engine.levels import LEVELS
 from rocm_sd.engine.parts import EVERYTHING, Parts
 from rocm_sd.engine.reporting import Report
-from rocm_sd.errors import InvalidOption, Unsupported
+from rocm_sd.errors import Unsupported, require_one_of
 from rocm_sd.rewrite import RULES, RULES_FOR_GRAPHS, Rule, apply, undo
 from rocm_sd.tuning import Choice, lookup
 
@@ -64,11 +64,9 @@ def optimize_with(target: Target, level: str, quality: str, parts: Parts) -> Tar
     """`optimize` with some of its parts. What they leave to stock inside an op or a block is so within
     `parts.in_force()` only.
     """
-    if level not in LEVELS:
-        raise InvalidOption("level", level, list(LEVELS))
-    if quality not in QUALITIES:
-        raise InvalidOption("quality", quality, list(QUALITIES))
-    modules = list(_modules(target))
+    require_one_of("level", level, LEVELS)
+    require_one_of("quality", quality, QUALITIES)
+    modules = _modules(target)
     restore(target)
     decision = levels.decide(target, level)
     device = decision.device
@@ -80,7 +78,7 @@ def optimize_with(target: Target, level: str, quality: str, parts: Parts) -> Tar
     rules = [rule for rule in available if rule.on_cpu or device.type != "cpu"]
     layouts = [
         (name, module, _layout(name, module, device, one_by_one=not graphs and parts.rules is None))
-        for name, module in modules
+        for name, module in modules.items()
     ]
     changes = [
         change
@@ -98,7 +96,7 @@ def optimize_with(target: Target, level: str, quality: str, parts: Parts) -> Tar
         idle = ", ".join(rule.name for rule in available if rule not in rules)
         notes.append(f"the rules {idle} are not applied: on a CPU their ops are stock torch")
     installed.append(levels.install(target, decision))
-    installed += [_planned_vae(module, decision.level) for name, module in modules if _is_vae(name, module)]
+    installed += [_planned_vae(module, decision.level) for name, module in modules.items() if _is_vae(name, module)]
     if quality != "exact":
         notes.append(f"quality {quality} allows approximations; none exists in this version, so the result is exact")
     _OPTIMIZED[target] = _State(
@@ -157,20 +155,14 @@ def _weakly_held(target: Any) -> bool:
     return isinstance(target, nn.Module) or hasattr(target, "components")
 
 
-def _modules(target: Any) -> Iterator[tuple[str, nn.Module]]:
-    if isinstance(target, nn.Module):
-        yield type(target).__name__, target
-        return
-    components = getattr(target, "components", None)
-    if not isinstance(components, dict):
+def _modules(target: Any) -> dict[str, nn.Module]:
+    if not isinstance(target, nn.Module) and not isinstance(getattr(target, "components", None), dict):
         raise Unsupported(
             "optimize",
             f"a {type(target).__name__}: it takes a Diffusers pipeline or a torch module",
             hint="Load one with diffusers.StableDiffusionPipeline.from_pretrained(...).",
         )
-    for name, component in components.items():
-        if isinstance(component, nn.Module):
-            yield name, component
+    return levels.modules_of(target)
 
 
 def _relaid(models: Iterable[tuple[nn.Module, Choice]]) -> Iterator[Installed]:
@@ -182,12 +174,11 @@ def _relaid(models: Iterable[tuple[nn.Module, Choice]]) -> Iterator[Installed]:
         yield lay_out(modules, why)
 
 
-def _convolution_library(modules: list[tuple[str, nn.Module]], device: torch.device) -> Installed:
+def _convolution_library(modules: dict[str, nn.Module], device: torch.device) -> Installed:
     library = choose_library(device)
-    models = [
-        model for name, module in modules for model in convolving_models(module, library, is_vae=_is_vae(name, module))
-    ]
-    return install_library(models, library, has_vae=any(_is_vae(*each) for each in modules))
+    vaes = {name: _is_vae(name, module) for name, module in modules.items()}
+    models = [model for name in vaes for model in convolving_models(modules[name], library, is_vae=vaes[name])]
+    return install_library(models, library, has_vae=any(vaes.values()))
 
 
 def _is_vae(name: str, module: nn.Module) -> bool:

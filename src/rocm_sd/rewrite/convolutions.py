@@ -26,23 +26,10 @@ if TYPE_CHECKING:
     from rocm_sd.tuning import Problem
 
 __all__ = [
-    "convolution",
-    "convolution_and_add",
-    "falls_back",
-    "fuses_adds",
-    "is_diffusers",
-    "norm_overwrites",
-    "norm_silu",
-    "of_kind",
-    "parameters_of_kind",
-    "plain_convolution",
-    "plain_convolution_and_add",
-    "plain_norm_silu",
-    "read_two",
-    "takes",
-    "through_op",
-    "unusual",
-]
+    "convolution", "convolution_and_add", "falls_back", "fuses_adds", "is_diffusers", "norm_overwrites", "norm_silu",
+    "of_kind", "parameters_of_kind", "plain_convolution", "plain_convolution_and_add", "plain_norm_silu", "read_two",
+    "takes", "through_op", "unusual",
+]  # fmt: skip
 
 _TENSORS = (torch.Tensor, nn.Parameter)
 _KERNELS = ((1, 1), (3, 3))

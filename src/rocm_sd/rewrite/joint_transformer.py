@@ -24,19 +24,9 @@ from rocm_sd.rewrite.packing import packed_linear, unpack
 from rocm_sd.rewrite.transformer import stock_processor
 
 __all__ = [
-    "RULE",
-    "another_forward",
-    "computes_attention",
-    "feed_forward",
-    "feed_forward_why_not",
-    "gated",
-    "known_call",
-    "linear",
-    "modulated",
-    "norm_zero",
-    "project",
-    "stock_forward",
-]
+    "RULE", "another_forward", "computes_attention", "feed_forward", "feed_forward_why_not", "gated", "known_call",
+    "linear", "modulated", "norm_zero", "project", "stock_forward",
+]  # fmt: skip
 
 _KIND = "JointTransformerBlock"
 _DISPATCH = "diffusers.models.attention_dispatch"

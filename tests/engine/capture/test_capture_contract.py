@@ -394,7 +394,7 @@ def test_within_a_compiler_or_a_capture_of_somebody_else_the_model_itself_runs(h
         if where == "compiler":
             patch.setattr(torch.compiler, "is_compiling", lambda: True)
         else:
-            patch.setattr(captured, "_is_capturing", lambda _device: True)
+            patch.setattr(captured, "is_capturing", lambda _device: True)
         near(host(*given), host.stock(*given))
     assert len(runs) == 2
     assert host.calls.replays == replays

@@ -15,7 +15,7 @@ from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_mod
 import rocm_sd
 from measured_library import AS_TORCH_COMES, FIGURES, SEARCHED, WITHOUT, flags, measure, seen_by_convolutions
 from pipelines import tiny_pipeline, tiny_unet, tiny_vae
-from rocm_sd.engine.capture.call import flatten
+from rocm_sd.engine.capture.snapshot import flatten
 from rocm_sd.engine.convolutions import library as convolution_library
 from rocm_sd.engine.convolutions.library import ConvolutionLibrary
 from rocm_sd.engine.optimization import optimize_with

@@ -20,10 +20,9 @@ from torch.utils import _pytree as pytree
 
 from rocm_sd import settings
 from rocm_sd.engine.capture import warmup
-from rocm_sd.engine.capture.call import FlatCall, flatten
 from rocm_sd.engine.capture.graph import Graph, GraphCache, capture_graph
-from rocm_sd.engine.capture.snapshot import DormantSnapshot, Snapshot
-from rocm_sd.engine.memory import free_memory
+from rocm_sd.engine.capture.snapshot import DormantSnapshot, FlatCall, Snapshot, flatten
+from rocm_sd.engine.memory import free_memory, is_capturing
 from rocm_sd.ops import library_scratch
 
 if TYPE_CHECKING:
@@ -154,7 +153,8 @@ class CapturedCalls:
             return True
         if torch.is_autocast_enabled(device.type) and not self._policy.under_autocast:
             return True
-        return _is_capturing(device)
+        # By somebody else, around this call.
+        return is_capturing(device)
 
     def _first_or_second(self, model: nn.Module, entry: _Entry | None, call: HostCall, flat: FlatCall) -> Any:
         """Whatever comes between, the model's own answer is there."""
@@ -291,11 +291,6 @@ class CapturedCalls:
 
 def _counted(count: int, what: str) -> str:
     return f"{count} {what}{'' if count == 1 else 's'}"
-
-
-def _is_capturing(device: torch.device) -> bool:
-    """Whether somebody else captures a graph around this call."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _current_stream(device: torch.device) -> Any:

@@ -19,6 +19,7 @@ from torch import nn
 from rocm_sd import arch
 from rocm_sd.arch.convolution_libraries import convolution_library
 from rocm_sd.engine.installed import Installed
+from rocm_sd.engine.memory import is_capturing
 from rocm_sd.rewrite import forwards
 from rocm_sd.tuning import environment, resolve
 from rocm_sd.tuning.choice import STOCK
@@ -50,22 +51,19 @@ class _Process:
     """The flags that calls have set: of the process, and so of all threads."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._calls = 0
         self._ours = _AS_TORCH_COMES
 
     def by_hand(self) -> Flags:
         """As they are outside of these calls."""
         with self._lock:
-            return self._by_hand()
-
-    def _by_hand(self) -> Flags:
-        now = _now()
-        if not self._calls:
-            return now
-        # What has changed since a call set it was changed by somebody else.
-        each = zip(now, self._ours, _AS_TORCH_COMES, strict=True)
-        return Flags(*(stock if value == ours else value for value, ours, stock in each))
+            now = _now()
+            if not self._calls:
+                return now
+            # What has changed since a call set it was changed by somebody else.
+            each = zip(now, self._ours, _AS_TORCH_COMES, strict=True)
+            return Flags(*(stock if value == ours else value for value, ours, stock in each))
 
     def enter(self, wanted: Flags) -> str | None:
         """The reason, where they stay as they are."""
@@ -84,7 +82,7 @@ class _Process:
 
     def leave(self) -> None:
         with self._lock:
-            outside = self._by_hand()
+            outside = self.by_hand()
             self._calls -= 1
             if not self._calls:
                 _put(outside)
@@ -179,15 +177,12 @@ class ConvolutionLibrary:
             return "deterministic algorithms are asked for, and a search may end otherwise the next time"
         # A search within a capture would break it. cuDNN's findings are those of a thread.
         kind = (threading.get_ident(), *_kinds(call))
-        if self._capturing():
+        if is_capturing(self._device):
             return None if kind in self._ran else "nothing can be searched while a graph is captured"
         if len(self._ran) >= _MOST_KINDS:
             self._ran.clear()
         self._ran.add(kind)
         return None
-
-    def _capturing(self) -> bool:
-        return self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     def notes(self, model: nn.Module | None = None) -> list[str]:
         """What is in force and why, for one model or for any; nothing where nothing was measured."""

@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from rocm_sd import arch
 from rocm_sd.arch.attention_backends import why_not_fused
 from rocm_sd.engine.installed import Installed
-from rocm_sd.engine.memory import free_memory, is_out_of_memory, release
+from rocm_sd.engine.memory import free_memory, is_capturing, is_out_of_memory, release
 from rocm_sd.engine.vae.plan import MIB, VaePlan, Way, is_channels_last, plan, predicted_peak
 from rocm_sd.engine.vae.steps import Kind, VaeStep, decoder_steps, encoder_steps, why_not_in_strips, why_unknown
 from rocm_sd.engine.vae.tiles import Safety, Store, in_strips
@@ -106,7 +106,7 @@ class _Engine:
         vae = self.vae()
         _bring_weights(vae)
         call = _VaeCall(vae, direction, x, direction.steps(vae))
-        if _capturing(x):
+        if is_capturing(x.device):
             return call.whole(x)
         if direction.ready(x):
             y = call.whole(x)
@@ -205,10 +205,6 @@ def _computed(call: _VaeCall, chosen: VaePlan) -> torch.Tensor:
     if chosen.way is Way.SLICED:
         return torch.cat([call.whole(picture) for picture in pictures])
     return torch.cat([call.in_strips(picture, chosen.budget) for picture in pictures])
-
-
-def _capturing(x: torch.Tensor) -> bool:
-    return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def install(vae: Any, level: str = "auto", *, ready: Callable[[torch.Tensor], bool] = lambda _z: False) -> Installed:

@@ -6,7 +6,7 @@ something only where the wish, the model or what the model is allowed has change
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections import Counter
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -175,23 +175,17 @@ class _OptimizedModel:
         if reason is not None:
             messages.say(f"the UNet runs as the host has it: {reason}")
 
-    def call(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, original: Callable[..., Any], unet: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The UNet's own forward, from a graph where one fits, with the library that was measured to be faster."""
-        unet = self.unet()
-        with nullcontext() if unet is None else self.library.in_force(unet, args, kwargs):
-            return self._called(original, args, kwargs)
+        with self.library.in_force(unet, args, kwargs):
+            if self.graphs is None or not self._captures_now():
+                return original(unet, *args, **kwargs)
+            return self.graphs(original, args, kwargs)
 
-    def _called(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        unet = self.unet()
-        sd_model = self.model()
-        if self.graphs is None or unet is None or not self._captures_now(sd_model):
-            return original(unet, *args, **kwargs)
-        return self.graphs(original, args, kwargs)
-
-    def _captures_now(self, sd_model: Any) -> bool:
+    def _captures_now(self) -> bool:
         if PERMISSION.unet is not None or PERMISSION.broken is not None or not PERMISSION.attention:
             return False
-        return not getattr(sd_model, "applied_token_merged_ratio", 0)
+        return not getattr(self.model(), "applied_token_merged_ratio", 0)
 
     def restore(self) -> None:
         if self._hook is not None:
@@ -264,7 +258,7 @@ class Switch:
         on = self._on
         if on is None or on.unet() is not unet:
             return original(unet, *args, **kwargs)
-        return on.call(original, args, kwargs)
+        return on.call(original, unet, args, kwargs)
 
     def forget_graphs(self) -> None:
         if self._on is not None and self._on.graphs is not None:
@@ -284,9 +278,7 @@ class Switch:
         on = self._on
         if on is None:
             return ["off: everything is the host's own"]
-        counted: dict[tuple[str, str | None], int] = {}
-        for change in on.changes:
-            counted[change.kind, change.why_skipped] = counted.get((change.kind, change.why_skipped), 0) + 1
+        counted = Counter((change.kind, change.why_skipped) for change in on.changes)
         lines = [
             f"{count} {kind}: replaced" if why is None else f"{count} {kind}: skipped, because {why}"
             for (kind, why), count in counted.items()

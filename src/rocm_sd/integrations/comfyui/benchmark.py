@@ -43,16 +43,13 @@ class Sampling:
                 started = time.perf_counter()
 
         latent = torch.zeros(1, 4, self.height // 8, self.width // 8)
+        noise = torch.randn(latent.shape, generator=torch.Generator().manual_seed(0))
         latents: torch.Tensor = the("comfy.sample").sample(
-            patcher, self._noise(latent), steps, cfg, "euler", "normal",
+            patcher, noise, steps, cfg, "euler", "normal",
             self._prompt(patcher, 1), self._prompt(patcher, 2), latent, callback=stepped, disable_pbar=True, seed=0,
         )  # fmt: skip
         _wait_for(device)
         return latents, (time.perf_counter() - started) / max(steps - 1, 1)
-
-    @staticmethod
-    def _noise(latent: torch.Tensor) -> torch.Tensor:
-        return torch.randn(latent.shape, generator=torch.Generator().manual_seed(0))
 
     @staticmethod
     def _prompt(patcher: Any, seed: int) -> list[Any]:

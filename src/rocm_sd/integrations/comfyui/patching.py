@@ -14,7 +14,7 @@ from rocm_sd import arch
 from rocm_sd.engine import LEVELS, QUALITIES
 from rocm_sd.engine.capture import graphs_wanted, start_compiling
 from rocm_sd.engine.convolutions import CHANNELS_LAST, choose_layout, choose_library, convolution_dtype
-from rocm_sd.errors import InvalidOption, Unsupported
+from rocm_sd.errors import Unsupported, require_one_of
 from rocm_sd.integrations.comfyui.attention import OPTION, is_our_override, override_for
 from rocm_sd.integrations.comfyui.channels_last import ChannelsLast
 from rocm_sd.integrations.comfyui.comfyui_policy import MODEL_RULES, VAE_RULES, ComfyUIPolicy, compiled_ahead, find
@@ -117,10 +117,8 @@ def optimize_vae(vae: Any, level: str) -> Any:
 
 
 def _begin(patcher: Any, what: str, level: str, quality: str) -> tuple[Any, PatchReport]:
-    if level not in LEVELS:
-        raise InvalidOption("optimization_level", level, list(LEVELS))
-    if quality not in QUALITIES:
-        raise InvalidOption("quality", quality, list(QUALITIES))
+    require_one_of("optimization_level", level, LEVELS)
+    require_one_of("quality", quality, QUALITIES)
     require(patcher)
     clone = stock_clone(patcher)
     device = clone.load_device

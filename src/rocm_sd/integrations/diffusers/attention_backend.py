@@ -123,8 +123,14 @@ def _backend_beside(native: Any) -> Any:
         _parallel_config: Any = None,
     ) -> torch.Tensor:
         """[B, S, H, D] like Diffusers' native backend, which is given what the op does not take."""
-        reason = _more_than_attention(attn_mask, dropout_p, is_causal, return_lse, _parallel_config)
-        reason = reason or _why_stock(query, key, value)
+        if attn_mask is not None or is_causal:
+            reason: str | None = "a mask"
+        elif dropout_p:
+            reason = "dropout"
+        elif return_lse:
+            reason = "the logarithms of the sums are wanted, too"
+        else:
+            reason = _why_stock(query, key, value) if _parallel_config is None else "context parallelism"
         if reason is None:
             return attention(query, key, value, _stock_scale(query) if scale is None else scale)
         _note_once(f"The attention backend {BACKEND}", reason)
@@ -143,22 +149,6 @@ def _backend_beside(native: Any) -> Any:
         return out
 
     return rocm_sd_attention
-
-
-def _more_than_attention(
-    mask: torch.Tensor | None,
-    dropout: float,
-    causal: bool,
-    lse: bool,
-    parallel: Any,
-) -> str | None:
-    if mask is not None or causal:
-        return "a mask"
-    if dropout:
-        return "dropout"
-    if lse:
-        return "the logarithms of the sums are wanted, too"
-    return None if parallel is None else "context parallelism"
 
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
