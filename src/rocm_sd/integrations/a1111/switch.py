@@ -211,10 +211,6 @@ class Switch:
         self._on: _OptimizedModel | None = None
         self._wish: Wish | None = None
 
-    @property
-    def wish(self) -> Wish | None:
-        return self._wish
-
     def is_on(self, sd_model: Any) -> bool:
         return self._on is not None and self._on.model() is sd_model
 
