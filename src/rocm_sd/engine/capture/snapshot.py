@@ -130,7 +130,7 @@ def _which(now: dict[str, Any], then: dict[str, Any]) -> str:
 
 
 def _attention_backend() -> Any:
-    """Diffusers' own choice for all models of those that take one; None where Diffusers is not in use."""
+    """The backend that Diffusers has chosen for all models that take one; None where Diffusers is not in use."""
     dispatch = sys.modules.get("diffusers.models.attention_dispatch")
     return getattr(getattr(dispatch, "_AttentionBackendRegistry", None), "_active_backend", None)
 

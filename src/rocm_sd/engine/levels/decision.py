@@ -196,7 +196,7 @@ def _need(target: Any, parts: Mapping[str, nn.Module], device: torch.device) -> 
 
 
 def _sample_size(target: Any, model: Any) -> tuple[int, int]:
-    """Height and width of the latents that the pipeline makes where nobody names a size."""
+    """Height and width of the latents that the pipeline makes where no size is given."""
     size = getattr(model.config, "sample_size", None) or getattr(target, "default_sample_size", None) or 128
     return (size, size) if isinstance(size, int) else (int(size[0]), int(size[1]))
 

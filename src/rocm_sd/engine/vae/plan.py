@@ -69,7 +69,7 @@ def plan(
 ) -> VaePlan:
     """The fastest way that fits: `whole` and `one` are the peaks of the batch and of one picture of it.
 
-    `free` is None where nobody knows it. `tiles`: whether the model can be run in strips. `slices`: one picture at a
+    `free` is None where it is not known. `tiles`: whether the model can be run in strips. `slices`: one picture at a
     time is asked for.
     """
     limit = _usable(free, level)

@@ -41,7 +41,7 @@ def _is_known(function: Any) -> bool:
 
 
 def identities(kinds: Iterable[type]) -> tuple[Any, ...]:
-    """By which a captured graph is known to be of classes that nobody has changed since."""
+    """The methods of these classes: a graph that was captured with others is not replayed."""
     return tuple(getattr(kind, method, None) for kind in (*_LAYERS, *kinds) for method in _METHODS)
 
 

@@ -1,6 +1,6 @@
 """What is on: the host's model with its blocks replaced, and the way back.
 
-There is one for the whole host, as the host has one model at work. `settle` is asked before each job; it changes
+There is one for the whole host, as the host has one model at work. `settle` is called before each job; it changes
 something only where the wish, the model or what the model is allowed has changed.
 """
 
@@ -155,7 +155,7 @@ class _OptimizedModel:
         rules = tuple(rule for rule in rules if rule.on_cpu or self.device.type != "cpu")
         for part in parts:
             self.changes += apply(part, rules, not_channels_last=reason)
-        # The UNet's own forward is asked for through `call`; nobody asks for those of the VAE's halves.
+        # The host calls the UNet through `call`, and the VAE's halves directly.
         halves = [half for part in parts[1:] for half in convolving_models(part, self.library, is_vae=True)]
         self._installed.append(install_library(halves, self.library, has_vae=len(parts) > 1))
         self._hook = unet.register_forward_pre_hook(lambda _module, _args: self._before_call())

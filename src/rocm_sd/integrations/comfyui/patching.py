@@ -17,9 +17,15 @@ from rocm_sd.engine.convolutions import CHANNELS_LAST, choose_layout, choose_lib
 from rocm_sd.errors import Unsupported, require_one_of
 from rocm_sd.integrations.comfyui.attention import OPTION, is_our_override, override_for
 from rocm_sd.integrations.comfyui.channels_last import ChannelsLast
-from rocm_sd.integrations.comfyui.comfyui_policy import MODEL_RULES, VAE_RULES, ComfyUIPolicy, compiled_ahead, find
+from rocm_sd.integrations.comfyui.comfyui_policy import (
+    MODEL_RULES,
+    VAE_RULES,
+    ComfyUIPolicy,
+    StepGraph,
+    compiled_ahead,
+    find,
+)
 from rocm_sd.integrations.comfyui.host import KEY, PatchReport, is_comfy, require, the
-from rocm_sd.integrations.comfyui.step_graph import StepGraph
 from rocm_sd.kernels import triton as triton_kernels
 from rocm_sd.rewrite.forwards import is_ours
 

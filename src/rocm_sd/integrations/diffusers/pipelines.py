@@ -179,7 +179,7 @@ class ROCmFluxInpaintPipeline(_Optimized, host.FluxInpaintPipeline): ...  # type
 
 
 def _stock_of(cls: type) -> type:
-    """Diffusers' class that one of these stands before, or before a subclass of a user's."""
+    """The class of Diffusers that one of these, or a user's subclass of one, is derived from."""
     return next(base for base in cls.__mro__ if base.__module__.startswith("diffusers."))
 
 
@@ -212,7 +212,7 @@ def _class_for(cls: type, parts: Iterable[str], named: str) -> Any:
 
 
 def _fitting(cls: type, family: str | None) -> Any:
-    """The class itself, or a subclass of a user's, where it is of that family, or else its counterpart."""
+    """The class itself, or a user's subclass of it, where it is of that family, or else its counterpart."""
     stock = _stock_of(cls).__name__
     own = _family(stock)
     if family == own:
