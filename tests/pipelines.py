@@ -207,6 +207,10 @@ class Twins:
         made = {name: value() if name == "generator" else value for name, value in options.items()}
         return call(pipe, self.case, seed, **made)
 
+    def are_equal(self, seed: int = 0, **options) -> bool:
+        """Whether ours has stock's bits, as a pipeline that was restored has."""
+        return torch.equal(self.drawn(self.ours, seed, **options), self.drawn(self.stock, seed, **options))
+
     def check(self, seed: int = 0, **options) -> torch.Tensor:
         """One picture of each; the optimised one's latents."""
         ours, exact, stock = self.pictures(seed, **options)
