@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from rocm_sd.engine.capture.hoisting import Prepared
+    from rocm_sd.engine.capture.hoisting import PreparedCall
     from rocm_sd.engine.capture.policy import HostCall, Policy
 
 __all__ = ["CapturedCalls", "graphs_wanted"]
@@ -59,7 +59,7 @@ class _Entry:
     form: FlatCall
     inputs: list[torch.Tensor]
     body: Callable[..., Any]
-    prepared: Prepared | None
+    prepared: PreparedCall | None
     output_tree: pytree.TreeSpec | None = None
     snapshot: Snapshot | None = None
     dormant: DormantSnapshot | None = None

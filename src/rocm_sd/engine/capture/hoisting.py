@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
     RunOf = Callable[[torch.Tensor], ScheduleRun | None]
 
-__all__ = ["Hoist", "Prepared"]
+__all__ = ["Hoist", "PreparedCall"]
 
 _EMBEDDINGS = (None, "text_time")
 
@@ -193,7 +193,7 @@ class _Identity:
         return all(mine is theirs for mine, theirs in zip(self.tensors, other.tensors, strict=True))
 
 
-class Prepared:
+class PreparedCall:
     """Of one kind of call. Within a run weights do not change: what was made for the same tensors is kept."""
 
     def __init__(self, hoist: Hoist, row: torch.Tensor, text: torch.Tensor, batch: int, run_of: RunOf) -> None:
@@ -209,7 +209,7 @@ class Prepared:
         self._table_of: _Identity | None = None
 
     @classmethod
-    def of(cls, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], run_of: RunOf) -> Prepared | None:
+    def of(cls, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], run_of: RunOf) -> PreparedCall | None:
         """None where a call with these arguments has to compute everything itself. `run_of`: of a timestep."""
         named = _by_name(model, args, kwargs)
         hoist = Hoist.find(model, named) if named else None

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from rocm_sd.engine.capture.hoisting import Prepared
+    from rocm_sd.engine.capture.hoisting import PreparedCall
 
 __all__ = ["HostCall", "Policy"]
 
@@ -60,7 +60,7 @@ class Policy(ABC):
         """The dtype that the model computes in."""
         return next(model.parameters()).dtype
 
-    def prepare(self, model: nn.Module, call: HostCall) -> Prepared | None:  # noqa: ARG002 -- for hosts that prepare
+    def prepare(self, model: nn.Module, call: HostCall) -> PreparedCall | None:  # noqa: ARG002 -- for hosts that prepare
         """What the body takes in place of some arguments, which is computed outside of the graph."""
         return None
 
