@@ -10,17 +10,8 @@ import torch
 from torch import nn
 
 from rocm_sd import arch
-from rocm_sd.engine import denoising, levels, vae
+from rocm_sd.engine import convolutions, denoising, levels, vae
 from rocm_sd.engine.capture import graphs_wanted, start_compiling
-from rocm_sd.engine.convolutions import (
-    CHANNELS_LAST,
-    choose_layout,
-    choose_library,
-    convolution_dtype,
-    convolving_models,
-    install_library,
-    lay_out,
-)
 from rocm_sd.engine.installed import Installed
 from rocm_sd.engine.levels import LEVELS
 from rocm_sd.engine.parts import EVERYTHING, Parts
@@ -134,7 +125,7 @@ def _available(parts: Parts, *, graphs: bool) -> tuple[Rule, ...]:
 
 
 def _why_layout_is_kept(layout: Choice, parts: Parts) -> str | None:
-    if layout.implementation == CHANNELS_LAST and parts.channels_last:
+    if layout.implementation == convolutions.CHANNELS_LAST and parts.channels_last:
         return None
     return f"its convolutions keep their layout ({layout.why})"
 
@@ -144,7 +135,7 @@ def _layout(name: str, module: nn.Module, device: torch.device, *, one_by_one: b
     another layout of models that are called at every step. What a user has measured is the card's own time, and says
     nothing of it.
     """
-    layout = choose_layout(device, convolution_dtype(module))
+    layout = convolutions.choose_layout(device, convolutions.convolution_dtype(module))
     if not one_by_one or _is_vae(name, module):
         return layout
     shipped = lookup("memory_format", arch.detect(device).name, {"graphs": "none"})
@@ -171,14 +162,16 @@ def _relaid(models: Iterable[tuple[nn.Module, Choice]]) -> Iterator[Installed]:
     for model, layout in models:
         by_reason.setdefault(layout.why, []).append(model)
     for why, modules in by_reason.items():
-        yield lay_out(modules, why)
+        yield convolutions.lay_out(modules, why)
 
 
 def _convolution_library(modules: dict[str, nn.Module], device: torch.device) -> Installed:
-    library = choose_library(device)
+    library = convolutions.choose_library(device)
     vaes = {name: _is_vae(name, module) for name, module in modules.items()}
-    models = [model for name in vaes for model in convolving_models(modules[name], library, is_vae=vaes[name])]
-    return install_library(models, library, has_vae=any(vaes.values()))
+    models = [
+        model for name in vaes for model in convolutions.convolving_models(modules[name], library, is_vae=vaes[name])
+    ]
+    return convolutions.install_library(models, library, has_vae=any(vaes.values()))
 
 
 def _is_vae(name: str, module: nn.Module) -> bool:

@@ -69,7 +69,7 @@ def test_the_halves_of_the_vae_are_called_with_it(host, script, monkeypatch):
 def test_without_the_library_where_convolutions_are_contiguous(host, script, channels_last, monkeypatch):
     """As on a GPU: a CPU is not left without oneDNN."""
     found = ConvolutionLibrary(Choice("none", source="measured here", why=FIGURES), torch.device("cuda"))
-    monkeypatch.setattr(switch, "choose_library", lambda _device: found)
+    monkeypatch.setattr(switch.convolutions, "choose_library", lambda _device: found)
     layout = Choice("channels_last" if channels_last else "torch", why="timed")
     monkeypatch.setattr(resolve, "choose", lambda *_: layout)
     with seen_by_convolutions(monkeypatch) as seen:

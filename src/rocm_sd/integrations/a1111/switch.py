@@ -15,7 +15,7 @@ from weakref import ref
 import torch
 
 import rocm_sd
-from rocm_sd.engine import free_memory
+from rocm_sd.engine import convolutions, free_memory
 from rocm_sd.engine.capture import (
     CapturedCalls,
     HostCall,
@@ -23,15 +23,6 @@ from rocm_sd.engine.capture import (
     graphs_wanted,
     start_compiling,
     why_foreign_layer,
-)
-from rocm_sd.engine.convolutions import (
-    CHANNELS_LAST,
-    choose_layout,
-    choose_library,
-    convolution_dtype,
-    convolving_models,
-    install_library,
-    lay_out,
 )
 from rocm_sd.integrations.a1111 import host, messages
 from rocm_sd.integrations.a1111.a1111_policy import (
@@ -132,7 +123,7 @@ class _OptimizedModel:
         self.changes: list[Change] = []
         self._installed: list[Installed] = []
         self._hook: Any = None
-        self.library = choose_library(self.device)
+        self.library = convolutions.choose_library(self.device)
         self.graphs: UnetGraphs | None = None
         self._lora = LoraNetworks(unet)
         try:
@@ -146,18 +137,22 @@ class _OptimizedModel:
         if captures:
             start_compiling(self.device)
             self.graphs = UnetGraphs(unet)
-        layout = choose_layout(self.device, next(filter(None, map(convolution_dtype, parts)), None))
+        layout = convolutions.choose_layout(
+            self.device, next(filter(None, map(convolutions.convolution_dtype, parts)), None)
+        )
         reason: str | None = f"its convolutions keep their layout ({layout.why})"
-        if layout.implementation == CHANNELS_LAST:
+        if layout.implementation == convolutions.CHANNELS_LAST:
             reason = None
-            self._installed.append(lay_out(parts, layout.why))
+            self._installed.append(convolutions.lay_out(parts, layout.why))
         rules = (*RULES, *(CAPTURED_RULES if captures else ()))
         rules = tuple(rule for rule in rules if rule.on_cpu or self.device.type != "cpu")
         for part in parts:
             self.changes += apply(part, rules, not_channels_last=reason)
         # The host calls the UNet through `call`, and the VAE's halves directly.
-        halves = [half for part in parts[1:] for half in convolving_models(part, self.library, is_vae=True)]
-        self._installed.append(install_library(halves, self.library, has_vae=len(parts) > 1))
+        halves = [
+            half for part in parts[1:] for half in convolutions.convolving_models(part, self.library, is_vae=True)
+        ]
+        self._installed.append(convolutions.install_library(halves, self.library, has_vae=len(parts) > 1))
         self._hook = unet.register_forward_pre_hook(lambda _module, _args: self._before_call())
 
     def _before_call(self) -> None:
