@@ -87,7 +87,7 @@ def block_given(name: str, dtype: torch.dtype = torch.float32, batch: int = 2) -
 def replaced(module: nn.Module) -> list:
     changes = apply(module, RULES)
     assert changes
-    assert all(c.replaced for c in changes), [c.left_because for c in changes]
+    assert all(c.replaced for c in changes), [c.why_skipped for c in changes]
     return changes
 
 

@@ -198,13 +198,18 @@ class Twins:
 
     def pictures(self, seed: int = 0, **options) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Latents: ours, exact, stock's. `generator` is a function that makes one, since a run uses it up."""
-
-        def made() -> dict[str, Any]:
-            return {name: value() if name == "generator" else value for name, value in options.items()}
-
         with exactly(self.dtype):
-            exact = call(self.exact, self.case, seed, **made())
-        return call(self.ours, self.case, seed, **made()), exact, call(self.stock, self.case, seed, **made())
+            exact = self.drawn(self.exact, seed, **options)
+        return self.drawn(self.ours, seed, **options), exact, self.drawn(self.stock, seed, **options)
+
+    def drawn(self, pipe: Any, seed: int = 0, **options) -> torch.Tensor:
+        """The latents of one of the three."""
+        made = {name: value() if name == "generator" else value for name, value in options.items()}
+        return call(pipe, self.case, seed, **made)
+
+    def are_equal(self, seed: int = 0, **options) -> bool:
+        """Whether ours has stock's bits, as a pipeline that was restored has."""
+        return torch.equal(self.drawn(self.ours, seed, **options), self.drawn(self.stock, seed, **options))
 
     def check(self, seed: int = 0, **options) -> torch.Tensor:
         """One picture of each; the optimised one's latents."""

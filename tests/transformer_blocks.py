@@ -41,7 +41,7 @@ def text(dtype: torch.dtype = torch.float32) -> torch.Tensor:
 def replaced(module: nn.Module) -> list:
     changes = apply(module, RULES)
     assert changes
-    assert all(c.replaced for c in changes), [c.left_because for c in changes]
+    assert all(c.replaced for c in changes), [c.why_skipped for c in changes]
     return changes
 
 

@@ -89,7 +89,7 @@ def test_a_bad_call_has_stocks_outcome(tmp_path, options):
     stock, ours = SD15.build(tmp_path), rocm_sd.optimize(SD15.build(tmp_path))
     good = call(stock, SD15)
     expected = outcome(stock, **options)
-    # Twice: what has failed once, or was recorded, may go another way the second time.
+    # Twice: what has failed once, or was captured, may go another way the second time.
     for _ in range(2):
         found = outcome(ours, **options)
         if isinstance(expected, torch.Tensor) and not expected.isfinite().all():
@@ -279,7 +279,7 @@ def test_generators_of_several_pictures(twins):
 def test_the_same_seed_gives_the_same_bits(twins):
     for scheduler in ("ddim", "ancestral"):
         twins.each(lambda pipe, name=scheduler: setattr(pipe, "scheduler", scheduler_of(name)))
-        # The second step of the first picture is recorded, and those after it replayed.
+        # The second step of the first picture is captured, and those after it replayed.
         twins.check(seed=3)
         first = twins.check(seed=3)
         twins.check(seed=4)

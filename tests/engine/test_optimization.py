@@ -73,14 +73,14 @@ def test_a_bare_module_works_too(build):
 
 def test_the_report_says_what_was_done_and_why(pipe):
     rocm_sd.optimize(pipe, quality="high")
-    told = rocm_sd.report(pipe)
-    facts = told.to_dict()
+    report = rocm_sd.report(pipe)
+    facts = report.to_dict()
     assert facts["arch"] == "cpu"
     assert {c["rule"] for c in facts["replaced"]} == {"resblock", "norm_out", "vae_attention", "vae_decoder"}
     assert any("upsample, downsample are not applied: on a CPU" in note for note in facts["notes"])
     assert {c["path"].split(".")[0] for c in facts["replaced"]} == {"unet", "vae"}
     assert any("quality high" in note for note in facts["notes"])
-    text = str(told)
+    text = str(report)
     assert "ResnetBlock2D: replaced by rule resblock" in text
     assert "rocm-sd on cpu, level auto, quality high" in text
 
@@ -115,9 +115,9 @@ def test_where_convolutions_keep_their_layout_nothing_is_replaced_and_the_reason
         "rocm_sd.engine.convolutions.layout.resolve.choose", lambda *_: Choice("torch", why="slower on Radeon")
     )
     rocm_sd.optimize(pipe)
-    told = rocm_sd.report(pipe)
-    assert not told.replaced
-    assert {c.left_because for c in told.left_alone} == {"its convolutions keep their layout (slower on Radeon)"}
+    report = rocm_sd.report(pipe)
+    assert not report.replaced
+    assert {c.why_skipped for c in report.skipped} == {"its convolutions keep their layout (slower on Radeon)"}
     assert torch.equal(latents(pipe), stock)
 
 
@@ -135,25 +135,25 @@ def laid_out_channels_last(module):
 
 def test_a_card_that_waits_for_its_host_keeps_stocks_unet_without_graphs(pipe, monkeypatch, tmp_path):
     stock = latents(pipe)
-    told = optimized_as_on_an_h200(pipe, monkeypatch, "0")
-    assert {change.path.split(".")[0] for change in told.replaced} == {"vae"}
-    left = {change.left_because for change in told.left_alone if change.path.startswith("unet")}
-    assert len(left) == 1
-    assert "without a graph an H200 waits for its host" in left.pop()
+    report = optimized_as_on_an_h200(pipe, monkeypatch, "0")
+    assert {change.path.split(".")[0] for change in report.replaced} == {"vae"}
+    reasons = {change.why_skipped for change in report.skipped if change.path.startswith("unet")}
+    assert len(reasons) == 1
+    assert "without a graph an H200 waits for its host" in reasons.pop()
     assert not laid_out_channels_last(pipe.unet)
     assert laid_out_channels_last(pipe.vae)
     assert torch.equal(latents(pipe), stock)
     other = tiny_pipeline(tmp_path)
-    told = optimized_as_on_an_h200(other, monkeypatch, "1")
-    assert {change.path.split(".")[0] for change in told.replaced} == {"unet", "vae"}
+    report = optimized_as_on_an_h200(other, monkeypatch, "1")
+    assert {change.path.split(".")[0] for change in report.replaced} == {"unet", "vae"}
     assert laid_out_channels_last(other.unet)
 
 
 def test_an_architecture_that_was_not_timed_without_graphs_has_its_usual_rules(pipe, monkeypatch):
     monkeypatch.setattr("rocm_sd.engine.optimization.arch.detect", lambda _device: ARCHS["gfx942"])
     monkeypatch.setenv("ROCM_SD_STEP_GRAPH", "0")
-    told = rocm_sd.report(rocm_sd.optimize(pipe))
-    assert {change.path.split(".")[0] for change in told.replaced} == {"unet", "vae"}
+    report = rocm_sd.report(rocm_sd.optimize(pipe))
+    assert {change.path.split(".")[0] for change in report.replaced} == {"unet", "vae"}
 
 
 def test_a_row_of_an_ablation_has_the_rules_that_it_names_without_a_graph(pipe, monkeypatch):
@@ -168,5 +168,5 @@ def test_a_pipeline_that_has_moved_since_is_told_so(pipe, monkeypatch):
     assert not any("call optimize again" in note for note in rocm_sd.report(pipe).notes)
     # As after pipe.to("cuda"), which needs a GPU.
     monkeypatch.setattr(levels, "placement", lambda _target: levels.Placement(torch.device("cuda:0")))
-    told = rocm_sd.report(pipe).notes
-    assert "its weights are on cuda:0 now, and it was optimised for cpu: call optimize again" in told
+    report = rocm_sd.report(pipe).notes
+    assert "its weights are on cuda:0 now, and it was optimised for cpu: call optimize again" in report

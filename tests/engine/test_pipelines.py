@@ -68,11 +68,11 @@ def check(references, folder, name, seeds, dtype=torch.float32, scheduler=None, 
 @pytest.mark.parametrize("name", CASES)
 def test_every_pipeline_gives_stocks_latents(references, tmp_path, step_graph, name):
     pipe = check(references, tmp_path, name, SEEDS[:2])
-    told = rocm_sd.report(pipe)
-    assert told.replaced
+    report = rocm_sd.report(pipe)
+    assert report.replaced
     kind = type(pipe.unet if hasattr(pipe, "unet") else pipe.transformer).__name__
-    recorded = [note for note in told.notes if note.startswith(kind) and "of its forward" in note]
-    assert bool(recorded) == (step_graph == "1"), told.notes
+    captured = [note for note in report.notes if note.startswith(kind) and "of its forward" in note]
+    assert bool(captured) == (step_graph == "1"), report.notes
 
 
 @pytest.mark.parametrize("scheduler", GRID)

@@ -21,7 +21,7 @@ from rocm_sd.engine import levels
 from rocm_sd.errors import InvalidOption, Unsupported
 from rocm_sd.integrations.diffusers import ROCmOptimizedPipeline
 from rocm_sd.integrations.diffusers.keeping import in_force
-from rocm_sd.integrations.diffusers.single_file import save_single_file
+from rocm_sd.integrations.diffusers.loading import save_single_file
 from tiny_models import unet_of
 
 CASE = CASES["sd15"]
@@ -84,10 +84,10 @@ def test_a_folder_gives_an_optimized_pipeline(folder):
     pipe = loaded(folder, level="memory", quality="high")
     assert type(pipe) is ROCmStableDiffusionPipeline
     assert isinstance(pipe, StableDiffusionPipeline)
-    told = rocm_sd.report(pipe)
-    assert (told.level, told.quality) == ("memory", "high")
-    assert told.replaced
-    assert pipe.report().to_dict() == told.to_dict()
+    report = rocm_sd.report(pipe)
+    assert (report.level, report.quality) == ("memory", "high")
+    assert report.replaced
+    assert pipe.report().to_dict() == report.to_dict()
     require_right(pipe, folder)
 
 
@@ -123,19 +123,19 @@ def test_a_model_of_sdxl_gives_the_pipeline_of_sdxl_and_the_other_way_round(fold
 
 
 @pytest.mark.parametrize(
-    ("name", "told"),
+    ("name", "message"),
     [
         ("refiner", "a StableDiffusionXLImg2ImgPipeline without text_encoder, tokenizer"),
         ("sd3", "a StableDiffusion3Pipeline without unet"),
     ],
 )
-def test_what_neither_class_can_run_is_refused_with_the_class_to_use(name, told, tmp_path):
+def test_what_neither_class_can_run_is_refused_with_the_class_to_use(name, message, tmp_path):
     stock = CASES[name].build(tmp_path)
     stock.save_pretrained(tmp_path / "model")
-    with pytest.raises(Unsupported, match=told) as refusal:
+    with pytest.raises(Unsupported, match=message) as refusal:
         loaded(tmp_path / "model")
     assert f"diffusers.{CASES[name].kind}.from_pretrained" in refusal.value.hint
-    with pytest.raises(Unsupported, match=told):
+    with pytest.raises(Unsupported, match=message):
         ROCmStableDiffusionPipeline.from_pipe(stock)
 
 
@@ -245,8 +245,8 @@ class TestWhereItGoes:
             patch.setattr(torch.cuda, "is_available", lambda: True)
             pipe = loaded(folder, level="memory")
             assert in_force(pipe) is None
-            told = pipe.report()
-        assert told.level == "memory"
+            report = pipe.report()
+        assert report.level == "memory"
         assert forward_of(pipe)
 
     def test_what_the_user_optimizes_meanwhile_is_not_done_again(self, folder, monkeypatch):

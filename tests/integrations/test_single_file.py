@@ -8,7 +8,7 @@ from pipelines import tiny_pipeline
 from rocm_sd.cli.pictures import difference
 from rocm_sd.errors import ModelNotFound, Unsupported
 from rocm_sd.integrations import diffusers as host
-from rocm_sd.integrations.diffusers.single_file import save_single_file
+from rocm_sd.integrations.diffusers.loading import save_single_file
 from rocm_sd.models import ModelKind, resolve
 from rocm_sd.models.emoji import MODEL_FOLDER
 

@@ -47,11 +47,11 @@ def test_a_replaced_resblock_is_as_accurate_as_stock(options):
     ("options", "reason"),
     [({"non_linearity": "mish"}, "its activation is Mish"), ({"time_embedding_norm": "scale_shift"}, "scale_shift")],
 )
-def test_what_a_rule_does_not_know_is_left_alone_with_the_reason(options, reason):
+def test_what_a_rule_does_not_know_is_skipped_with_the_reason(options, reason):
     module = block(**options)
     (change,) = apply(module, RULES)
     assert not change.replaced
-    assert reason in change.left_because
+    assert reason in change.why_skipped
     assert "forward" not in module.__dict__
 
 

@@ -241,12 +241,12 @@ def test_gelu_is_written_to_its_place_bit_for_bit():
     assert torch.equal(flux_transformer._beside_gelu(mixed, act, wide), torch.cat([mixed, act(wide)], dim=2))
 
 
-def test_a_block_of_another_kind_is_left_alone_with_the_reason():
+def test_a_block_of_another_kind_is_skipped_with_the_reason():
     block = model(NAME).transformer_blocks[0]
     block.ff_context = nn.Identity()
     (change,) = apply(block, RULES)
-    assert change.left_because == "its feed-forward is Identity, not one with GELU"
+    assert change.why_skipped == "its feed-forward is Identity, not one with GELU"
     block = single()
     block.attn = nn.MultiheadAttention(C, HEADS)
     (change,) = apply(block, RULES)
-    assert change.left_because == "its attention is a MultiheadAttention"
+    assert change.why_skipped == "its attention is a MultiheadAttention"

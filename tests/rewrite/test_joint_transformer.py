@@ -240,7 +240,7 @@ def test_options_for_the_processor_are_given_to_stock(name):
 
 @torch.no_grad()
 @each_model
-def test_autocast_is_left_to_stock(name):
+def test_autocast_falls_back_to_stock(name):
     module, arguments = model(name), given(name)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         expected = module(**arguments)[0]
@@ -371,7 +371,7 @@ def test_a_forward_of_another_program_is_kept(name):
     HookRegistry.check_if_exists_or_initialize(module.transformer_blocks[0]).register_hook(Tripling(), "tripling")
     expected = module(**arguments)[0]
     changes = apply(module, RULES)
-    assert [c.left_because for c in changes if not c.replaced] == ["its forward has been replaced by another program's"]
+    assert [c.why_skipped for c in changes if not c.replaced] == ["its forward has been replaced by another program's"]
     near(module(**arguments)[0], expected)
     undo(changes)
     assert torch.equal(module(**arguments)[0], expected)
@@ -388,10 +388,10 @@ def test_a_forward_of_another_program_is_kept(name):
         ("attn2.to_out", None, "attn2 has another output projection than a linear and a dropout"),
     ],
 )
-def test_a_block_of_another_kind_is_left_alone_with_the_reason(path, value, reason):
+def test_a_block_of_another_kind_is_skipped_with_the_reason(path, value, reason):
     block = model("SD3.5").transformer_blocks[0]
     parent, _, attribute = path.rpartition(".")
     setattr(block.get_submodule(parent), attribute, value)
     (change,) = apply(block, RULES)
-    assert change.left_because == reason
+    assert change.why_skipped == reason
     assert "forward" not in block.__dict__

@@ -114,13 +114,13 @@ def test_other_models(build, call, way):
     torch.testing.assert_close(ours, stock, rtol=1e-4, atol=1e-5)
 
 
-def test_what_it_does_not_know_is_left_alone_with_the_reason():
+def test_what_it_does_not_know_is_skipped_with_the_reason():
     (change,) = apply(decoder(norm_type="spatial"), [RULE])
-    assert change.left_because == "its last norm is SpatialNorm, not GroupNorm"
+    assert change.why_skipped == "its last norm is SpatialNorm, not GroupNorm"
     module = decoder()
     module.conv_act = nn.GELU()
     (change,) = apply(module, [RULE])
-    assert change.left_because == "its last activation is GELU, not SiLU"
+    assert change.why_skipped == "its last activation is GELU, not SiLU"
 
 
 class Cloning(ModelHook):

@@ -123,7 +123,7 @@ def test_packing_in_inference_mode_leaves_weights_that_can_learn():
 
 
 @torch.no_grad()
-def test_weights_made_in_inference_mode_are_left_alone():
+def test_weights_made_in_inference_mode_are_not_packed():
     with torch.inference_mode():
         layers = linears(4, 5)
     assert packed_linear(*layers) is None

@@ -117,7 +117,7 @@ def test_batches(batch, way):
 def test_upsamplers_are_skipped_with_the_reason(options, reason):
     module = sampler(**options)
     (change,) = apply(module, RULES)
-    assert reason in change.left_because
+    assert reason in change.why_skipped
     assert "forward" not in module.__dict__
 
 
@@ -132,7 +132,7 @@ def test_upsamplers_are_skipped_with_the_reason(options, reason):
 )
 def test_downsamplers_are_skipped_with_the_reason(options, reason):
     (change,) = apply(sampler(Downsample2D, **options), RULES)
-    assert reason in change.left_because
+    assert reason in change.why_skipped
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ def test_unusual_convolutions_are_skipped(kind, change, reason):
     stride = 2 if kind is Downsample2D else 1
     module.conv = nn.Conv2d(16, 16, 3, stride, **{"padding": 1} | change)
     (found,) = apply(module, RULES)
-    assert reason in found.left_because
+    assert reason in found.why_skipped
 
 
 class LoRA(nn.Module):

@@ -112,11 +112,11 @@ def test_a_channels_last_map_is_not_copied(monkeypatch):
     ],
     ids=lambda o: named(o) if isinstance(o, dict) else "",
 )
-def test_a_block_of_another_kind_is_left_alone_with_the_reason(options, reason):
+def test_a_block_of_another_kind_is_skipped_with_the_reason(options, reason):
     torch.manual_seed(0)
     module = BasicTransformerBlock(C, HEADS, C // HEADS, cross_attention_dim=TEXT, **options)
     (change,) = apply(module, RULES)
-    assert reason in change.left_because
+    assert reason in change.why_skipped
     assert "forward" not in module.__dict__
 
 
@@ -135,14 +135,14 @@ def test_a_block_of_another_kind_is_left_alone_with_the_reason(options, reason):
         ("to_out", None, "another output projection"),
     ],
 )
-def test_an_attention_of_another_kind_is_left_alone_with_the_reason(attribute, value, reason):
+def test_an_attention_of_another_kind_is_skipped_with_the_reason(attribute, value, reason):
     module = block()
     setattr(module.attn2, attribute, value)
     (change,) = apply(module, RULES)
-    assert reason in change.left_because
+    assert reason in change.why_skipped
 
 
-def test_a_spatial_transformer_of_patches_is_left_alone():
+def test_a_spatial_transformer_of_patches_is_skipped():
     module = Transformer2DModel(
         num_attention_heads=2,
         attention_head_dim=8,
@@ -155,7 +155,7 @@ def test_a_spatial_transformer_of_patches_is_left_alone():
     changes = apply(module, RULES)
     assert len(changes) == 2
     assert not any(c.replaced for c in changes)
-    assert "not a map" in changes[0].left_because
+    assert "not a map" in changes[0].why_skipped
 
 
 class Doubling:
@@ -251,7 +251,7 @@ def test_masks_and_options_reach_the_blocks_of_a_spatial_transformer(given):
 
 
 @torch.no_grad()
-def test_chunked_feed_forward_and_autocast_are_left_to_stock():
+def test_chunked_feed_forward_and_autocast_fall_back_to_stock():
     for prepare, context in (
         (lambda m: m.set_chunk_feed_forward(5, dim=1), torch.autocast("cpu", enabled=False)),
         (lambda _m: None, torch.autocast("cpu", dtype=torch.bfloat16)),

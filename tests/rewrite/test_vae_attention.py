@@ -120,10 +120,10 @@ def test_arguments_that_it_leaves_to_stock():
     ],
     ids=lambda v: v if isinstance(v, str) else "",
 )
-def test_left_alone_with_the_reason(options, reason):
+def test_skipped_with_the_reason(options, reason):
     module = block(**options)
     (change,) = apply(module, [RULE])
-    assert reason in change.left_because
+    assert reason in change.why_skipped
     assert "forward" not in module.__dict__
 
 

@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary, ref
 
 import torch
 
-from rocm_sd.engine.capture import CapturedCalls, HostCall, Policy, Prepared, moves_weights, why_foreign
+from rocm_sd.engine.capture import CapturedCalls, HostCall, Policy, PreparedCall, moves_weights, why_foreign
 from rocm_sd.engine.denoisers import denoiser
 from rocm_sd.engine.installed import Installed
 from rocm_sd.engine.parts import EVERYTHING, Parts
@@ -48,8 +48,8 @@ class _DiffusersPolicy(Policy):
     def why_not(self, model: nn.Module, device: torch.device) -> str | None:  # noqa: ARG002 -- the level has decided
         return "its weights are moved around its calls" if moves_weights(model) else why_foreign(model)
 
-    def prepare(self, model: nn.Module, call: HostCall) -> Prepared | None:
-        prepared = Prepared.of(model, call.args, call.kwargs, self._run_of) if self._hoists else None
+    def prepare(self, model: nn.Module, call: HostCall) -> PreparedCall | None:
+        prepared = PreparedCall.of(model, call.args, call.kwargs, self._run_of) if self._hoists else None
         self._unpack = self._unpack if prepared is None else prepared.hoist.unpack
         return prepared
 
@@ -161,8 +161,8 @@ class _Follow:
         if known is None:
             return []
         kind = type(scheduler).__name__
-        if known.left_to_stock is not None:
-            return [f"{kind}: steps as stock does, because {known.left_to_stock}"]
+        if known.why_fallback is not None:
+            return [f"{kind}: steps as stock does, because {known.why_fallback}"]
         return [f"{kind}: {known.planned_steps} steps from a table on the device"] if known.planned_steps else []
 
     def unhook_all(self) -> None:

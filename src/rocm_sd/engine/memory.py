@@ -1,4 +1,6 @@
-"""How much memory can be had now, on a GPU or in the host, and what torch says when there was not enough."""
+"""What is asked of a device: how much memory can be had now, what torch says when there was not enough, and whether a
+graph is being captured.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["free_memory", "is_out_of_memory", "release"]
+__all__ = ["free_memory", "is_capturing", "is_out_of_memory", "release"]
 
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
@@ -57,6 +59,10 @@ def is_out_of_memory(error: BaseException) -> bool:
         return True
     # The host's allocator has no error of its own.
     return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+
+
+def is_capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def release(device: torch.device) -> None:

@@ -10,22 +10,13 @@ import torch
 from torch import nn
 
 from rocm_sd import arch
-from rocm_sd.engine import denoising, levels, vae
+from rocm_sd.engine import convolutions, denoising, levels, vae
 from rocm_sd.engine.capture import graphs_wanted, start_compiling
-from rocm_sd.engine.convolutions import (
-    CHANNELS_LAST,
-    choose_layout,
-    choose_library,
-    convolution_dtype,
-    convolving_models,
-    install_library,
-    lay_out,
-)
 from rocm_sd.engine.installed import Installed
 from rocm_sd.engine.levels import LEVELS
 from rocm_sd.engine.parts import EVERYTHING, Parts
 from rocm_sd.engine.reporting import Report
-from rocm_sd.errors import InvalidOption, Unsupported
+from rocm_sd.errors import Unsupported, require_one_of
 from rocm_sd.rewrite import RULES, RULES_FOR_GRAPHS, Rule, apply, undo
 from rocm_sd.tuning import Choice, lookup
 
@@ -40,7 +31,7 @@ Target = TypeVar("Target")
 
 
 @dataclass(frozen=True)
-class _Optimized:
+class _State:
     report: Report
     device: torch.device
     # In the order in which they were installed; taken back in the opposite one.
@@ -48,7 +39,7 @@ class _Optimized:
 
 
 # Kept beside the user's objects, not on them: nothing to pickle, nothing that outlives them.
-_OPTIMIZED: WeakKeyDictionary[Any, _Optimized] = WeakKeyDictionary()
+_OPTIMIZED: WeakKeyDictionary[Any, _State] = WeakKeyDictionary()
 
 
 def optimize(target: Target, level: str = "auto", quality: str = "exact") -> Target:
@@ -64,11 +55,9 @@ def optimize_with(target: Target, level: str, quality: str, parts: Parts) -> Tar
     """`optimize` with some of its parts. What they leave to stock inside an op or a block is so within
     `parts.in_force()` only.
     """
-    if level not in LEVELS:
-        raise InvalidOption("level", level, list(LEVELS))
-    if quality not in QUALITIES:
-        raise InvalidOption("quality", quality, list(QUALITIES))
-    modules = list(_modules(target))
+    require_one_of("level", level, LEVELS)
+    require_one_of("quality", quality, QUALITIES)
+    modules = _modules(target)
     restore(target)
     decision = levels.decide(target, level)
     device = decision.device
@@ -80,7 +69,7 @@ def optimize_with(target: Target, level: str, quality: str, parts: Parts) -> Tar
     rules = [rule for rule in available if rule.on_cpu or device.type != "cpu"]
     layouts = [
         (name, module, _layout(name, module, device, one_by_one=not graphs and parts.rules is None))
-        for name, module in modules
+        for name, module in modules.items()
     ]
     changes = [
         change
@@ -98,10 +87,10 @@ def optimize_with(target: Target, level: str, quality: str, parts: Parts) -> Tar
         idle = ", ".join(rule.name for rule in available if rule not in rules)
         notes.append(f"the rules {idle} are not applied: on a CPU their ops are stock torch")
     installed.append(levels.install(target, decision))
-    installed += [_planned_vae(module, decision.level) for name, module in modules if _is_vae(name, module)]
+    installed += [_planned_vae(module, decision.level) for name, module in modules.items() if _is_vae(name, module)]
     if quality != "exact":
         notes.append(f"quality {quality} allows approximations; none exists in this version, so the result is exact")
-    _OPTIMIZED[target] = _Optimized(
+    _OPTIMIZED[target] = _State(
         Report(architecture.name, level, quality, tuple(changes), tuple(notes)), device, tuple(installed)
     )
     return target
@@ -136,7 +125,7 @@ def _available(parts: Parts, *, graphs: bool) -> tuple[Rule, ...]:
 
 
 def _why_layout_is_kept(layout: Choice, parts: Parts) -> str | None:
-    if layout.implementation == CHANNELS_LAST and parts.channels_last:
+    if layout.implementation == convolutions.CHANNELS_LAST and parts.channels_last:
         return None
     return f"its convolutions keep their layout ({layout.why})"
 
@@ -146,7 +135,7 @@ def _layout(name: str, module: nn.Module, device: torch.device, *, one_by_one: b
     another layout of models that are called at every step. What a user has measured is the card's own time, and says
     nothing of it.
     """
-    layout = choose_layout(device, convolution_dtype(module))
+    layout = convolutions.choose_layout(device, convolutions.convolution_dtype(module))
     if not one_by_one or _is_vae(name, module):
         return layout
     shipped = lookup("memory_format", arch.detect(device).name, {"graphs": "none"})
@@ -157,20 +146,14 @@ def _weakly_held(target: Any) -> bool:
     return isinstance(target, nn.Module) or hasattr(target, "components")
 
 
-def _modules(target: Any) -> Iterator[tuple[str, nn.Module]]:
-    if isinstance(target, nn.Module):
-        yield type(target).__name__, target
-        return
-    components = getattr(target, "components", None)
-    if not isinstance(components, dict):
+def _modules(target: Any) -> dict[str, nn.Module]:
+    if not isinstance(target, nn.Module) and not isinstance(getattr(target, "components", None), dict):
         raise Unsupported(
             "optimize",
             f"a {type(target).__name__}: it takes a Diffusers pipeline or a torch module",
             hint="Load one with diffusers.StableDiffusionPipeline.from_pretrained(...).",
         )
-    for name, component in components.items():
-        if isinstance(component, nn.Module):
-            yield name, component
+    return levels.modules_of(target)
 
 
 def _relaid(models: Iterable[tuple[nn.Module, Choice]]) -> Iterator[Installed]:
@@ -179,15 +162,16 @@ def _relaid(models: Iterable[tuple[nn.Module, Choice]]) -> Iterator[Installed]:
     for model, layout in models:
         by_reason.setdefault(layout.why, []).append(model)
     for why, modules in by_reason.items():
-        yield lay_out(modules, why)
+        yield convolutions.lay_out(modules, why)
 
 
-def _convolution_library(modules: list[tuple[str, nn.Module]], device: torch.device) -> Installed:
-    library = choose_library(device)
+def _convolution_library(modules: dict[str, nn.Module], device: torch.device) -> Installed:
+    library = convolutions.choose_library(device)
+    vaes = {name: _is_vae(name, module) for name, module in modules.items()}
     models = [
-        model for name, module in modules for model in convolving_models(module, library, is_vae=_is_vae(name, module))
+        model for name in vaes for model in convolutions.convolving_models(modules[name], library, is_vae=vaes[name])
     ]
-    return install_library(models, library, has_vae=any(_is_vae(*each) for each in modules))
+    return convolutions.install_library(models, library, has_vae=any(vaes.values()))
 
 
 def _is_vae(name: str, module: nn.Module) -> bool:

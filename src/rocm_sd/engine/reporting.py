@@ -30,7 +30,7 @@ class Report:
         return tuple(change for change in self.changes if change.replaced)
 
     @property
-    def left_alone(self) -> tuple[Change, ...]:
+    def skipped(self) -> tuple[Change, ...]:
         return tuple(change for change in self.changes if not change.replaced)
 
     def to_dict(self) -> dict[str, Any]:
@@ -39,9 +39,7 @@ class Report:
             "level": self.level,
             "quality": self.quality,
             "replaced": [{"path": c.path, "kind": c.kind, "rule": c.rule} for c in self.replaced],
-            "left_alone": [
-                {"path": c.path, "kind": c.kind, "rule": c.rule, "why": c.left_because} for c in self.left_alone
-            ],
+            "skipped": [{"path": c.path, "kind": c.kind, "rule": c.rule, "why": c.why_skipped} for c in self.skipped],
             "notes": list(self.notes),
         }
 
@@ -50,7 +48,7 @@ class Report:
         table.add_column("part")
         table.add_column("modules", justify="right")
         table.add_column("what was done")
-        rows = Counter((c.path.split(".")[0], c.kind, c.rule, c.left_because) for c in self.changes)
+        rows = Counter((c.path.split(".")[0], c.kind, c.rule, c.why_skipped) for c in self.changes)
         for (part, kind, rule, reason), count in rows.items():
             done = f"{kind}: replaced by rule {rule}" if reason is None else f"{kind}: skipped, because {reason}"
             table.add_row(part, str(count), done)

@@ -23,7 +23,8 @@ __all__ = ["Change", "Rule", "apply", "is_applied", "undo"]
 
 @dataclass(frozen=True)
 class Rule:
-    """`applies` says whether a module is of the kind; `why_not` gives the reason to skip such a module.
+    """`applies` says whether a module is of the kind; `why_not` gives the reason to skip such a module, if there may be
+    one before the first call.
 
     A rule with `channels_last` uses ops of that layout: where convolutions keep another, each use would cost copies.
     One that is not `on_cpu` would call stock's own forward there every time.
@@ -38,8 +39,8 @@ class Rule:
     summary: str
     channels_last: bool
     applies: Callable[[nn.Module], bool]
-    why_not: Callable[[nn.Module], str | None]
     forward: Callable[..., Any] | Mapping[str, Callable[..., Any]]
+    why_not: Callable[[nn.Module], str | None] = lambda _module: None
     undo: Callable[[nn.Module], None] | None = None
     on_cpu: bool = True
     begin: Callable[[nn.Module], None] | None = None
@@ -61,12 +62,12 @@ class Change:
     path: str
     kind: str
     rule: str
-    left_because: str | None = None
+    why_skipped: str | None = None
     restore: Callable[[], None] = field(default=lambda: None, repr=False, compare=False)
 
     @property
     def replaced(self) -> bool:
-        return self.left_because is None
+        return self.why_skipped is None
 
 
 def is_applied(module: nn.Module, rule: Rule) -> bool:
@@ -101,7 +102,7 @@ def apply(
             kind = type(module).__name__
             reason = (not_channels_last if rule.channels_last else None) or rule.why_not(module)
             if reason is not None:
-                changes.append(Change(path, kind, rule.name, left_because=reason))
+                changes.append(Change(path, kind, rule.name, why_skipped=reason))
                 continue
             restore = forwards.share(module, rule.name, partial(_replaced, module, rule))
             changes.append(Change(path, kind, rule.name, restore=restore))

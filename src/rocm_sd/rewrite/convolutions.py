@@ -26,23 +26,10 @@ if TYPE_CHECKING:
     from rocm_sd.tuning import Problem
 
 __all__ = [
-    "convolution",
-    "convolution_and_add",
-    "fuses_adds",
-    "is_diffusers",
-    "left_to_stock",
-    "norm_overwrites",
-    "norm_silu",
-    "of_kind",
-    "parameters_of_kind",
-    "plain_convolution",
-    "plain_convolution_and_add",
-    "plain_norm_silu",
-    "read_two",
-    "takes",
-    "through_op",
-    "unusual",
-]
+    "convolution", "convolution_and_add", "falls_back", "fuses_adds", "is_diffusers", "norm_overwrites", "norm_silu",
+    "of_kind", "parameters_of_kind", "plain_convolution", "plain_convolution_and_add", "plain_norm_silu", "read_two",
+    "takes", "through_op", "unusual",
+]  # fmt: skip
 
 _TENSORS = (torch.Tensor, nn.Parameter)
 _KERNELS = ((1, 1), (3, 3))
@@ -53,7 +40,7 @@ def is_diffusers(module: nn.Module, name: str) -> bool:
     return type(module).__name__ == name and type(module).__module__.startswith("diffusers.")
 
 
-def left_to_stock(x: torch.Tensor, weight: torch.Tensor | None, op: str, worth_it_on_cpu: int = 0) -> bool:
+def falls_back(x: torch.Tensor, weight: torch.Tensor | None, op: str, worth_it_on_cpu: int = 0) -> bool:
     """Whether a call is stock's own, whatever the layers are. `op` is the one that the rule is for.
 
     Size: on a CPU, what is saved outweighs the questions to the layers from x of so many values on.

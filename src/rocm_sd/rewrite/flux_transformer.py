@@ -20,7 +20,6 @@ from rocm_sd.rewrite.joint_transformer import (
     feed_forward,
     feed_forward_why_not,
     gated,
-    idle,
     known_call,
     linear,
     modulated,
@@ -28,7 +27,7 @@ from rocm_sd.rewrite.joint_transformer import (
     project,
     stock_forward,
 )
-from rocm_sd.rewrite.layers import untouched
+from rocm_sd.rewrite.layers import idle, untouched
 from rocm_sd.rewrite.packing import unpack
 
 if TYPE_CHECKING:

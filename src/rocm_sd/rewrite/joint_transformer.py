@@ -19,25 +19,14 @@ from rocm_sd.ops import attention, linear_residual
 from rocm_sd.ops.linear_residual.packing import split_columns
 from rocm_sd.rewrite.apply import Rule
 from rocm_sd.rewrite.convolutions import is_diffusers, of_kind
-from rocm_sd.rewrite.layers import is_plain, untouched
+from rocm_sd.rewrite.layers import idle, is_plain, untouched
 from rocm_sd.rewrite.packing import packed_linear, unpack
 from rocm_sd.rewrite.transformer import stock_processor
 
 __all__ = [
-    "RULE",
-    "another_forward",
-    "computes_attention",
-    "feed_forward",
-    "feed_forward_why_not",
-    "gated",
-    "idle",
-    "known_call",
-    "linear",
-    "modulated",
-    "norm_zero",
-    "project",
-    "stock_forward",
-]
+    "RULE", "another_forward", "computes_attention", "feed_forward", "feed_forward_why_not", "gated", "known_call",
+    "linear", "modulated", "norm_zero", "project", "stock_forward",
+]  # fmt: skip
 
 _KIND = "JointTransformerBlock"
 _DISPATCH = "diffusers.models.attention_dispatch"
@@ -47,10 +36,6 @@ _BACKENDS = ("native", "rocm_sd")
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-
-
-def _applies(module: nn.Module) -> bool:
-    return is_diffusers(module, _KIND)
 
 
 def _why_not(module: Any) -> str | None:
@@ -283,15 +268,11 @@ def _is_product(layer: Any, x: torch.Tensor) -> bool:
     return type(layer) is nn.Linear and is_plain(layer) and of_kind(layer.weight, x)
 
 
-def idle(dropout: nn.Module) -> bool:
-    return type(dropout) is nn.Dropout and not (dropout.training and dropout.p) and untouched(dropout)
-
-
 RULE = Rule(
     name="joint_transformer",
     summary="packed QKV of picture and text, norms with scale and shift, gated residuals",
     channels_last=False,
-    applies=_applies,
+    applies=lambda module: is_diffusers(module, _KIND),
     why_not=_why_not,
     forward=forward,
     undo=unpack,

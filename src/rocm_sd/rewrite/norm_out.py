@@ -14,7 +14,7 @@ from torch import nn
 
 from rocm_sd.ops import group_norm_silu
 from rocm_sd.rewrite.apply import Rule
-from rocm_sd.rewrite.convolutions import is_diffusers, left_to_stock, of_kind, through_op
+from rocm_sd.rewrite.convolutions import falls_back, is_diffusers, of_kind, through_op
 
 __all__ = ["RULE"]
 
@@ -75,7 +75,7 @@ def _activates(norm: Any, x: torch.Tensor) -> bool:
     # An offload hook may hand on another tensor than it got.
     if "_hf_hook" in own or "_hf_hook" in act:
         return False
-    return (norm.weight is None or of_kind(norm.weight, x)) and not left_to_stock(
+    return (norm.weight is None or of_kind(norm.weight, x)) and not falls_back(
         x, norm.weight, "group_norm_silu", _WORTH_IT_ON_CPU
     )
 

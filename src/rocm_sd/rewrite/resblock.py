@@ -17,8 +17,8 @@ from rocm_sd.rewrite.apply import Rule
 from rocm_sd.rewrite.convolutions import (
     convolution,
     convolution_and_add,
+    falls_back,
     is_diffusers,
-    left_to_stock,
     norm_overwrites,
     norm_silu,
     read_two,
@@ -30,10 +30,6 @@ __all__ = ["RULE", "WORTH_IT_ON_CPU", "consume", "consumes", "hoistable", "of_tw
 
 # One core: 1.009 of stock's time at 2x128x16x16, 1.004 at 2x64x32x32, 0.994 at 1x64x64x64.
 WORTH_IT_ON_CPU = 2**18
-
-
-def _applies(module: nn.Module) -> bool:
-    return is_diffusers(module, "ResnetBlock2D")
 
 
 def _why_not(module: nn.Module) -> str | None:
@@ -54,7 +50,7 @@ def _forward(self: Any, input_tensor: torch.Tensor, temb: torch.Tensor | None, *
     unprojected = temb is not None and self.time_emb_proj is None and self.time_embedding_norm == "default"
     deprecated = args or kwargs.get("scale") is not None
     known = not unprojected and not deprecated and untouched(self.nonlinearity)
-    if not known or left_to_stock(input_tensor, self.norm1.weight, "conv2d", WORTH_IT_ON_CPU):
+    if not known or falls_back(input_tensor, self.norm1.weight, "conv2d", WORTH_IT_ON_CPU):
         return type(self).forward(self, input_tensor, temb, *args, **kwargs)
     hidden = norm_silu(self.norm1, input_tensor)
     if self.upsample is not None:
@@ -101,7 +97,7 @@ def takes_two(module: Any, x: torch.Tensor, concat: torch.Tensor) -> bool:
         return False
     if not untouched(module.nonlinearity):
         return False
-    if left_to_stock(x, module.norm1.weight, "conv2d", WORTH_IT_ON_CPU) or module.time_emb_proj is None:
+    if falls_back(x, module.norm1.weight, "conv2d", WORTH_IT_ON_CPU) or module.time_emb_proj is None:
         return False
     return read_two(module.norm1, module.conv_shortcut, x, concat)
 
@@ -124,7 +120,7 @@ def consumes(module: Any, x: torch.Tensor) -> bool:
         return False
     convolutions = (module.conv1, module.conv2, module.conv_shortcut)
     plain = all(layer is None or takes(layer, x) for layer in convolutions)
-    return plain and not left_to_stock(x, module.norm1.weight, "conv2d", WORTH_IT_ON_CPU)
+    return plain and not falls_back(x, module.norm1.weight, "conv2d", WORTH_IT_ON_CPU)
 
 
 def consume(module: Any, held: list[torch.Tensor]) -> torch.Tensor:
@@ -142,8 +138,7 @@ def consume(module: Any, held: list[torch.Tensor]) -> torch.Tensor:
     hidden = norm_silu(module.norm2, hidden, later, overwrite=True)
     if module.conv_shortcut is not None and not last_use:
         shortcut = convolution(module.conv_shortcut, shortcut)
-    out = convolution(module.conv2, hidden, residual=shortcut)
-    return out if module.output_scale_factor == 1.0 else out / module.output_scale_factor
+    return _finished(module, hidden, shortcut)
 
 
 def hoistable(module: Any) -> bool:
@@ -158,7 +153,7 @@ RULE = Rule(
     name="resblock",
     summary="GroupNorm + SiLU as one op; convolutions with the time embedding's and the shortcut's adds in them",
     channels_last=True,
-    applies=_applies,
+    applies=lambda module: is_diffusers(module, "ResnetBlock2D"),
     why_not=_why_not,
     forward=_forward,
 )

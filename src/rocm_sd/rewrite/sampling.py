@@ -13,8 +13,8 @@ from rocm_sd.ops.upsample_conv2d.workload import problem
 from rocm_sd.rewrite import conditioning
 from rocm_sd.rewrite.apply import Rule
 from rocm_sd.rewrite.convolutions import (
+    falls_back,
     is_diffusers,
-    left_to_stock,
     plain_convolution,
     takes,
     through_op,
@@ -63,7 +63,7 @@ def _upsample(self: Any, hidden_states: torch.Tensor, output_size: Any = None, *
     known = not deprecated and through_op("upsample_conv2d", hidden_states) and takes(layer, hidden_states)
     if (
         not known
-        or left_to_stock(hidden_states, layer.weight, "upsample_conv2d")
+        or falls_back(hidden_states, layer.weight, "upsample_conv2d")
         or self.channels != hidden_states.shape[1]
         or not doubles(layer, hidden_states, output_size)
     ):
@@ -111,7 +111,7 @@ def _downsample(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: An
         through_op("conv2d", hidden_states) and takes(layer, hidden_states) and hidden_states.shape[1] == self.channels
     )
     deprecated = args or kwargs.get("scale") is not None
-    if deprecated or not known or left_to_stock(hidden_states, layer.weight, "conv2d"):
+    if deprecated or not known or falls_back(hidden_states, layer.weight, "conv2d"):
         return type(self).forward(self, hidden_states, *args, **kwargs)
     if self.padding == 0:
         # A VAE's encoder pads below and to the right only.

@@ -9,21 +9,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
 
 from rocm_sd.rewrite import resblock
 from rocm_sd.rewrite.apply import Rule
 from rocm_sd.rewrite.convolutions import is_diffusers
 
 __all__ = ["RULE"]
-
-
-def _applies(module: nn.Module) -> bool:
-    return is_diffusers(module, "UpBlock2D") or is_diffusers(module, "CrossAttnUpBlock2D")
-
-
-def _why_not(module: Any) -> str | None:  # noqa: ARG001 -- what keeps a block from it may come and go, and is asked for in each call
-    return None
 
 
 def _forward(
@@ -68,8 +59,8 @@ RULE = Rule(
     name="up_block",
     summary="what comes from below and the skip connection read where they lie, and never joined",
     channels_last=True,
-    applies=_applies,
-    why_not=_why_not,
+    # What keeps a block from it may come and go, and is asked for in each call.
+    applies=lambda module: is_diffusers(module, "UpBlock2D") or is_diffusers(module, "CrossAttnUpBlock2D"),
     forward=_forward,
     on_cpu=False,
     for_graphs=True,

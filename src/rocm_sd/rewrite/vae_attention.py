@@ -11,7 +11,7 @@ from torch import nn
 
 from rocm_sd.ops import attention, library_scratch, linear_residual
 from rocm_sd.rewrite.apply import Rule
-from rocm_sd.rewrite.convolutions import is_diffusers, left_to_stock, norm_silu, of_kind
+from rocm_sd.rewrite.convolutions import falls_back, is_diffusers, norm_silu, of_kind
 from rocm_sd.rewrite.layers import is_plain
 from rocm_sd.rewrite.tokens import map_of, tokens_of
 from rocm_sd.rewrite.transformer import stock_processor
@@ -57,7 +57,7 @@ def _forward(
     known = to_itself and _is_stock_processor(self.processor)
     if (
         not known
-        or left_to_stock(hidden_states, self.group_norm.weight, "attention", _WORTH_IT_ON_CPU)
+        or falls_back(hidden_states, self.group_norm.weight, "attention", _WORTH_IT_ON_CPU)
         or not hidden_states.numel()
     ):
         return type(self).forward(self, hidden_states, encoder_hidden_states, attention_mask, **kwargs)

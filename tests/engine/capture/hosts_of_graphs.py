@@ -10,8 +10,8 @@ from torch import nn
 from integrations.comfyui.fake_comfyui import WrapperExecutor
 from rocm_sd.engine import denoising
 from rocm_sd.engine.parts import EVERYTHING
-from rocm_sd.integrations.a1111.unet_graphs import UnetGraphs
-from rocm_sd.integrations.comfyui.step_graph import StepGraph
+from rocm_sd.integrations.a1111.switch import UnetGraphs
+from rocm_sd.integrations.comfyui.comfyui_policy import StepGraph
 
 
 def small_model(package):

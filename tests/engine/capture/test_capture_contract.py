@@ -394,7 +394,7 @@ def test_within_a_compiler_or_a_capture_of_somebody_else_the_model_itself_runs(h
         if where == "compiler":
             patch.setattr(torch.compiler, "is_compiling", lambda: True)
         else:
-            patch.setattr(captured, "_is_capturing", lambda _device: True)
+            patch.setattr(captured, "is_capturing", lambda _device: True)
         near(host(*given), host.stock(*given))
     assert len(runs) == 2
     assert host.calls.replays == replays
@@ -461,7 +461,7 @@ def test_an_input_that_is_no_plain_tensor_is_left_to_the_model(host):
 
 
 def test_graphs_keep_to_their_share_of_the_memory(host, monkeypatch):
-    monkeypatch.setattr(captured, "half_of_the_free_memory", lambda _device: 0)
+    monkeypatch.setattr(captured, "free_memory", lambda _device: 0)
     for size in (6, 8, 10):
         given = inputs(host, size=size)
         near(captured_by(host, *given), host.stock(*given))

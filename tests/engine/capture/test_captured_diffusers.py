@@ -186,7 +186,7 @@ def test_more_changes_than_a_model_that_keeps_changing_may_have(unet):
     assert "scaling has changed" in notes(unet)
 
 
-def test_a_model_that_changes_itself_is_left_alone(unet):
+def test_a_model_that_changes_itself_is_not_captured(unet):
     class Counting(type(unet.conv_out)):
         def forward(self, x):
             self.calls = getattr(self, "calls", 0) + 1
@@ -287,7 +287,7 @@ def test_what_a_failed_capture_held_is_free_before_the_model_answers(unet, monke
     forward = type(unet).forward
     seen = []
     monkeypatch.setattr(captured, "capture_graph", failing)
-    monkeypatch.setattr("rocm_sd.engine.capture.prepared.capture_graph", failing)
+    monkeypatch.setattr("rocm_sd.engine.capture.hoisting.capture_graph", failing)
 
     def watched(*args, **named):
         seen.append(held and held[-1]() is None)

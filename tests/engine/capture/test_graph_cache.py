@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rocm_sd.engine.capture.cache import GraphCache
+from rocm_sd.engine.capture.graph import GraphCache
 
 
 @dataclass

@@ -15,9 +15,9 @@ from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_mod
 import rocm_sd
 from measured_library import AS_TORCH_COMES, FIGURES, SEARCHED, WITHOUT, flags, measure, seen_by_convolutions
 from pipelines import tiny_pipeline, tiny_unet, tiny_vae
-from rocm_sd.engine.capture.call import flatten
+from rocm_sd.engine.capture.snapshot import flatten
 from rocm_sd.engine.convolutions import library as convolution_library
-from rocm_sd.engine.convolutions.library import Library
+from rocm_sd.engine.convolutions.library import ConvolutionLibrary
 from rocm_sd.engine.optimization import optimize_with
 from rocm_sd.engine.parts import Parts
 from rocm_sd.ops.registry import forget_choices
@@ -55,19 +55,19 @@ def call(unet, batch=2):
 def library(implementation="searched", device=None):
     # A CPU is not left without oneDNN, and a torch without GPUs cannot tell of captures.
     device = device or (GPU if implementation == "none" else torch.device("cpu"))
-    return Library(Choice(implementation, source="measured here", why=FIGURES), device)
+    return ConvolutionLibrary(Choice(implementation, source="measured here", why=FIGURES), device)
 
 
-def told(target, what):
+def notes_with(target, what):
     return [note for note in rocm_sd.report(target).notes if what in note]
 
 
 @pytest.mark.parametrize("level", ["auto", "memory"])
-@pytest.mark.parametrize("recorded", ["0", "1"])
-def test_a_picture_is_drawn_with_it_and_the_report_has_the_figures(pipe, level, recorded, monkeypatch):
+@pytest.mark.parametrize("captured", ["0", "1"])
+def test_a_picture_is_drawn_with_it_and_the_report_has_the_figures(pipe, level, captured, monkeypatch):
     stock = draw(pipe)
     measure()
-    monkeypatch.setenv("ROCM_SD_STEP_GRAPH", recorded)
+    monkeypatch.setenv("ROCM_SD_STEP_GRAPH", captured)
     rocm_sd.optimize(pipe, level=level)
     with seen_by_convolutions(monkeypatch) as seen:
         torch.testing.assert_close(draw(pipe), stock, rtol=1e-3, atol=1e-3)
@@ -76,9 +76,9 @@ def test_a_picture_is_drawn_with_it_and_the_report_has_the_figures(pipe, level, 
     assert seen.count(SEARCHED) > 20
     # What lies between the VAE's halves and its methods: convolutions of one point.
     assert len(seen) - seen.count(SEARCHED) <= in_the_vae
-    (note,) = told(pipe, "finds by a search")
+    (note,) = notes_with(pipe, "finds by a search")
     assert FIGURES in note
-    assert not told(pipe, "not captured")
+    assert not notes_with(pipe, "not captured")
 
 
 def test_graphs_are_captured_inside_of_it_and_replays_need_none(pipe, monkeypatch):
@@ -86,7 +86,7 @@ def test_graphs_are_captured_inside_of_it_and_replays_need_none(pipe, monkeypatc
     monkeypatch.setenv("ROCM_SD_STEP_GRAPH", "1")
     rocm_sd.optimize(pipe)
     draw(pipe, num_inference_steps=5)
-    assert told(pipe, "UNet2DConditionModel: 1 graph of its forward")
+    assert notes_with(pipe, "UNet2DConditionModel: 1 graph of its forward")
     rocm_sd.restore(pipe)
     assert "forward" not in pipe.unet.__dict__
     assert "forward" not in pipe.vae.decoder.__dict__
@@ -104,13 +104,13 @@ def test_a_bare_model_is_called_with_it(what, monkeypatch):
         else:
             model.encode(torch.ones(1, 3, 16, 16))
     assert seen.count(SEARCHED) > 5
-    assert told(model, FIGURES)
+    assert notes_with(model, FIGURES)
 
 
 def test_nothing_is_touched_where_nothing_was_measured(pipe):
     rocm_sd.optimize(pipe)
     assert "forward" not in pipe.unet.__dict__
-    assert not told(pipe, "convolutions run with")
+    assert not notes_with(pipe, "convolutions run with")
 
 
 def test_one_that_is_not_clearly_faster_is_told_and_not_used(monkeypatch):
@@ -119,7 +119,7 @@ def test_one_that_is_not_clearly_faster_is_told_and_not_used(monkeypatch):
     with seen_by_convolutions(monkeypatch) as seen:
         call(unet)
     assert set(seen) == {AS_TORCH_COMES}
-    assert told(unet, "convolutions run with oneDNN as torch is set (1034.0 us, and the next 812.0 us")
+    assert notes_with(unet, "convolutions run with oneDNN as torch is set (1034.0 us, and the next 812.0 us")
 
 
 def test_a_part_that_is_not_wanted_is_left_out(monkeypatch):
@@ -196,10 +196,10 @@ def test_a_flag_that_was_set_by_hand_wins_and_is_told(name, value, monkeypatch):
         call(unet)
     assert set(seen) == {mine}
     assert flags() == mine
-    (note,) = told(unet, "they were faster")
+    (note,) = notes_with(unet, "they were faster")
     assert f"because torch.backends.cudnn.{name} is {value}, and torch comes with {not value}" in note
     assert FIGURES in note
-    assert told(unet, "1 call ran as torch is set")
+    assert notes_with(unet, "1 call ran as torch is set")
     monkeypatch.undo()
 
 
@@ -303,7 +303,7 @@ def test_on_a_cpu_onednn_stays_on_since_it_is_more_than_convolutions():
     measure("none")
     unet = rocm_sd.optimize(tiny_unet())
     assert "forward" not in unet.__dict__
-    (note,) = told(unet, "oneDNN stays on")
+    (note,) = notes_with(unet, "oneDNN stays on")
     assert FIGURES in note
 
 
@@ -344,7 +344,7 @@ def test_a_model_that_another_pipeline_has_captured_runs_as_there(tmp_path, monk
     rocm_sd.optimize(pipes[0])
     measure()
     rocm_sd.optimize(pipes[1])
-    assert told(pipes[1], "UNet2DConditionModel runs as in the pipeline that shares it")
+    assert notes_with(pipes[1], "UNet2DConditionModel runs as in the pipeline that shares it")
     rocm_sd.restore(pipes[0])
     rocm_sd.restore(pipes[1])
     assert "forward" not in unet.__dict__

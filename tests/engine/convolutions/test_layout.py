@@ -38,13 +38,13 @@ def test_layouts_that_are_alike_are_as_exact(monkeypatch):
     assert WHY_LESS_EXACT(CPU) is None
 
 
-def test_a_library_that_sums_in_one_chain_is_told_by_how_much_it_is_worse(monkeypatch):
+def test_a_library_that_sums_in_one_chain_is_noted_with_how_much_it_is_worse(monkeypatch):
     convolved = layout._convolved
     same = lambda x, weight, _wanted: convolved(x, weight, torch.contiguous_format)  # noqa: E731
     monkeypatch.setattr(layout, "_convolved", summed_in_one_chain(same))
-    told = WHY_LESS_EXACT(CPU)
-    assert told is not None
-    times = float(told.split("convolutions are ")[1].split(" times")[0])
+    reason = WHY_LESS_EXACT(CPU)
+    assert reason is not None
+    times = float(reason.split("convolutions are ")[1].split(" times")[0])
     assert 3 < times < 30
 
 
@@ -95,9 +95,9 @@ def test_a_pipeline_on_such_a_machine_is_stocks_own_and_says_why(monkeypatch, tm
 
     stock = drawn()
     monkeypatch.setattr(layout, "_why_less_exact", lambda _device: WORSE)
-    told = rocm_sd.report(rocm_sd.optimize(pipe))
-    assert not told.replaced
-    assert {change.left_because for change in told.left_alone} == {f"its convolutions keep their layout ({WORSE})"}
+    report = rocm_sd.report(rocm_sd.optimize(pipe))
+    assert not report.replaced
+    assert {change.why_skipped for change in report.skipped} == {f"its convolutions keep their layout ({WORSE})"}
     assert torch.equal(drawn(), stock)
 
 

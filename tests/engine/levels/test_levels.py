@@ -190,11 +190,11 @@ def test_parts_are_moved_by_diffusers_own_hooks_and_restore_takes_them_off(pipe,
     require_same_picture(latents(pipe), stock, tmp_path)
     # Diffusers has put all hooks on anew by now.
     require_same_picture(latents(pipe), stock, tmp_path)
-    told = notes(installed)
-    assert told.startswith("level memory was asked for")
-    assert "each part of the pipeline is on cpu only while it works" in told
-    assert "6 calls so far" in told
-    assert "whole" not in told
+    text = notes(installed)
+    assert text.startswith("level memory was asked for")
+    assert "each part of the pipeline is on cpu only while it works" in text
+    assert "6 calls so far" in text
+    assert "whole" not in text
     installed.restore()
     assert state(pipe) == before
     assert torch.equal(latents(pipe), stock)

@@ -66,7 +66,7 @@ def test_a_run_gives_what_the_schedulers_own_steps_give(name, change):
             # The model multiplies a rounding by three in each step.
             torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-3)
     assert known.planned_steps == 2 * len(scheduler.timesteps)
-    assert known.left_to_stock is None
+    assert known.why_fallback is None
 
 
 def test_a_scheduler_that_has_no_table_steps_by_itself():
@@ -74,7 +74,7 @@ def test_a_scheduler_that_has_no_table_steps_by_itself():
     stock = run(diffusers.HeunDiscreteScheduler(**NOISE))
     known = stepping.hook(scheduler)
     assert torch.equal(run(scheduler)[0], stock[0])
-    assert "HeunDiscreteScheduler" in known.left_to_stock
+    assert "HeunDiscreteScheduler" in known.why_fallback
     assert not known.planned_steps
 
 
@@ -86,7 +86,7 @@ def test_options_that_are_not_linear_are_left_to_the_scheduler(option):
     scheduler = make()
     known = stepping.hook(scheduler)
     assert torch.equal(run(scheduler)[0], run(make())[0])
-    assert next(iter(option)) in known.left_to_stock
+    assert next(iter(option)) in known.why_fallback
 
 
 def test_the_answer_as_an_object_is_stocks_own():

@@ -106,49 +106,57 @@ def test_level_memory_tiles_what_else_would_be_the_peak(free, monkeypatch):
 class Failing:
     """Runs out of memory for batches above `largest`."""
 
-    def __init__(self, vae, largest):
-        self.vae, self.largest, self.asked = vae, largest, []
+    def __init__(self, largest):
+        self.whole, self.largest, self.asked = engine.decode_whole, largest, []
 
-    def __call__(self, z):
+    def __call__(self, vae, z):
         self.asked.append(len(z))
         if len(z) > self.largest:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-        return engine.decode_whole(self.vae, z)
+        return self.whole(vae, z)
+
+
+@pytest.fixture
+def whole_decodes(monkeypatch):
+    """One entry for each decode of a whole batch."""
+    ran, whole = [], engine.decode_whole
+    monkeypatch.setattr(engine, "decode_whole", lambda vae, z: ran.append(1) or whole(vae, z))
+    return ran
 
 
 @torch.no_grad()
 @pytest.mark.parametrize(("largest", "asked", "way"), [(1, [2, 1, 1], "sliced"), (0, [2, 1], "tiled")])
-def test_what_runs_out_of_memory_nevertheless_is_followed_by_a_smaller_way(largest, asked, way):
+def test_what_runs_out_of_memory_nevertheless_is_followed_by_a_smaller_way(largest, asked, way, monkeypatch):
     vae, z = build(), latents(2, 96, 96)
     stock = vae.decode(z).sample
-    failing = Failing(vae, largest)
-    installed = engine.install(vae, run_whole=failing)
+    failing = Failing(largest)
+    monkeypatch.setattr(engine, "decode_whole", failing)
+    installed = engine.install(vae)
     torch.testing.assert_close(vae.decode(z).sample, stock, rtol=1e-4, atol=1e-5)
     assert failing.asked == asked
     assert f"ran out of memory; {way} was next" in installed.notes()[-1]
 
 
 @torch.no_grad()
-def test_errors_of_other_kinds_and_the_last_one_are_raised():
+def test_errors_of_other_kinds_and_the_last_one_are_raised(monkeypatch):
     vae = build()
     installed = engine.install(vae)
     with pytest.raises(RuntimeError, match="expected input"):
         vae.decode(torch.ones(1, 5, 8, 8))
     installed.restore()
     vae.decoder.conv_in.register_forward_hook(lambda _m, _a, y: y)
-    engine.install(vae, run_whole=Failing(vae, 0))
+    monkeypatch.setattr(engine, "decode_whole", Failing(0))
+    engine.install(vae)
     with pytest.raises(torch.OutOfMemoryError):
         vae.decode(latents())
 
 
 @torch.no_grad()
-def test_what_is_ready_is_not_planned(free):
+def test_what_is_ready_is_not_planned(free, whole_decodes):
     vae, z = build(), latents()
     stock = vae.decode(z).sample
-    ran = []
-    installed = engine.install(
-        vae, run_whole=lambda z: ran.append(1) or engine.decode_whole(vae, z), ready=lambda z: z.shape[-1] == 8
-    )
+    ran = whole_decodes
+    installed = engine.install(vae, ready=lambda z: z.shape[-1] == 8)
     free(0)
     assert torch.equal(vae.decode(z).sample, stock)
     assert ran == [1]
@@ -209,11 +217,11 @@ def test_bad_input_is_stocks_to_answer():
 
 
 @torch.no_grad()
-def test_copies_pickles_and_the_end_of_a_vae():
+def test_copies_pickles_and_the_end_of_a_vae(whole_decodes):
     vae, z = build(), latents()
     stock = vae.decode(z).sample
-    ran = []
-    installed = engine.install(vae, run_whole=lambda z: ran.append(1) or engine.decode_whole(vae_ref(), z))
+    ran = whole_decodes
+    installed = engine.install(vae)
     vae_ref = weakref.ref(vae)
     other = copy.deepcopy(vae)
     for weight in other.parameters():
@@ -228,7 +236,7 @@ def test_copies_pickles_and_the_end_of_a_vae():
     installed.restore()
 
 
-def test_other_vaes_are_left_alone_with_the_reason():
+def test_other_vaes_are_skipped_with_the_reason():
     tiny = AutoencoderTiny()
     installed = engine.install(tiny)
     assert installed.notes() == ("VAE: decodes as stock does, because a AutoencoderTiny is not planned for",)

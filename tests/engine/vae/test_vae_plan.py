@@ -67,7 +67,7 @@ CASES = {
     "no attention": (lambda: build((32, 64), mid_block_add_attention=False), (2, 4, 64, 64), torch.float32),
     "two equal blocks": (lambda: build((32, 32), norm_num_groups=16), (2, 4, 64, 64), torch.float32),
     "narrow at full size": (lambda: build((32, 128), norm_num_groups=16), (1, 4, 64, 64), torch.float32),
-    "SD 1.5 and SDXL, real channels": (lambda: build((128, 256, 512, 512)), (1, 4, 12, 12), torch.float32),
+    "SD 1.5 and SDXL, real channels": (lambda: build((128, 256, 512, 512)), (1, 4, 6, 6), torch.float32),
 }
 
 

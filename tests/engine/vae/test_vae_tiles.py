@@ -97,7 +97,7 @@ def real_vae():
 @torch.no_grad()
 def test_the_real_architecture():
     vae = real_vae()
-    z = torch.randn(1, 4, 9, 7)
+    z = torch.randn(1, 4, 5, 3)
     whole = vae.decode(z).sample
     vae.decoder.conv_out.weight *= 0.5 / whole.std()
     vae.decoder.conv_out.bias.zero_()
@@ -175,8 +175,8 @@ class WithHost(Store):
 @torch.no_grad()
 def test_memory_is_bounded_however_large_the_picture(emoji):
     """Beside the budget there are the picture itself and the least strip of a few rows."""
-    budget, peaks, wholes = 4 * MIB, [], []
-    for size in (24, 48, 72):
+    budget, peaks = 2 * MIB, []
+    for size in (16, 32, 48):
         z = torch.randn(1, 4, size, size)
         store = WithHost(CPU, budget, channels_last=False)
         with LiveMemory(z) as memory:
@@ -184,14 +184,13 @@ def test_memory_is_bounded_however_large_the_picture(emoji):
             ours = in_strips(decoder_steps(emoji), z, store)
         assert store.in_host
         peaks.append(memory.peak - ours.nbytes)
-        wholes.append(live_peak(lambda z=z: emoji.decode(z), z))
     assert max(peaks) < 1.5 * budget
-    assert wholes[-1] > 10 * max(peaks)
+    assert live_peak(lambda: emoji.decode(z), z) > 10 * max(peaks)
 
 
 @torch.no_grad()
 def test_strips_need_less_than_the_whole_even_where_there_is_no_host(emoji):
-    z = torch.randn(1, 4, 48, 48)
+    z = torch.randn(1, 4, 32, 32)
     whole = live_peak(lambda: emoji.decode(z), z)
     assert live_peak(lambda: strips(emoji, z, 1 * MIB), z) < 0.75 * whole
 
@@ -233,7 +232,7 @@ def other_processor(vae):
         (lambda vae: vae.to("meta"), "on another device"),
     ],
 )
-def test_what_strips_would_not_see_is_left_to_stock(touch, reason):
+def test_what_strips_would_not_see_falls_back_to_stock(touch, reason):
     vae = tiny_vae().eval()
     assert why_not_in_strips(vae, decoder_steps(vae), CPU) is None
     touch(vae)
@@ -241,7 +240,7 @@ def test_what_strips_would_not_see_is_left_to_stock(touch, reason):
 
 
 @torch.no_grad()
-def test_a_recorded_decoder_can_be_taken_layer_by_layer():
+def test_a_captured_decoder_can_be_taken_layer_by_layer():
     vae = tiny_vae().eval()
     installed = denoising.install(vae, denoising.captured_models(vae))
     assert "forward" in vae.decoder.__dict__

@@ -55,7 +55,7 @@ def clean_imports():
 @contextmanager
 def fresh():
     """Everything of ours is as new, and the host's packages can be imported within and leave no trace."""
-    from rocm_sd.integrations.a1111 import messages, unet_option
+    from rocm_sd.integrations.a1111 import host_lists, messages
     from rocm_sd.integrations.a1111.permission import PERMISSION
     from rocm_sd.integrations.a1111.switch import SWITCH
 
@@ -65,7 +65,7 @@ def fresh():
         PERMISSION.reset()
         PERMISSION.whole = False
         messages.forget()
-        unet_option._option.cache_clear()
+        host_lists._unet_option.cache_clear()
 
     reset()
     with clean_imports():

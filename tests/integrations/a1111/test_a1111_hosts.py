@@ -38,10 +38,10 @@ def test_forge_is_told_from_the_host(host, tmp_path, monkeypatch, capsys):
     (tmp_path / "modules_forge.py").touch()
     monkeypatch.syspath_prepend(tmp_path)
     panel = package.register()
-    told = capsys.readouterr().out
-    assert "Forge" in told
-    assert told.count("\n") == 1
-    assert "Nothing was changed" in told
+    text = capsys.readouterr().out
+    assert "Forge" in text
+    assert text.count("\n") == 1
+    assert "Nothing was changed" in text
     assert nothing_was_hooked(host)
     assert "Forge" in shown_on(panel, host, monkeypatch)
 
@@ -58,10 +58,10 @@ def test_sd_next_is_told_from_the_host(host, monkeypatch, capsys):
 def test_a_torch_that_is_too_old_is_said_with_what_to_do(host, monkeypatch, capsys, version):
     monkeypatch.setattr(metadata, "version", lambda _name: version)
     panel = package.register()
-    told = capsys.readouterr().out
-    assert version in told
-    assert "2.11" in told
-    assert "--reinstall-torch" in told
+    text = capsys.readouterr().out
+    assert version in text
+    assert "2.11" in text
+    assert "--reinstall-torch" in text
     assert nothing_was_hooked(host)
     assert version in shown_on(panel, host, monkeypatch)
 
@@ -77,9 +77,9 @@ def test_a_torch_that_is_new_enough_is_taken():
 def test_a_host_that_is_too_old_is_said(host, monkeypatch, capsys):
     monkeypatch.delattr(host.script_callbacks, "on_list_unets")
     package.register()
-    told = capsys.readouterr().out
-    assert "modules.script_callbacks.on_list_unets" in told
-    assert "git pull" in told
+    text = capsys.readouterr().out
+    assert "modules.script_callbacks.on_list_unets" in text
+    assert "git pull" in text
     assert nothing_was_hooked(host)
 
 
@@ -100,7 +100,7 @@ def test_whatever_fails_at_the_start_the_host_starts(host, monkeypatch, capsys):
 def test_importing_the_package_needs_no_host_and_no_torch():
     code = (
         "import sys, rocm_sd.integrations.a1111 as a\n"
-        "from rocm_sd.integrations.a1111 import host, messages, notice, permission\n"
+        "from rocm_sd.integrations.a1111 import host, messages, permission\n"
         "assert 'torch' not in sys.modules and 'modules' not in sys.modules\n"
         "print(a.register())"
     )
@@ -131,8 +131,8 @@ def test_the_extensions_script_gives_the_host_a_class(host):
 def test_without_the_package_the_script_says_what_to_type(host, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "rocm_sd.integrations.a1111", None)
     found = runpy.run_path(str(EXTENSION / "scripts" / "rocm_sd_optimization.py"))
-    told = capsys.readouterr().out
-    assert f"{sys.executable} -m pip install --no-deps rocm-sd" in told
+    text = capsys.readouterr().out
+    assert f"{sys.executable} -m pip install --no-deps rocm-sd" in text
     assert not any(inspect.isclass(value) for name, value in found.items() if not name.startswith("__"))
     assert nothing_was_hooked(host)
 
@@ -155,10 +155,10 @@ def test_install_brings_what_is_missing_and_no_more(host, monkeypatch, capsys):
 def test_install_that_fails_says_what_to_type(host, monkeypatch, capsys):
     monkeypatch.setattr(host.launch, "installed", set())
     monkeypatch.setattr(host.launch, "fails", "no network\nat all")
-    told = install(capsys)
-    assert "no network" in told
-    assert "at all" not in told
-    assert "-m pip install --no-deps rocm-sd" in told
+    text = install(capsys)
+    assert "no network" in text
+    assert "at all" not in text
+    assert "-m pip install --no-deps rocm-sd" in text
 
 
 def test_install_leaves_a_host_with_an_old_torch_alone(host, monkeypatch, capsys):
@@ -317,7 +317,7 @@ import lora_patches
 
 networks.originals = lora_patches.LoraPatches()
 
-from rocm_sd.integrations.a1111.class_forwards import LoraNetworks, why_not_layers
+from rocm_sd.integrations.a1111.a1111_policy import LoraNetworks, why_not_layers
 
 assert torch.nn.Linear.forward.__module__ == "networks"
 assert why_not_layers() is None

@@ -122,7 +122,7 @@ def test_a_picture_records_what_was_on(host, script):
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         (lambda host: setattr(host.shared.sd_model, "lowvram", True), "--medvram"),
         (lambda host: setattr(host.devices, "unet_needs_upcast", True), "--upcast-sampling"),
@@ -131,14 +131,14 @@ def test_a_picture_records_what_was_on(host, script):
     ],
     ids=["medvram", "upcast", "fp8", "sd3"],
 )
-def test_what_cannot_be_optimised_is_left_and_said(host, script, capsys, change, told):
+def test_what_cannot_be_optimised_is_skipped_and_said(host, script, capsys, change, message):
     stock = pictures(host, script, OFF)
     change(host)
     capsys.readouterr()
     p, processed = job(host, script, ON)
     assert_equal(processed.images, stock)
-    assert told in capsys.readouterr().out
-    assert told in next(iter(p.comments))
+    assert message in capsys.readouterr().out
+    assert message in next(iter(p.comments))
     assert "ROCm SD" not in p.extra_generation_params
     assert_stock(host.shared.sd_model)
     job(host, script, ON)

@@ -10,9 +10,9 @@ import torch
 
 from rocm_sd import numerics
 from rocm_sd.integrations.comfyui.attention import OPTION, override_for
-from rocm_sd.integrations.comfyui.channels_last import Layout
+from rocm_sd.integrations.comfyui.channels_last import ChannelsLast
 from rocm_sd.integrations.comfyui.comfyui_policy import MODEL_RULES, VAE_RULES, ComfyUIPolicy, find, fused
-from rocm_sd.integrations.comfyui.patch_report import PatchReport
+from rocm_sd.integrations.comfyui.host import PatchReport
 from rocm_sd.ops import OPS
 
 NAMED = ",".join(f"{name}=torch" for name in OPS)
@@ -60,7 +60,7 @@ def doubled(value):
 
 def check_all(model, rules, run):
     """Compare each replaced module on the inputs that it has in the model; returns the names of the rules that ran."""
-    report, layout = PatchReport("model", "cpu", "auto"), Layout(lambda whole: whole, "for the test")
+    report, layout = PatchReport("model", "cpu", "auto"), ChannelsLast(lambda whole: whole, "for the test")
     policy = ComfyUIPolicy(report)
     found = list(find(model, rules, policy, {}, {}))
     assert all(change.replaced for _, _, change in found), [c for _, _, c in found if not c.replaced]
@@ -123,7 +123,7 @@ def test_a_picture_of_odd_size_is_enlarged_by_the_host():
     (block,) = [module for module in unet.modules() if type(module).__name__ == "Upsample"]
     x = torch.randn(1, block.channels, 4, 4)
     patcher = Laid(block)
-    Layout(lambda whole: whole, "for the test").inject(patcher)
+    ChannelsLast(lambda whole: whole, "for the test").inject(patcher)
     rule = next(rule for rule in MODEL_RULES if rule.name == "upsample")
     policy = ComfyUIPolicy(PatchReport("model", "cpu", "auto"))
     assert rule.forward(policy, block, x, output_shape=[1, 1, 8, 8]) is not None
@@ -155,4 +155,4 @@ def test_video_models_blocks_are_skipped_with_the_reason():
     policy = ComfyUIPolicy(PatchReport("model", "cpu", "auto"))
     changes = [change for _, _, change in find(block, MODEL_RULES, policy, {}, {})]
     assert [(change.kind, change.replaced) for change in changes] == [("ResBlock", False)]
-    assert "two dimensions" in changes[0].left_because or "time embedding" in changes[0].left_because
+    assert "two dimensions" in changes[0].why_skipped or "time embedding" in changes[0].why_skipped

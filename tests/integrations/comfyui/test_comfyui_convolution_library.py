@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from measured_library import AS_TORCH_COMES, FIGURES, SEARCHED, WITHOUT, flags, measure, seen_by_convolutions
-from rocm_sd.engine.convolutions.library import Library
+from rocm_sd.engine.convolutions.library import ConvolutionLibrary
 from rocm_sd.integrations.comfyui import host, patching
 from rocm_sd.integrations.comfyui.comfyui_policy import compiled_ahead
-from rocm_sd.integrations.comfyui.patch_report import PatchReport
+from rocm_sd.integrations.comfyui.host import PatchReport
 from rocm_sd.ops import OPS
 from rocm_sd.ops.registry import forget_choices
 from rocm_sd.tuning import Choice
@@ -33,11 +33,11 @@ def notes(patched):
     return "\n".join(patching.report_of(patched).lines())
 
 
-@pytest.mark.parametrize("recorded", ["0", "1"])
+@pytest.mark.parametrize("captured", ["0", "1"])
 @pytest.mark.parametrize("level", ["auto", "memory"])
-def test_steps_are_computed_with_it_and_the_original_is_the_hosts(level, recorded, monkeypatch):
+def test_steps_are_computed_with_it_and_the_original_is_the_hosts(level, captured, monkeypatch):
     monkeypatch.setenv("ROCM_SD_IMPLEMENTATION", ",".join(f"{name}=torch" for name in OPS))
-    monkeypatch.setenv("ROCM_SD_STEP_GRAPH", recorded)
+    monkeypatch.setenv("ROCM_SD_STEP_GRAPH", captured)
     stock = fake_comfyui.patcher()
     expected = fake_comfyui.run(stock)
     ours = patching.optimize_model(stock, level, "exact")
@@ -46,7 +46,7 @@ def test_steps_are_computed_with_it_and_the_original_is_the_hosts(level, recorde
     assert set(seen) == {SEARCHED}
     torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-4)
     assert FIGURES in notes(ours)
-    assert ("replayed 2 times" in notes(ours)) == (recorded == "1" and level == "auto")
+    assert ("replayed 2 times" in notes(ours)) == (captured == "1" and level == "auto")
     with seen_by_convolutions(monkeypatch) as seen:
         fake_comfyui.run(patching.stock_clone(ours))
     assert set(seen) == {AS_TORCH_COMES}
@@ -91,7 +91,7 @@ class _Vae(torch.nn.Module):
 @pytest.mark.parametrize(("implementation", "expected"), [("searched", SEARCHED), ("none", AS_TORCH_COMES)])
 def test_a_vae_decodes_with_a_search_and_not_without_the_library(implementation, expected):
     device = torch.device("cpu" if implementation == "searched" else "cuda")
-    library = Library(Choice(implementation, source="measured here", why=FIGURES), device)
+    library = ConvolutionLibrary(Choice(implementation, source="measured here", why=FIGURES), device)
     vae = _Vae()
     decode = compiled_ahead(vae, "decode", PatchReport("VAE", "cpu", "auto"), library)
     assert decode(torch.ones(1)) == expected

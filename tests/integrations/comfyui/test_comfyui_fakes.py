@@ -22,6 +22,7 @@ from rocm_sd.integrations.comfyui import (
 )
 from rocm_sd.integrations.comfyui.attention import OPTION, is_our_override, override_for
 from rocm_sd.integrations.comfyui.comfyui_policy import fused
+from rocm_sd.integrations.comfyui.host import PatchReport
 from rocm_sd.integrations.comfyui.nodes import (
     ROCmBenchmark,
     ROCmOptimizationReport,
@@ -29,7 +30,6 @@ from rocm_sd.integrations.comfyui.nodes import (
     ROCmOptimizedModel,
     ROCmOptimizedVAE,
 )
-from rocm_sd.integrations.comfyui.patch_report import PatchReport
 from rocm_sd.integrations.ldm import blocks
 from rocm_sd.ops import OPS
 
@@ -132,16 +132,16 @@ def test_the_whole_unet_is_as_exact_as_stock_in_half_precision(ops, monkeypatch,
     half = [t.half() for t in inputs]
     expected = unet(*half, transformer_options={})
     # Kernels in the interpreter are no torch operations, which a graph on a CPU is made of.
-    recorded = named == NAMED
-    ours = patching.optimize_model(stock, "auto" if recorded else "memory", "exact")
+    captured = named == NAMED
+    ours = patching.optimize_model(stock, "auto" if captured else "memory", "exact")
     ours.patch_model()
-    for _ in range(3 if recorded else 1):
+    for _ in range(3 if captured else 1):
         options = {**ours.model_options["transformer_options"], "wrappers": ours.wrappers}
         with fused():
             got = unet(*half, transformer_options=options)
         numerics.require("UNet", got, exact, expected)
     assert not patching.report_of(ours).failed
-    assert not recorded or graph_of(ours).replays == 1
+    assert not captured or graph_of(ours).replays == 1
 
 
 def test_a_controlnets_tensors_are_copied_in_at_each_replay(ops):
@@ -262,8 +262,8 @@ def test_a_compiled_model_is_the_hosts_own(ops):
 @pytest.mark.parametrize("split", [True, False])
 @pytest.mark.parametrize("joined", [True, False])
 def test_attention_in_every_shape_that_the_host_has(ops, split, joined):
-    record = PatchReport("attention", "cpu", "auto")
-    override, calls = override_for(record), []
+    report = PatchReport("attention", "cpu", "auto")
+    override, calls = override_for(report), []
 
     def func(*args, **kwargs):
         calls.append(1)
@@ -282,7 +282,7 @@ def test_attention_in_every_shape_that_the_host_has(ops, split, joined):
     assert torch.equal(override(func, q, k, v, 3, mask, **options), func(q, k, v, 3, mask=mask, **options))
     assert torch.equal(override(func, q, k, v, 3, low_precision_attention=True, **options), expected)
     assert len(calls) == 4
-    assert not record.failed
+    assert not report.failed
 
 
 def test_attention_that_fails_is_the_hosts_from_then_on(ops, monkeypatch, caplog):
@@ -292,13 +292,13 @@ def test_attention_that_fails_is_the_hosts_from_then_on(ops, monkeypatch, caplog
         raise ValueError("the kernel is broken")
 
     monkeypatch.setattr(attention, "attention", fails)
-    record = PatchReport("attention", "cpu", "auto")
+    report = PatchReport("attention", "cpu", "auto")
     q = torch.randn(1, 5, 8)
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
-            override_for(record)(fake_comfyui.plain_attention, q, q, q, 2)
+            override_for(report)(fake_comfyui.plain_attention, q, q, q, 2)
     assert len(caplog.messages) == 1
-    assert "the kernel is broken" in record.lines()[-1]
+    assert "the kernel is broken" in report.lines()[-1]
 
 
 def test_the_attention_node_changes_a_copy_alone():

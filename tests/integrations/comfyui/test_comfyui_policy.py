@@ -192,7 +192,7 @@ def test_a_forward_of_another_node_stays(host):
 
     def reasons(patched, backup=()):
         found = find(model, MODEL_RULES, host.policy, patched, dict.fromkeys(backup))
-        return [change.left_because for _, _, change in found]
+        return [change.why_skipped for _, _, change in found]
 
     ours = MethodType(rule_of("resblock").replacement(host.policy), model.block)
     assert is_ours(ours)
@@ -209,7 +209,7 @@ def test_a_forward_of_another_node_stays(host):
 def test_padding_of_another_kind_is_skipped_with_the_reason(host):
     block = host.resblock()
     block.in_layers[2].padding_mode = "circular"
-    assert host.replace(block)[0].left_because == "its convolution pads with circular"
+    assert host.replace(block)[0].why_skipped == "its convolution pads with circular"
 
 
 def test_autocast_is_the_hosts(host, monkeypatch):

@@ -406,9 +406,9 @@ def test_the_report_and_the_benchmark_nodes_tell_what_happened(ops):
     stock = comfyui_in_process.patcher()
     (ours,) = ROCmOptimizedModel().optimize(stock, "performance", "high")
     sample(ours)
-    told = ROCmOptimizationReport().report(model=ours, vae=patching.optimize_vae(comfyui_in_process.vae(), "memory"))
-    (text,) = told["result"]
-    assert told["ui"]["text"] == [text]
+    answer = ROCmOptimizationReport().report(model=ours, vae=patching.optimize_vae(comfyui_in_process.vae(), "memory"))
+    (text,) = answer["result"]
+    assert answer["ui"]["text"] == [text]
     for words in ("8 x ResBlock: replaced by resblock", "level performance", "quality high", "VAE on cpu", "replayed"):
         assert words in text
     (measured,) = ROCmBenchmark().measure(stock, steps=2, repeats=1, width=64, height=64)["result"]

@@ -115,11 +115,11 @@ def test_a_failing_fast_path_leaves_the_hosts_own(base, server):
     with running(base, environment={"ROCM_SD_IMPLEMENTATION": "conv2d=library_gemm"}) as failing:
         outputs = failing.run(workflows.optimized(graph, report=True))
         (ours,) = failing.pictures(outputs)
-        told = [line for line in failing.log_end(1000).splitlines() if "conv2d (library_gemm)" in line]
+        lines = [line for line in failing.log_end(1000).splitlines() if "conv2d (library_gemm)" in line]
     assert apart(ours, server.draw(graph))[0] <= 1
     assert "does not support" in "\n".join(outputs["22"]["text"])
-    assert told
-    assert len(told) == len(set(told))  # each once
+    assert lines
+    assert len(lines) == len(set(lines))  # each once
 
 
 def test_without_the_nodes_pictures_are_as_before(server, stock):
@@ -249,9 +249,9 @@ def test_the_host_starts_without_rocm_sd(host, base, tmp_path, monkeypatch, brok
     with running(tmp_path / "base") as alone:
         assert "KSampler" in alone.get("/object_info")
         assert not NODES & set(alone.get("/object_info"))
-        told = [line for line in alone.log_end(1000).splitlines() if line.startswith("rocm-sd:")]
-    assert len(told) == 1
-    assert ("gone_missing" in told[0] and "pip install rocm-sd" in told[0]) or "torch is too old" in told[0]
+        lines = [line for line in alone.log_end(1000).splitlines() if line.startswith("rocm-sd:")]
+    assert len(lines) == 1
+    assert ("gone_missing" in lines[0] and "pip install rocm-sd" in lines[0]) or "torch is too old" in lines[0]
 
 
 def components_apart(host, folder, file):

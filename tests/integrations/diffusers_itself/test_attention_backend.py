@@ -14,7 +14,6 @@ from diffusers.models.attention_dispatch import AttentionBackendName, attention_
 from model_inputs import flux_inputs
 from rocm_sd import numerics
 from rocm_sd.errors import Unsupported
-from rocm_sd.integrations.diffusers import attending
 from rocm_sd.integrations.diffusers import attention_backend as ours
 from tiny_models import flux_transformer
 
@@ -146,12 +145,12 @@ ERRORS = {
 @pytest.mark.parametrize("case", ERRORS)
 def test_what_native_refuses_is_refused_in_its_words(case):
     make, options = ERRORS[case]
-    told = []
+    refusals = []
     for backend in ("native", "rocm_sd"):
         with pytest.raises((ValueError, RuntimeError)) as refusal:
             by(backend, *make(), **options)
-        told.append((refusal.type, str(refusal.value)))
-    assert told[0] == told[1]
+        refusals.append((refusal.type, str(refusal.value)))
+    assert refusals[0] == refusals[1]
 
 
 def test_gradients_are_natives():
@@ -164,12 +163,12 @@ def test_gradients_are_natives():
 
 
 def test_the_reason_is_told_once(caplog):
-    attending._tell.cache_clear()
+    ours._note.cache_clear()
     with caplog.at_level(logging.INFO, logger="rocm_sd"):
         for _ in range(2):
             by("rocm_sd", *heads(keys=16), is_causal=True)
     assert [record.message for record in caplog.records] == [
-        "The attention backend rocm_sd leaves attention to stock torch: a mask."
+        "The attention backend rocm_sd: attention falls back to stock torch (a mask)."
     ]
 
 

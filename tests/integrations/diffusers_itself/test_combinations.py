@@ -63,8 +63,7 @@ def test_the_backend_and_optimize(tmp_path, monkeypatch, when):
         rocm_sd.optimize(twins.ours)
     twins.check(1)
     rocm_sd.restore(twins.ours)
-    found, _, wanted = twins.pictures(2)
-    assert torch.equal(found, wanted)
+    assert twins.are_equal(2)
     # Asked for by its name alone, everywhere.
     REGISTRY.set_active_backend(attention_dispatch.AttentionBackendName(attention_backend.BACKEND))
     rocm_sd.optimize(twins.ours)
@@ -130,8 +129,7 @@ def test_offloaded_and_then_optimized(tmp_path, monkeypatch, name, offload, step
     rocm_sd.optimize(twins.ours)
     twins.check()
     rocm_sd.restore(twins.ours)
-    found, _, wanted = twins.pictures(1)
-    assert torch.equal(found, wanted)
+    assert twins.are_equal(1)
     assert levels.placement(twins.ours).by is not None
 
 
@@ -144,8 +142,7 @@ def test_optimized_and_then_offloaded(tmp_path, name, offload):
     offload(twins.ours)
     twins.check(1)
     rocm_sd.restore(twins.ours)
-    found, _, wanted = twins.pictures(2)
-    assert torch.equal(found, wanted)
+    assert twins.are_equal(2)
 
 
 @pytest.mark.usefixtures("on_the_cpu")

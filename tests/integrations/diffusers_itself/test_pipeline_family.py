@@ -15,8 +15,7 @@ from pipelines import CASES, Case, call, mask_of, picture_of
 from rocm_sd.errors import ModelNotFound, RocmSdError, Unsupported
 from rocm_sd.integrations import diffusers as ours
 from rocm_sd.integrations.diffusers.keeping import in_force
-from rocm_sd.integrations.diffusers.loading import single_file_class
-from rocm_sd.integrations.diffusers.single_file import save_single_file
+from rocm_sd.integrations.diffusers.loading import save_single_file, single_file_class
 from tiny_models import vae_of
 
 INPAINTED = {"mask_image": mask_of(), "image": picture_of(1), "strength": 1.0, "height": 16, "width": 16}
@@ -144,7 +143,7 @@ class TestOneTaskOfSeveralPipelines:
         )
 
     @pytest.mark.parametrize(
-        ("kind", "name", "told"),
+        ("kind", "name", "message"),
         [
             ("ROCmFluxPipeline", "sd3", "a model of StableDiffusion3"),
             ("ROCmStableDiffusion3Pipeline", "flux-dev", "a model of Flux"),
@@ -152,9 +151,9 @@ class TestOneTaskOfSeveralPipelines:
             ("ROCmStableDiffusionInpaintPipeline", "flux-dev", "a FluxPipeline without tokenizer, unet|without unet"),
         ],
     )
-    def test_a_model_of_another_family_is_refused_with_the_class_to_use(self, tmp_path, kind, name, told):
+    def test_a_model_of_another_family_is_refused_with_the_class_to_use(self, tmp_path, kind, name, message):
         stock = CASES[name].build(tmp_path)
-        with pytest.raises(Unsupported, match=told) as refusal:
+        with pytest.raises(Unsupported, match=message) as refusal:
             getattr(ours, kind).from_pipe(stock)
         assert f"Or use ROCm{CASES[name].kind}." in refusal.value.hint
 

@@ -29,7 +29,7 @@ from rocm_sd.integrations.diffusers import (
     ROCmFusedAttnProcessor,
     ROCmIPAdapterAttnProcessor,
     ROCmJointAttnProcessor,
-    attending,
+    attention_backend,
     set_rocm_processors,
 )
 from tiny_models import controlnet_of, sd3_transformer, unet_of, vae_of
@@ -46,8 +46,8 @@ INPUTS = {"sd15": unet_inputs, "sd21": unet_inputs, "sdxl": sdxl_inputs}
 def asked(monkeypatch):
     """How often the op was asked."""
     calls = []
-    op = attending.attention
-    monkeypatch.setattr(attending, "attention", lambda *given: (calls.append(given), op(*given))[1])
+    op = attention_backend.attention
+    monkeypatch.setattr(attention_backend, "attention", lambda *given: (calls.append(given), op(*given))[1])
     return calls
 
 

@@ -19,7 +19,7 @@ from rocm_sd.cli.export import export
 from rocm_sd.cli.pictures import difference
 from rocm_sd.errors import InvalidOption, ModelNotFound, NoDiskSpace, RocmSdError, Unsupported
 from rocm_sd.integrations import diffusers as host
-from rocm_sd.integrations.diffusers.single_file import single_file_weights
+from rocm_sd.integrations.diffusers.loading import single_file_weights
 from rocm_sd.models import resolve, single_file
 from rocm_sd.models.emoji import MODEL_FOLDER
 from rocm_sd.models.single_file import write_checkpoint

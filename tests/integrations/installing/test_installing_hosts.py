@@ -182,7 +182,7 @@ def test_an_update_brings_new_files_and_takes_old_ones(webui):
     assert not webui.destination.exists()
 
 
-def test_a_folder_of_that_name_that_is_not_ours_is_left_alone(host):
+def test_a_folder_of_that_name_that_is_not_ours_stays(host):
     make(host.destination, "__init__.py", __init__="theirs")
     for copy in (False, True):
         with pytest.raises(RocmSdError, match="did not write it"):

@@ -18,7 +18,7 @@ from rocm_sd.integrations.a1111.a1111_policy import CAPTURED_RULES, POLICY, RULE
 from rocm_sd.integrations.a1111.permission import PERMISSION
 from rocm_sd.integrations.comfyui.attention import OPTION, override_for
 from rocm_sd.integrations.comfyui.comfyui_policy import MODEL_RULES, VAE_RULES, ComfyUIPolicy, find, fused
-from rocm_sd.integrations.comfyui.patch_report import PatchReport
+from rocm_sd.integrations.comfyui.host import PatchReport
 from rocm_sd.rewrite.apply import apply, undo
 
 

@@ -495,7 +495,7 @@ def test_resblocks_are_skipped_with_the_reason(fake, change, reason):
     block = fake.resblock()
     change(block)
     found = fake.replace(block)[0]
-    assert reason in found.left_because
+    assert reason in found.why_skipped
     assert "forward" not in block.__dict__
 
 
@@ -516,7 +516,7 @@ def test_transformers_are_skipped_with_the_reason(fake, path, change, reason):
     module = fake.spatial()
     change(module.get_submodule(path))
     (found,) = [found for found in fake.replace(module) if found.path == path]
-    assert reason in found.left_because
+    assert reason in found.why_skipped
 
 
 def test_samplers_and_attention_are_skipped_with_the_reason(fake):
@@ -524,16 +524,16 @@ def test_samplers_and_attention_are_skipped_with_the_reason(fake):
     up.use_conv = down.use_conv = vae.up.with_conv = False
     vae.attn.q = nn.Conv2d(64, 64, 3, padding=1)
     vae.block.norm1 = nn.Identity()
-    reasons = [found.left_because for module in (up, down) for found in fake.replace(module)]
+    reasons = [found.why_skipped for module in (up, down) for found in fake.replace(module)]
     assert reasons == ["it has no convolution"] * 2
-    by_path = {found.path: found.left_because for found in fake.replace(vae)}
+    by_path = {found.path: found.why_skipped for found in fake.replace(vae)}
     assert by_path == {
         "block": "its norms are not GroupNorm", "attn": "its projections are not of one point",
         "up": "it has no convolution", "down": None, "last": None,
     }  # fmt: skip
     other = fake.upsample()
     other.scale_factor = 4
-    assert fake.replace(other)[0].left_because == "it enlarges by 4"
+    assert fake.replace(other)[0].why_skipped == "it enlarges by 4"
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="the kernels are not interpreted here")

@@ -5,11 +5,11 @@
 
 from rocm_sd.engine.capture.captured import CapturedCalls, graphs_wanted
 from rocm_sd.engine.capture.foreign import has_foreign_forward, moves_weights, why_foreign, why_foreign_layer
+from rocm_sd.engine.capture.hoisting import PreparedCall
 from rocm_sd.engine.capture.policy import HostCall, Policy
-from rocm_sd.engine.capture.prepared import Prepared
 from rocm_sd.engine.capture.warmup import compile_kernels, start_compiling
 
 __all__ = [
-    "CapturedCalls", "HostCall", "Policy", "Prepared", "compile_kernels", "graphs_wanted", "has_foreign_forward",
+    "CapturedCalls", "HostCall", "Policy", "PreparedCall", "compile_kernels", "graphs_wanted", "has_foreign_forward",
     "moves_weights", "start_compiling", "why_foreign", "why_foreign_layer",
 ]  # fmt: skip

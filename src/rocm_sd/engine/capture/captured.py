@@ -20,10 +20,9 @@ from torch.utils import _pytree as pytree
 
 from rocm_sd import settings
 from rocm_sd.engine.capture import warmup
-from rocm_sd.engine.capture.cache import GraphCache, half_of_the_free_memory
-from rocm_sd.engine.capture.call import FlatCall, flatten
-from rocm_sd.engine.capture.graph import Graph, capture_graph
-from rocm_sd.engine.capture.snapshot import DormantSnapshot, Snapshot
+from rocm_sd.engine.capture.graph import Graph, GraphCache, capture_graph
+from rocm_sd.engine.capture.snapshot import DormantSnapshot, FlatCall, Snapshot, flatten
+from rocm_sd.engine.memory import free_memory, is_capturing
 from rocm_sd.ops import library_scratch
 
 if TYPE_CHECKING:
@@ -31,8 +30,8 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from rocm_sd.engine.capture.hoisting import PreparedCall
     from rocm_sd.engine.capture.policy import HostCall, Policy
-    from rocm_sd.engine.capture.prepared import Prepared
 
 __all__ = ["CapturedCalls", "graphs_wanted"]
 
@@ -60,7 +59,7 @@ class _Entry:
     form: FlatCall
     inputs: list[torch.Tensor]
     body: Callable[..., Any]
-    prepared: Prepared | None
+    prepared: PreparedCall | None
     output_tree: pytree.TreeSpec | None = None
     snapshot: Snapshot | None = None
     dormant: DormantSnapshot | None = None
@@ -104,7 +103,9 @@ class CapturedCalls:
         self.stale: str | None = None
 
     def _room(self) -> int:
-        return 2**62 if self._device is None else half_of_the_free_memory(self._device)
+        """Half of the free memory is left to everything else; no bound where it is not known."""
+        free = None if self._device is None else free_memory(self._device)
+        return 2**62 if free is None else free // 2
 
     def __call__(self, call: HostCall) -> Any:
         if torch.compiler.is_compiling() or not self._busy.acquire(blocking=False):
@@ -152,7 +153,8 @@ class CapturedCalls:
             return True
         if torch.is_autocast_enabled(device.type) and not self._policy.under_autocast:
             return True
-        return _is_capturing(device)
+        # By somebody else, around this call.
+        return is_capturing(device)
 
     def _first_or_second(self, model: nn.Module, entry: _Entry | None, call: HostCall, flat: FlatCall) -> Any:
         """Whatever comes between, the model's own answer is there."""
@@ -289,11 +291,6 @@ class CapturedCalls:
 
 def _counted(count: int, what: str) -> str:
     return f"{count} {what}{'' if count == 1 else 's'}"
-
-
-def _is_capturing(device: torch.device) -> bool:
-    """Whether somebody else captures a graph around this call."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _current_stream(device: torch.device) -> Any:

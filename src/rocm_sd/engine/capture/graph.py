@@ -2,13 +2,15 @@
 
 On a GPU the graph is one of its launches. Elsewhere it is the trace of its tensor operations: replayed, it
 reads the same memory and has the same Python values baked in as a graph of launches would have, so that what makes one
-stale makes the other stale, and tests without a GPU see it.
+stale makes the other stale, and tests without a GPU see it. Graphs are kept in the order of their last use, within a
+bound on the memory that they hold together.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import torch
 from torch.utils import _pytree as pytree
@@ -17,9 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rocm_sd.ops import library_scratch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Hashable, Iterator
 
-__all__ = ["Graph", "capture_graph"]
+__all__ = ["Graph", "GraphCache", "capture_graph"]
 
 Tensors = list[torch.Tensor]
 
@@ -110,3 +112,55 @@ class _Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return [result if number is None else values[number] for number, result in wanted]
 
         return play
+
+
+class Held(Protocol):
+    @property
+    def memory(self) -> int: ...
+
+
+Item = TypeVar("Item", bound=Held)
+
+# Each graph also has nodes and buffers that no allocator counts.
+_MOST = 32
+
+
+class GraphCache(Generic[Item]):
+    """`bound` is asked each time something is put here: free memory comes and goes."""
+
+    def __init__(self, bound: Callable[[], int]) -> None:
+        self._bound = bound
+        self._items: OrderedDict[Hashable, Item] = OrderedDict()
+        self.dropped = 0
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __iter__(self) -> Iterator[Item]:
+        return iter(self._items.values())
+
+    @property
+    def memory(self) -> int:
+        return sum(item.memory for item in self)
+
+    def get(self, key: Hashable) -> Item | None:
+        item = self._items.get(key)
+        if item is not None:
+            self._items.move_to_end(key)
+        return item
+
+    def put(self, key: Hashable, item: Item) -> None:
+        """The least recently used give way; the one that was just put here stays."""
+        self._items[key] = item
+        self._items.move_to_end(key)
+        # What the items hold is not free, but would be without them: half of it is theirs, as of what is free.
+        bound = self._bound() + self.memory // 2
+        while len(self) > 1 and (len(self) > _MOST or self.memory > bound):
+            self._items.popitem(last=False)
+            self.dropped += 1
+
+    def drop(self, key: Hashable) -> None:
+        self._items.pop(key, None)
+
+    def clear(self) -> None:
+        self._items.clear()

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from rocm_sd.engine.capture.prepared import Prepared
+    from rocm_sd.engine.capture.hoisting import PreparedCall
 
 __all__ = ["HostCall", "Policy"]
 
@@ -56,15 +56,15 @@ class Policy(ABC):
         Asked before a capture: whatever comes later makes the graph stale.
         """
 
-    def dtype(self, model: nn.Module, call: HostCall) -> torch.dtype:  # noqa: ARG002 -- of those whose weights are cast
-        """That the model computes in."""
+    def dtype(self, model: nn.Module, call: HostCall) -> torch.dtype:  # noqa: ARG002 -- for hosts that cast weights
+        """The dtype that the model computes in."""
         return next(model.parameters()).dtype
 
-    def prepare(self, model: nn.Module, call: HostCall) -> Prepared | None:  # noqa: ARG002 -- of those who prepare
+    def prepare(self, model: nn.Module, call: HostCall) -> PreparedCall | None:  # noqa: ARG002 -- for hosts that prepare
         """What the body takes in place of some arguments, which is computed outside of the graph."""
         return None
 
-    def propagates(self, error: Exception) -> bool:  # noqa: ARG002 -- of those who have such errors
+    def propagates(self, error: Exception) -> bool:  # noqa: ARG002 -- for hosts with such errors
         """Whether an error within a capture is the host's own, and must reach it."""
         return False
 
@@ -72,5 +72,5 @@ class Policy(ABC):
         """To the user, at once; the report has it as well."""
         log.warning("%s", sentence)
 
-    def cleared(self) -> None:  # noqa: B027 -- of those who keep something beside the graphs
+    def cleared(self) -> None:  # noqa: B027 -- for hosts that keep more than graphs
         """The graphs were given up."""

@@ -19,6 +19,7 @@ from torch import nn
 from rocm_sd import arch
 from rocm_sd.arch.torch_libraries import convolution_library
 from rocm_sd.engine.installed import Installed
+from rocm_sd.engine.memory import is_capturing
 from rocm_sd.rewrite import forwards
 from rocm_sd.tuning import environment, resolve
 from rocm_sd.tuning.choice import STOCK
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
     from rocm_sd.tuning import Choice
 
-__all__ = ["Flags", "Library", "choose_library", "convolving_models", "flags_set_by_hand", "install_library"]
+__all__ = ["ConvolutionLibrary", "Flags", "choose_library", "convolving_models", "flags_set_by_hand", "install_library"]
 
 _OP = "convolution_library"
 _SEARCHED, _WITHOUT = "searched", "none"
@@ -50,22 +51,19 @@ class _Process:
     """The flags that calls have set: of the process, and so of all threads."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._calls = 0
         self._ours = _AS_TORCH_COMES
 
     def by_hand(self) -> Flags:
         """As they are outside of these calls."""
         with self._lock:
-            return self._by_hand()
-
-    def _by_hand(self) -> Flags:
-        now = _now()
-        if not self._calls:
-            return now
-        # What has changed since a call set it was changed by somebody else.
-        each = zip(now, self._ours, _AS_TORCH_COMES, strict=True)
-        return Flags(*(stock if value == ours else value for value, ours, stock in each))
+            now = _now()
+            if not self._calls:
+                return now
+            # What has changed since a call set it was changed by somebody else.
+            each = zip(now, self._ours, _AS_TORCH_COMES, strict=True)
+            return Flags(*(stock if value == ours else value for value, ours, stock in each))
 
     def enter(self, wanted: Flags) -> str | None:
         """The reason, where they stay as they are."""
@@ -84,7 +82,7 @@ class _Process:
 
     def leave(self) -> None:
         with self._lock:
-            outside = self._by_hand()
+            outside = self.by_hand()
             self._calls -= 1
             if not self._calls:
                 _put(outside)
@@ -118,14 +116,14 @@ def flags_set_by_hand() -> Flags:
     return _PROCESS.by_hand()
 
 
-def choose_library(device: torch.device) -> Library:
+def choose_library(device: torch.device) -> ConvolutionLibrary:
     """What was measured on this device; as torch is set where nothing was."""
     known = (STOCK, *_WANTED)
     found = resolve.choose(_OP, arch.detect(device).name, {}, environment.current(device), "", known)
-    return Library(found, device)
+    return ConvolutionLibrary(found, device)
 
 
-class Library:
+class ConvolutionLibrary:
     """One measured choice, for calls on one device."""
 
     def __init__(self, choice: Choice, device: torch.device) -> None:
@@ -179,15 +177,12 @@ class Library:
             return "deterministic algorithms are asked for, and a search may end otherwise the next time"
         # A search within a capture would break it. cuDNN's findings are those of a thread.
         kind = (threading.get_ident(), *_kinds(call))
-        if self._capturing():
+        if is_capturing(self._device):
             return None if kind in self._ran else "nothing can be searched while a graph is captured"
         if len(self._ran) >= _MOST_KINDS:
             self._ran.clear()
         self._ran.add(kind)
         return None
-
-    def _capturing(self) -> bool:
-        return self._device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     def notes(self, model: nn.Module | None = None) -> list[str]:
         """What is in force and why, for one model or for any; nothing where nothing was measured."""
@@ -237,7 +232,7 @@ def _kinds(value: Any) -> Iterator[Any]:
             yield from _kinds(part)
 
 
-def convolving_models(module: nn.Module, library: Library, *, is_vae: bool) -> list[nn.Module]:
+def convolving_models(module: nn.Module, library: ConvolutionLibrary, *, is_vae: bool) -> list[nn.Module]:
     """The models whose forwards convolve: of a VAE its two halves, of several ControlNets each.
 
     A VAE that is decoded in strips calls neither half: strips have many heights, and each would be searched.
@@ -249,7 +244,7 @@ def convolving_models(module: nn.Module, library: Library, *, is_vae: bool) -> l
     return [part for part in parts if any(isinstance(layer, nn.Conv2d) for layer in part.modules())]
 
 
-def install_library(models: Iterable[nn.Module], library: Library, *, has_vae: bool) -> Installed:
+def install_library(models: Iterable[nn.Module], library: ConvolutionLibrary, *, has_vae: bool) -> Installed:
     """Inside of graphs, whose replays cost nothing more then, and of accelerate's hooks: before either is placed."""
     restores: list[Callable[[], None]] = []
     skipped = []
@@ -275,7 +270,7 @@ def install_library(models: Iterable[nn.Module], library: Library, *, has_vae: b
     return Installed(notes, restore)
 
 
-def _steer(model: nn.Module, library: Library) -> Callable[[], None] | None:
+def _steer(model: nn.Module, library: ConvolutionLibrary) -> Callable[[], None] | None:
     """How the model is let go of; None where the pipeline that shares it was optimised without this before."""
     found = forwards.on_instance(model)
     if not forwards.is_shared(model, _OP) and forwards.is_placed(model, found) and not forwards.is_rule(found):
@@ -283,7 +278,7 @@ def _steer(model: nn.Module, library: Library) -> Callable[[], None] | None:
     return forwards.share(model, _OP, lambda: _steered(model, library))
 
 
-def _steered(model: nn.Module, library: Library) -> Callable[[], None]:
+def _steered(model: nn.Module, library: ConvolutionLibrary) -> Callable[[], None]:
     def answer(model: nn.Module, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # A copy of the model, or one whose wrapper by somebody else outlived `restore`, runs as torch is set.
         with library.in_force(model, args, kwargs) if forwards.is_shared(model, _OP) else nullcontext():

@@ -17,12 +17,12 @@ from rocm_sd.engine.denoisers import denoiser
 from rocm_sd.engine.installed import Installed
 from rocm_sd.engine.levels import sequential_guidance
 from rocm_sd.engine.memory import free_memory
-from rocm_sd.errors import InvalidOption
+from rocm_sd.errors import require_one_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
-__all__ = ["LEVELS", "Decision", "Placement", "decide", "estimate_activations", "install", "placement"]
+__all__ = ["LEVELS", "Decision", "Placement", "decide", "estimate_activations", "install", "modules_of", "placement"]
 
 LEVELS = ("auto", "performance", "memory")
 
@@ -62,9 +62,8 @@ class Decision:
 
 def decide(target: Any, level: str, free: int | None = None) -> Decision:
     """What `level` is for this pipeline, or bare model. `free`: bytes to reckon with instead of asking the device."""
-    if level not in LEVELS:
-        raise InvalidOption("level", level, list(LEVELS))
-    parts = _parts(target)
+    require_one_of("level", level, LEVELS)
+    parts = modules_of(target)
     place = placement(target)
     need = _need(target, parts, place.device)
     free = free_memory(place.device) if free is None else free
@@ -86,7 +85,7 @@ def install(target: Any, decision: Decision) -> Installed:
     """Carry out what is decided, but for the graphs and the VAE, which are parts of their own."""
     installed = []
     if decision.sequential_guidance:
-        installed += [sequential_guidance.install(model) for model in _denoisers(_parts(target))]
+        installed += [sequential_guidance.install(model) for model in _denoisers(modules_of(target))]
     if decision.offload:
         installed.append(_offload(target, decision.device))
 
@@ -99,7 +98,7 @@ def install(target: Any, decision: Decision) -> Installed:
 
 def placement(target: Any) -> Placement:
     """By the offload hooks of accelerate and Diffusers where there are any, otherwise by where the weights lie."""
-    parts = _parts(target)
+    parts = modules_of(target)
     found: dict[str, torch.device | None] = {}
     for module in (module for part in parts.values() for module in part.modules()):
         for kind, device in _hooks(module.__dict__):
@@ -136,7 +135,7 @@ def _is(device: torch.device, other: torch.device) -> bool:
     return device.type == other.type and (device.index or 0) == (other.index or 0)
 
 
-def _parts(target: Any) -> dict[str, nn.Module]:
+def modules_of(target: Any) -> dict[str, nn.Module]:
     if isinstance(target, nn.Module):
         return {type(target).__name__: target}
     return {name: part for name, part in target.components.items() if isinstance(part, nn.Module)}
@@ -197,7 +196,7 @@ def _need(target: Any, parts: Mapping[str, nn.Module], device: torch.device) -> 
 
 
 def _sample_size(target: Any, model: Any) -> tuple[int, int]:
-    """Height and width of the latents that the pipeline makes where nobody names a size."""
+    """Height and width of the latents that the pipeline makes where no size is given."""
     size = getattr(model.config, "sample_size", None) or getattr(target, "default_sample_size", None) or 128
     return (size, size) if isinstance(size, int) else (int(size[0]), int(size[1]))
 
@@ -236,7 +235,7 @@ def _offload(pipe: Any, device: torch.device) -> Installed:
     """Diffusers' own chain of hooks: each part comes in when it is called, and the one before it goes out."""
     # Taken off: Diffusers would prefer the index of an earlier offload to 0.
     before = {name: pipe.__dict__.pop(name) for name in _OFFLOAD_STATE if name in pipe.__dict__}
-    homes = [(part, _home({"": part}), "forward" in part.__dict__) for part in _parts(pipe).values()]
+    homes = [(part, _home({"": part}), "forward" in part.__dict__) for part in modules_of(pipe).values()]
     # The report is kept for as long as the pipeline lives, and must not keep it alive.
     reference = weakref.ref(pipe)
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from inspect import signature
 from typing import TYPE_CHECKING, Any
-from weakref import ref
 
 import torch
 from torch.utils import _pytree as pytree
@@ -31,7 +30,6 @@ if TYPE_CHECKING:
 
 __all__ = ["install", "why_not"]
 
-
 _PLAIN = (bool, int, float, str, torch.dtype, torch.device)
 
 
@@ -49,18 +47,26 @@ def why_not(model: nn.Module) -> str | None:
     return "its forward is not its class's own" if has_foreign_forward(model) else None
 
 
-def install(model: nn.Module, inner: Callable[..., Any] | None = None) -> Installed:
-    """Give the model a forward that calls `inner`, or the forward that it has, once for each half of an even batch.
+def install(model: nn.Module) -> Installed:
+    """Give the model a forward that calls the forward that it has, once for each half of an even batch.
 
-    A forward that takes precomputed values of a whole batch, or is captured with one, belongs inside: as `inner`, or
-    installed before.
+    A forward that takes precomputed values of a whole batch, or is captured with one, is to be installed before.
     """
     kind = type(model).__name__
     reason = why_not(model)
     if reason is not None:
         return Installed(lambda: (f"{kind} runs whole batches, because {reason}",), lambda: None)
     tally = _Tally()
-    restore = _run_in_halves(model, inner, tally)
+
+    def answer(model: nn.Module, whole: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # A wrapper by somebody else may outlive `restore`.
+        return _in_halves(model, whole, tally, args, kwargs) if tally.halving else whole(*args, **kwargs)
+
+    take_off = forwards.surround(model, answer)
+
+    def restore() -> None:
+        tally.halving = False
+        take_off()
 
     def notes() -> Iterator[str]:
         yield (
@@ -71,24 +77,6 @@ def install(model: nn.Module, inner: Callable[..., Any] | None = None) -> Instal
             yield f"{kind} ran {calls} calls whole, because {why}"
 
     return Installed(lambda: tuple(notes()), restore)
-
-
-def _run_in_halves(model: nn.Module, inner: Callable[..., Any] | None, tally: _Tally) -> Callable[[], None]:
-    held: ref[nn.Module] = ref(model)
-
-    def answer(model: nn.Module, found: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        # A copy of the model has no other forward inside.
-        whole = inner if inner is not None and held() is model else found
-        # A wrapper by somebody else may outlive `restore`.
-        return _in_halves(model, whole, tally, args, kwargs) if tally.halving else whole(*args, **kwargs)
-
-    take_off = forwards.surround(model, answer)
-
-    def restore() -> None:
-        tally.halving = False
-        take_off()
-
-    return restore
 
 
 def _in_halves(
@@ -140,13 +128,9 @@ def _why_whole(model: nn.Module, inputs: Denoiser, given: dict[str, Any], batch:
     if given.get("down_block_additional_residuals") is not None and given.get("mid_block_additional_residual") is None:
         return "it takes the states of a T2I adapter out of the caller's list"
     for name, value in given.items():
-        if not _is_understood(inputs, name, value, batch):
+        if not all(_is_known(inputs, name, leaf, batch) for leaf in pytree.tree_leaves(value)):
             return f"its input {name} is not known to have {batch} entries"
     return why_foreign(model)
-
-
-def _is_understood(inputs: Denoiser, name: str, value: Any, batch: int) -> bool:
-    return all(_is_known(inputs, name, leaf, batch) for leaf in pytree.tree_leaves(value))
 
 
 def _is_known(inputs: Denoiser, name: str, leaf: Any, batch: int) -> bool:

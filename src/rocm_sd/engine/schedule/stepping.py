@@ -15,7 +15,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from rocm_sd.engine.schedule.runs import ScheduleRun
 from rocm_sd.engine.schedule.step_plan import StepPlan, step_table
 from rocm_sd.errors import Unsupported
 from rocm_sd.ops import guided_step
@@ -24,7 +23,7 @@ from rocm_sd.rewrite import forwards
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["SchedulerHook", "hook"]
+__all__ = ["ScheduleRun", "SchedulerHook", "hook"]
 
 _NAMES = ("set_timesteps", "step")
 _HOOKS: WeakKeyDictionary[Any, SchedulerHook] = WeakKeyDictionary()
@@ -65,12 +64,39 @@ def _signature(kind: Any) -> inspect.Signature:
     return inspect.signature(kind.step)
 
 
+class ScheduleRun:
+    """From `set_timesteps` to the next one. `timesteps` as the scheduler has them: pipelines loop over views of this
+    tensor, and a timestep is known by where it lies, without waiting for the device to tell its value.
+    """
+
+    def __init__(self, timesteps: torch.Tensor) -> None:
+        self.timesteps = timesteps
+        # Read before the run's first launch: later, the host would wait for the GPU.
+        self.values: list[float] = timesteps.tolist()
+        self._version = None if timesteps.is_inference() else timesteps._version  # noqa: SLF001
+
+    def is_last(self, timestep: object) -> bool:
+        return self.number_of(timestep) == len(self.timesteps) - 1
+
+    def number_of(self, timestep: object) -> int | None:
+        """Which of the schedule's timesteps this is; None where it is not one of them."""
+        ours = self.timesteps
+        if not isinstance(timestep, torch.Tensor) or timestep.numel() != 1 or timestep.dtype != ours.dtype:
+            return None
+        if self._version is None or ours._version != self._version or ours.dim() != 1:  # noqa: SLF001
+            return None
+        if timestep.device != ours.device or timestep.untyped_storage().data_ptr() != ours.untyped_storage().data_ptr():
+            return None
+        number, rest = divmod(int(timestep.storage_offset() - ours.storage_offset()), max(ours.stride(0), 1))
+        return number if not rest and 0 <= number < len(ours) else None
+
+
 class SchedulerHook:
-    """`left_to_stock`: why the scheduler steps by itself in this run, if it does."""
+    """`why_fallback`: why the scheduler steps by itself in this run, if it does."""
 
     def __init__(self) -> None:
         self.unhooks: list[Callable[[], None]] = []
-        self.left_to_stock: str | None = None
+        self.why_fallback: str | None = None
         self.planned_steps = 0
         self._run: ScheduleRun | None = None
         self._stepper: _Stepper | None = None
@@ -122,11 +148,11 @@ class SchedulerHook:
         return result
 
     def _planned(self, scheduler: Any, given: dict[str, Any]) -> _Stepper | None:
-        self.left_to_stock = None
+        self.why_fallback = None
         try:
             return _Stepper(self._plan(scheduler, given), given["sample"].device)
         except Unsupported as refusal:
-            self.left_to_stock = str(refusal)
+            self.why_fallback = str(refusal)
             return None
 
     def _plan(self, scheduler: Any, given: dict[str, Any]) -> StepPlan:

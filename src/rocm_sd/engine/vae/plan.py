@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rocm_sd import settings
-from rocm_sd.engine.vae.steps import Kind, Step, decoder_steps, encoder_steps, rewritten
+from rocm_sd.engine.vae.steps import Kind, VaeStep, decoder_steps, encoder_steps, rewritten
 from rocm_sd.ops import OPS
 from rocm_sd.ops.attention.op import stock_module_bytes
 from rocm_sd.ops.attention.workload import problem as attention_problem
@@ -69,7 +69,7 @@ def plan(
 ) -> VaePlan:
     """The fastest way that fits: `whole` and `one` are the peaks of the batch and of one picture of it.
 
-    `free` is None where nobody knows it. `tiles`: whether the model can be run in strips. `slices`: one picture at a
+    `free` is None where it is not known. `tiles`: whether the model can be run in strips. `slices`: one picture at a
     time is asked for.
     """
     limit = _usable(free, level)
@@ -101,7 +101,7 @@ def predicted_peak(
     walk = _Walk(dtype, place, channels_last=is_channels_last(vae.decoder.conv_in), lets_go=lets_go)
     steps = encoder_steps(vae) if encode else decoder_steps(vae)
     N, C, H, W = shape
-    walk.through(steps, _Map(N, C, H, W))
+    walk.through(steps, _MapSize(N, C, H, W))
     return walk.peak
 
 
@@ -117,7 +117,7 @@ def _base(layer: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class _Map:
+class _MapSize:
     N: int
     C: int
     H: int
@@ -127,11 +127,11 @@ class _Map:
     def values(self) -> int:
         return self.N * self.C * self.H * self.W
 
-    def of(self, channels: int) -> _Map:
-        return _Map(self.N, channels, self.H, self.W)
+    def of(self, channels: int) -> _MapSize:
+        return _MapSize(self.N, channels, self.H, self.W)
 
-    def sized(self, H: int, W: int) -> _Map:
-        return _Map(self.N, self.C, H, W)
+    def sized(self, H: int, W: int) -> _MapSize:
+        return _MapSize(self.N, self.C, H, W)
 
     def on_meta(self, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty((self.N, self.C, self.H, self.W), dtype=dtype, device="meta")
@@ -151,7 +151,7 @@ class _Walk:
     # What a block was called with stays until it returns, as its caller still has a name for it.
     held: list[tuple[str, int]] = field(default_factory=list)
 
-    def through(self, steps: tuple[Step, ...], x: _Map) -> None:
+    def through(self, steps: tuple[VaeStep, ...], x: _MapSize) -> None:
         taken = 0  # The input is the caller's.
         for step in steps:
             if self.held and self.held[-1][0] != step.block:
@@ -164,14 +164,14 @@ class _Walk:
             self.alive -= 0 if step.kind is Kind.OUT else taken
             x, taken = y, self._bytes(y)
 
-    def _passes(self, step: Step) -> bool:
+    def _passes(self, step: VaeStep) -> bool:
         """Whether what its block was called with is let go of before the block has ended."""
         return self.lets_go and step.block.startswith("decoder.up_blocks.")
 
-    def _step(self, step: Step, x: _Map) -> _Map:
+    def _step(self, step: VaeStep, x: _MapSize) -> _MapSize:
         if step.kind is Kind.RESNET:
             return self._resnet(step, x)
-        taken: dict[Kind, Callable[[Any, _Map], _Map]] = {
+        taken: dict[Kind, Callable[[Any, _MapSize], _MapSize]] = {
             Kind.ATTENTION: self._attention,
             Kind.UPSAMPLE: self._upsample,
             Kind.DOWNSAMPLE: self._downsample,
@@ -180,7 +180,7 @@ class _Walk:
         }
         return taken[step.kind](step.module, x)
 
-    def _bytes(self, x: _Map, dtype: torch.dtype | None = None) -> int:
+    def _bytes(self, x: _MapSize, dtype: torch.dtype | None = None) -> int:
         return x.values * (dtype or self.dtype).itemsize
 
     def _take(self, size: int) -> int:
@@ -188,7 +188,7 @@ class _Walk:
         self.peak = max(self.peak, self.alive)
         return size
 
-    def _map(self, x: _Map) -> int:
+    def _map(self, x: _MapSize) -> int:
         return self._take(self._bytes(x))
 
     def _give(self, *sizes: int) -> None:
@@ -199,7 +199,7 @@ class _Walk:
 
     # Layers.
 
-    def _convolution(self, layer: Any, x: _Map, *, op: bool = False) -> _Map:
+    def _convolution(self, layer: Any, x: _MapSize, *, op: bool = False) -> _MapSize:
         """A convolution that keeps the size; `op` where a rule calls it."""
         weight = _base(layer).weight
         y = x.of(weight.shape[0])
@@ -207,7 +207,7 @@ class _Walk:
         self._for_a_moment(self._workspace(weight, x, y, 1, weight.shape[-1] // 2, op=op))
         return y
 
-    def _workspace(self, weight: torch.Tensor, x: _Map, y: _Map, stride: int, padding: int, *, op: bool) -> int:
+    def _workspace(self, weight: torch.Tensor, x: _MapSize, y: _MapSize, stride: int, padding: int, *, op: bool) -> int:
         if self.device.type == "cpu":
             return 0
         if op and self._asks("conv2d"):
@@ -220,7 +220,7 @@ class _Walk:
         half = self.dtype in {torch.float16, torch.bfloat16} and weight.shape[-1] > 1
         return 0 if self.channels_last or not half else (self._bytes(x) + self._bytes(y)) * 3 // 4
 
-    def _product(self, layer: Any, x: _Map) -> int:
+    def _product(self, layer: Any, x: _MapSize) -> int:
         """The scratch of a linear over the pixels, by a rule."""
         if not self._asks("linear_residual"):
             return 0
@@ -231,12 +231,12 @@ class _Walk:
         """Whether a rule would call the op of that name: on a CPU only where the settings name an implementation."""
         return self.device.type != "cpu" or settings.implementation_for(op) is not None
 
-    def _norm_overwrites(self, norm: Any, x: _Map) -> bool:
+    def _norm_overwrites(self, norm: Any, x: _MapSize) -> bool:
         if not self.channels_last or not self._asks("group_norm_silu"):
             return False
         return OPS["group_norm_silu"].overwrites(norm_problem(x.on_meta(self.dtype), norm.num_groups), self.device)
 
-    def _norm_silu(self, norm: Any, x: _Map) -> int:
+    def _norm_silu(self, norm: Any, x: _MapSize) -> int:
         """GroupNorm, with or without SiLU, by a rule."""
         if not self._asks("group_norm_silu"):
             return self._map(x)
@@ -248,7 +248,7 @@ class _Walk:
         self._for_a_moment(self._bytes(x))
         return normed
 
-    def _stock_norm(self, x: _Map) -> int:
+    def _stock_norm(self, x: _MapSize) -> int:
         """GroupNorm of torch, which on a GPU wants another layout and answers in it."""
         copy = self._take(self._bytes(x)) if self.channels_last and self.device.type != "cpu" else 0
         y = self._map(x)
@@ -257,14 +257,14 @@ class _Walk:
 
     # Steps.
 
-    def _resnet(self, step: Step, x: _Map) -> _Map:
+    def _resnet(self, step: VaeStep, x: _MapSize) -> _MapSize:
         # On a CPU the rule leaves small maps to stock.
         small = not self._asks("conv2d") and x.values < WORTH_IT_ON_CPU
         if small or not rewritten(step.module):
             return self._stock_resnet(step.module, x)
         return self._consuming_resnet(step.module, x) if self._passes(step) else self._rewritten_resnet(step.module, x)
 
-    def _stock_resnet(self, module: Any, x: _Map) -> _Map:
+    def _stock_resnet(self, module: Any, x: _MapSize) -> _MapSize:
         normed = self._stock_norm(x)
         active = self._map(x)
         self._give(normed)
@@ -284,7 +284,7 @@ class _Walk:
         self._give(total, self._bytes(y), 0 if module.conv_shortcut is None else self._bytes(y))
         return y
 
-    def _rewritten_resnet(self, module: Any, x: _Map) -> _Map:
+    def _rewritten_resnet(self, module: Any, x: _MapSize) -> _MapSize:
         active = self._norm_silu(module.norm1, x)
         y = self._convolution(module.conv1, x, op=True)
         self._give(active)
@@ -298,7 +298,7 @@ class _Walk:
             self._for_a_moment(self._bytes(y))
         return y
 
-    def _consuming_resnet(self, module: Any, x: _Map) -> _Map:
+    def _consuming_resnet(self, module: Any, x: _MapSize) -> _MapSize:
         shortcut = module.conv_shortcut
         last_use = shortcut is not None and self._norm_overwrites(module.norm1, x)
         if last_use:
@@ -322,7 +322,7 @@ class _Walk:
             self._for_a_moment(self._bytes(y))
         return y
 
-    def _attention(self, module: Any, x: _Map) -> _Map:
+    def _attention(self, module: Any, x: _MapSize) -> _MapSize:
         ours = rewritten(module)
         normed = self._norm_silu(module.group_norm, x) if ours else self._stock_norm(x)
         q_k_v = [self._map(x) for _ in range(3)]
@@ -339,7 +339,7 @@ class _Walk:
         self._give(normed, *q_k_v, mixed if ours else 0)
         return x
 
-    def _upsample(self, module: Any, x: _Map) -> _Map:
+    def _upsample(self, module: Any, x: _MapSize) -> _MapSize:
         large = x.sized(2 * x.H, 2 * x.W)
         layer = module.conv if module.name == "conv" else module.Conv2d_0
         weight = _base(layer).weight
@@ -355,7 +355,7 @@ class _Walk:
         self._for_a_moment(op.scratch_bytes(call, self.device) or 0)
         return y
 
-    def _downsample(self, module: Any, x: _Map) -> _Map:
+    def _downsample(self, module: Any, x: _MapSize) -> _MapSize:
         weight = _base(module.conv).weight
         padded = self._map(x.sized(x.H + 1, x.W + 1)) if module.padding == 0 else 0
         y = x.of(weight.shape[0]).sized(x.H // 2, x.W // 2)
@@ -364,7 +364,7 @@ class _Walk:
         self._give(padded)
         return y
 
-    def _out(self, module: Any, x: _Map) -> _Map:
+    def _out(self, module: Any, x: _MapSize) -> _MapSize:
         # Each result takes the name of the one before it, which is gone then.
         norm = module.conv_norm_out
         normed = self._norm_silu(norm, x) if rewritten(norm) else self._stock_norm(x)

@@ -16,9 +16,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from rocm_sd import arch
 from rocm_sd.arch.torch_libraries import why_not_fused
 from rocm_sd.engine.installed import Installed
-from rocm_sd.engine.memory import free_memory, is_out_of_memory, release
+from rocm_sd.engine.memory import free_memory, is_capturing, is_out_of_memory, release
 from rocm_sd.engine.vae.plan import MIB, VaePlan, Way, is_channels_last, plan, predicted_peak
-from rocm_sd.engine.vae.steps import Kind, Step, decoder_steps, encoder_steps, why_not_in_strips, why_unknown
+from rocm_sd.engine.vae.steps import Kind, VaeStep, decoder_steps, encoder_steps, why_not_in_strips, why_unknown
 from rocm_sd.engine.vae.tiles import Safety, Store, in_strips
 from rocm_sd.rewrite import forwards
 
@@ -53,8 +53,8 @@ class _Direction:
     """`whole` computes a batch at once; `ready` says whether its memory is set aside already, as a graph's is."""
 
     name: str
-    steps: Callable[[Any], tuple[Step, ...]]
-    whole: Callable[[torch.Tensor], torch.Tensor]
+    steps: Callable[[Any], tuple[VaeStep, ...]]
+    whole: Callable[[Any, torch.Tensor], torch.Tensor]
     ready: Callable[[torch.Tensor], bool]
 
     @property
@@ -69,14 +69,14 @@ class _VaeCall:
     vae: Any
     direction: _Direction
     x: torch.Tensor
-    steps: tuple[Step, ...]
+    steps: tuple[VaeStep, ...]
 
     def why_no_strips(self) -> str | None:
         return why_not_in_strips(self.vae, self.steps, self.x.device)
 
     def whole(self, x: torch.Tensor) -> torch.Tensor:
         with self._attention():
-            return self.direction.whole(x)
+            return self.direction.whole(self.vae, x)
 
     def _attention(self) -> AbstractContextManager[Any]:
         """Where torch's fused kernels are known to be wrong for a head of this model, they are not to be chosen."""
@@ -100,13 +100,13 @@ class _Engine:
 
     def takes(self, vae: Any, x: torch.Tensor) -> bool:
         # A copy of the VAE has weights of its own, and this engine the graphs of another.
-        return self.vae() is vae and not _left_to_stock(vae, x)
+        return self.vae() is vae and not _falls_back(vae, x)
 
     def run(self, direction: _Direction, x: torch.Tensor) -> torch.Tensor:
         vae = self.vae()
         _bring_weights(vae)
         call = _VaeCall(vae, direction, x, direction.steps(vae))
-        if _capturing(x):
+        if is_capturing(x.device):
             return call.whole(x)
         if direction.ready(x):
             y = call.whole(x)
@@ -207,21 +207,10 @@ def _computed(call: _VaeCall, chosen: VaePlan) -> torch.Tensor:
     return torch.cat([call.in_strips(picture, chosen.budget) for picture in pictures])
 
 
-def _capturing(x: torch.Tensor) -> bool:
-    return x.is_cuda and torch.cuda.is_current_stream_capturing()
-
-
-def install(
-    vae: Any,
-    level: str = "auto",
-    *,
-    run_whole: Callable[[torch.Tensor], torch.Tensor] | None = None,
-    ready: Callable[[torch.Tensor], bool] | None = None,
-) -> Installed:
+def install(vae: Any, level: str = "auto", *, ready: Callable[[torch.Tensor], bool] = lambda _z: False) -> Installed:
     """Have `decode` and `encode` of this VAE planned.
 
-    `run_whole(z)` decodes a batch at once in place of `decode_whole(vae, z)`; `ready(z)` says whether it holds the
-    memory for that already, so that there is nothing to plan.
+    `ready(z)` says whether the memory to decode a batch at once is held already, so that there is nothing to plan.
     """
     reason = why_unknown(vae)
     if reason is None and ("decode" in vae.__dict__ or "encode" in vae.__dict__):
@@ -229,11 +218,9 @@ def install(
     if reason is not None:
         note = f"VAE: decodes as stock does, because {reason}"
         return Installed(lambda: (note,), lambda: None)
-    held = weakref.ref(vae)
-    engine = _Engine(held, level)
-    whole = run_whole or (lambda z: decode_whole(held(), z))
-    decoding = _Direction("decode", decoder_steps, whole, ready or _never)
-    encoding = _Direction("encode", encoder_steps, lambda x: encode_whole(held(), x), _never)
+    engine = _Engine(weakref.ref(vae), level)
+    decoding = _Direction("decode", decoder_steps, decode_whole, ready)
+    encoding = _Direction("encode", encoder_steps, encode_whole, lambda _x: False)
     restores = [forwards.replace(vae, method) for method in (_decode(engine, decoding), _encode(engine, encoding))]
 
     def restore() -> None:
@@ -241,10 +228,6 @@ def install(
             one()
 
     return Installed(engine.notes, restore)
-
-
-def _never(_x: torch.Tensor) -> bool:
-    return False
 
 
 def _decode(engine: _Engine, direction: _Direction) -> Callable[..., Any]:
@@ -267,7 +250,7 @@ def _encode(engine: _Engine, direction: _Direction) -> Callable[..., Any]:
     return forwards.mark(encode, name="encode")
 
 
-def _left_to_stock(vae: Any, x: torch.Tensor) -> bool:
+def _falls_back(vae: Any, x: torch.Tensor) -> bool:
     """Tiling that the user switched on is stock's own; so is what needs gradients, autocast or tracing."""
     if vae.use_tiling or type(x) is not torch.Tensor or x.dim() != 4 or not x.numel():
         return True

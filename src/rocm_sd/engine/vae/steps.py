@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     import torch
 
-__all__ = ["Kind", "Step", "decoder_steps", "encoder_steps", "rewritten", "why_not_in_strips", "why_unknown"]
+__all__ = ["Kind", "VaeStep", "decoder_steps", "encoder_steps", "rewritten", "why_not_in_strips", "why_unknown"]
 
 
 class Kind(Enum):
@@ -31,7 +31,7 @@ class Kind(Enum):
 
 
 @dataclass(frozen=True)
-class Step:
+class VaeStep:
     """`block` is whose call it is made in: stock keeps a block's input until the block has returned."""
 
     path: str
@@ -40,49 +40,49 @@ class Step:
     block: str = ""
 
 
-def decoder_steps(vae: Any) -> tuple[Step, ...]:
+def decoder_steps(vae: Any) -> tuple[VaeStep, ...]:
     return tuple(_decoder_steps(vae))
 
 
-def _decoder_steps(vae: Any) -> Iterator[Step]:
+def _decoder_steps(vae: Any) -> Iterator[VaeStep]:
     decoder = vae.decoder
     if vae.post_quant_conv is not None:
-        yield Step("post_quant_conv", Kind.CONVOLUTION, vae.post_quant_conv)
-    yield Step("decoder.conv_in", Kind.CONVOLUTION, decoder.conv_in)
+        yield VaeStep("post_quant_conv", Kind.CONVOLUTION, vae.post_quant_conv)
+    yield VaeStep("decoder.conv_in", Kind.CONVOLUTION, decoder.conv_in)
     yield from _middle("decoder.mid_block", decoder.mid_block)
     for number, block in enumerate(decoder.up_blocks):
         yield from _block(f"decoder.up_blocks.{number}", block, "upsamplers", Kind.UPSAMPLE)
-    yield Step("decoder.conv_out", Kind.OUT, decoder)
+    yield VaeStep("decoder.conv_out", Kind.OUT, decoder)
 
 
-def encoder_steps(vae: Any) -> tuple[Step, ...]:
+def encoder_steps(vae: Any) -> tuple[VaeStep, ...]:
     return tuple(_encoder_steps(vae))
 
 
-def _encoder_steps(vae: Any) -> Iterator[Step]:
+def _encoder_steps(vae: Any) -> Iterator[VaeStep]:
     encoder = vae.encoder
-    yield Step("encoder.conv_in", Kind.CONVOLUTION, encoder.conv_in)
+    yield VaeStep("encoder.conv_in", Kind.CONVOLUTION, encoder.conv_in)
     for number, block in enumerate(encoder.down_blocks):
         yield from _block(f"encoder.down_blocks.{number}", block, "downsamplers", Kind.DOWNSAMPLE)
     yield from _middle("encoder.mid_block", encoder.mid_block)
-    yield Step("encoder.conv_out", Kind.OUT, encoder)
+    yield VaeStep("encoder.conv_out", Kind.OUT, encoder)
     if vae.quant_conv is not None:
-        yield Step("quant_conv", Kind.CONVOLUTION, vae.quant_conv)
+        yield VaeStep("quant_conv", Kind.CONVOLUTION, vae.quant_conv)
 
 
-def _middle(path: str, block: Any) -> Iterator[Step]:
-    yield Step(f"{path}.resnets.0", Kind.RESNET, block.resnets[0], path)
+def _middle(path: str, block: Any) -> Iterator[VaeStep]:
+    yield VaeStep(f"{path}.resnets.0", Kind.RESNET, block.resnets[0], path)
     for number, (attention, resnet) in enumerate(zip(block.attentions, block.resnets[1:], strict=True)):
         if attention is not None:
-            yield Step(f"{path}.attentions.{number}", Kind.ATTENTION, attention, path)
-        yield Step(f"{path}.resnets.{number + 1}", Kind.RESNET, resnet, path)
+            yield VaeStep(f"{path}.attentions.{number}", Kind.ATTENTION, attention, path)
+        yield VaeStep(f"{path}.resnets.{number + 1}", Kind.RESNET, resnet, path)
 
 
-def _block(path: str, block: Any, samplers: str, kind: Kind) -> Iterator[Step]:
+def _block(path: str, block: Any, samplers: str, kind: Kind) -> Iterator[VaeStep]:
     for number, resnet in enumerate(block.resnets):
-        yield Step(f"{path}.resnets.{number}", Kind.RESNET, resnet, path)
+        yield VaeStep(f"{path}.resnets.{number}", Kind.RESNET, resnet, path)
     for number, sampler in enumerate(getattr(block, samplers) or ()):
-        yield Step(f"{path}.{samplers}.{number}", kind, sampler, path)
+        yield VaeStep(f"{path}.{samplers}.{number}", kind, sampler, path)
 
 
 def why_unknown(vae: Any) -> str | None:
@@ -118,7 +118,7 @@ def rewritten(module: nn.Module) -> bool:
     return forwards.is_rule(forwards.on_instance(module))
 
 
-def why_not_in_strips(vae: Any, steps: tuple[Step, ...], device: torch.device) -> str | None:
+def why_not_in_strips(vae: Any, steps: tuple[VaeStep, ...], device: torch.device) -> str | None:
     """The reason that these steps cannot be taken layer by layer now, or None.
 
     Layers are called one by one then and norms are read, so a hook on what contains them would not run.
@@ -136,7 +136,7 @@ def why_not_in_strips(vae: Any, steps: tuple[Step, ...], device: torch.device) -
     return None
 
 
-def _modules_of(step: Step) -> Iterator[nn.Module]:
+def _modules_of(step: VaeStep) -> Iterator[nn.Module]:
     if step.kind is not Kind.OUT:
         yield from step.module.modules()
         return
@@ -158,7 +158,7 @@ def _touched(module: nn.Module, device: torch.device) -> str | None:
     return unusual(module)
 
 
-def _unusual_step(step: Step) -> str | None:
+def _unusual_step(step: VaeStep) -> str | None:
     module = step.module
     if step.kind is Kind.RESNET:
         return _unusual_resnet(module)

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch.func import functional_call
 
 from rocm_sd.engine.vae.plan import scores_bytes
-from rocm_sd.engine.vae.steps import Kind, Step
+from rocm_sd.engine.vae.steps import Kind, VaeStep
 from rocm_sd.ops import attention
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ class _Map:
         del self._data
 
 
-def in_strips(steps: tuple[Step, ...], x: torch.Tensor, store: Store, safety: Safety | None = None) -> torch.Tensor:
+def in_strips(steps: tuple[VaeStep, ...], x: torch.Tensor, store: Store, safety: Safety | None = None) -> torch.Tensor:
     """The steps on one picture [1, C, H, W]. With `safety`, a step's result is looked at before the next one begins."""
     narrow = x.dtype
     here = _Map.of(store, x)
@@ -151,7 +151,7 @@ def in_strips(steps: tuple[Step, ...], x: torch.Tensor, store: Store, safety: Sa
     return y.to(narrow)
 
 
-def _checked(step: Step, x: _Map, store: Store, narrow: torch.dtype, safety: Safety) -> _Map:
+def _checked(step: VaeStep, x: _Map, store: Store, narrow: torch.dtype, safety: Safety) -> _Map:
     if x.fits(narrow):
         y = _run(step, x, store, narrow)
         if y.is_finite():
@@ -161,7 +161,7 @@ def _checked(step: Step, x: _Map, store: Store, narrow: torch.dtype, safety: Saf
     return _run(step, x, store, safety.dtype, cast=True)
 
 
-def _run(step: Step, x: _Map, store: Store, dtype: torch.dtype, *, cast: bool = False) -> _Map:
+def _run(step: VaeStep, x: _Map, store: Store, dtype: torch.dtype, *, cast: bool = False) -> _Map:
     """`cast`: the layers have weights of another dtype, which are turned to `dtype` for each call of a layer."""
     strips = _Strips(store, dtype, cast)
     module: Any = step.module

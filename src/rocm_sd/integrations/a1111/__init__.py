@@ -16,7 +16,7 @@ def register() -> Any:
 
     Never raises: whatever goes wrong here, the host starts as it would without the extension.
     """
-    from rocm_sd.integrations.a1111 import host, messages, notice  # noqa: PLC0415 -- nothing heavy before it is asked for
+    from rocm_sd.integrations.a1111 import host, messages  # noqa: PLC0415 -- nothing heavy before it is asked for
 
     try:
         reason = host.why_not()
@@ -27,4 +27,4 @@ def register() -> Any:
     except Exception as error:  # noqa: BLE001 -- the host must start
         reason = f"it could not be set up ({type(error).__name__}: {error}). The host runs as without it."
     messages.say(reason)
-    return notice.script_class(reason)
+    return messages.notice_class(reason)

@@ -88,6 +88,6 @@ def why_not() -> str | None:
             return f"the host has no modules.{name} ({error}). It needs Automatic1111 1.5 or newer: update it."
         missing = [attribute for attribute in attributes if not hasattr(found, attribute)]
         if missing:
-            told = ", ".join(f"modules.{name}.{attribute}" for attribute in missing)
-            return f"the host has no {told}. It needs Automatic1111 1.5 or newer: update it with git pull."
+            names = ", ".join(f"modules.{name}.{attribute}" for attribute in missing)
+            return f"the host has no {names}. It needs Automatic1111 1.5 or newer: update it with git pull."
     return None

@@ -7,8 +7,7 @@ from importlib import import_module, util
 from typing import Any
 
 from rocm_sd.engine import LEVELS, QUALITIES
-from rocm_sd.integrations.a1111 import host, messages, optimizer, unet_option
-from rocm_sd.integrations.a1111.notice import TITLE
+from rocm_sd.integrations.a1111 import host, host_lists, messages
 from rocm_sd.integrations.a1111.permission import PERMISSION
 from rocm_sd.integrations.a1111.switch import SWITCH, Wish
 
@@ -22,8 +21,8 @@ def hook_in() -> Any:
     """Hook into the host, and give it the class of its script."""
     callbacks = host.module("script_callbacks")
     callbacks.on_ui_settings(add_settings)
-    callbacks.on_list_optimizers(optimizer.list_into)
-    callbacks.on_list_unets(unet_option.list_into)
+    callbacks.on_list_optimizers(host_lists.list_attention_into)
+    callbacks.on_list_unets(host_lists.list_unet_into)
     callbacks.on_model_loaded(_model_loaded)
     callbacks.on_script_unloaded(SWITCH.restore)
     if util.find_spec("triton") is None:
@@ -41,7 +40,7 @@ def add_settings() -> None:
     options = {
         "rocm_sd_enabled": shared.OptionInfo(True, "Enable ROCm SD Optimization when the page is opened"),
         "rocm_sd_level": shared.OptionInfo("auto", "Level", gradio.Radio, {"choices": list(LEVELS)}).info(
-            "performance records whole steps, memory records none, auto decides by what is free"
+            "performance captures whole steps, memory captures none, auto decides by what is free"
         ),
         "rocm_sd_quality": shared.OptionInfo("exact", "Quality", gradio.Radio, {"choices": list(QUALITIES)}).info(
             "no approximation exists in this version: all of them are exact"
@@ -66,11 +65,11 @@ def _model_loaded(sd_model: Any) -> None:
         SWITCH.restore()
         reason = f"{type(error).__name__}: {error}"
     if reason is not None:
-        messages.say(f"the model that was loaded is left as it is: {reason}.")
+        messages.say(f"the model that was loaded is skipped: {reason}.")
 
 
 def pasted(parameters: dict[str, Any], part: str) -> Any:
-    """What a picture's record says: enabled, level or quality; None, which changes nothing, if it says nothing."""
+    """What a picture's own text says: enabled, level or quality; None, which changes nothing, if it says nothing."""
     text = parameters.get(INFOTEXT)
     if text is None:
         return None
@@ -88,18 +87,18 @@ def _script_class() -> Any:
 
     class ROCmSDOptimization(base):  # type: ignore[misc]  # the host's class has no types
         def title(self) -> str:
-            return TITLE
+            return messages.TITLE
 
         def show(self, is_img2img: bool) -> Any:  # noqa: ARG002 -- the host's signature
             return scripts.AlwaysVisible
 
         def ui(self, is_img2img: bool) -> list[Any]:  # noqa: ARG002 -- the host's signature
-            with gradio.Accordion(TITLE, open=False):
+            with gradio.Accordion(messages.TITLE, open=False):
                 enabled = gradio.Checkbox(label="Enable", value=bool(_setting("rocm_sd_enabled", True)))
                 level = gradio.Radio(list(LEVELS), label="Level", value=_setting("rocm_sd_level", "auto"))
                 quality = gradio.Radio(list(QUALITIES), label="Quality", value=_setting("rocm_sd_quality", "exact"))
-                told = gradio.HTML(_panel())
-                gradio.Button("What is replaced").click(fn=_panel, inputs=[], outputs=[told])
+                shown = gradio.HTML(_panel())
+                gradio.Button("What is replaced").click(fn=_panel, inputs=[], outputs=[shown])
             self.infotext_fields = [
                 (enabled, lambda parameters: pasted(parameters, "enabled")),
                 (level, lambda parameters: pasted(parameters, "level")),
@@ -117,7 +116,7 @@ def _script_class() -> Any:
                 SWITCH.restore()
                 reason = f"{type(error).__name__}: {error}"
             if reason is not None:
-                _tell(p, f"not used for this picture: {reason}")
+                _say(p, f"not used for this picture: {reason}")
             elif enabled:
                 p.extra_generation_params[INFOTEXT] = SWITCH.infotext()
 
@@ -136,7 +135,7 @@ def _why_not_wish(wish: Wish | None) -> str | None:
     return f"level {wish.level!r} with quality {wish.quality!r} is not known: {', '.join((*LEVELS, *QUALITIES))}"
 
 
-def _tell(p: Any, sentence: str) -> None:
+def _say(p: Any, sentence: str) -> None:
     messages.say(sentence)
     # Shown under the picture; hosts before 1.6 have no place for it.
     comment = getattr(p, "comment", None)

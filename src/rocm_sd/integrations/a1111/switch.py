@@ -1,44 +1,49 @@
 """What is on: the host's model with its blocks replaced, and the way back.
 
-There is one for the whole host, as the host has one model at work. `settle` is asked before each job; it changes
+There is one for the whole host, as the host has one model at work. `settle` is called before each job; it changes
 something only where the wish, the model or what the model is allowed has changed.
 """
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
+import torch
+
 import rocm_sd
-from rocm_sd.engine import free_memory
-from rocm_sd.engine.capture import graphs_wanted, start_compiling
-from rocm_sd.engine.convolutions import (
-    CHANNELS_LAST,
-    choose_layout,
-    choose_library,
-    convolution_dtype,
-    convolving_models,
-    install_library,
-    lay_out,
+from rocm_sd.engine import convolutions, free_memory
+from rocm_sd.engine.capture import (
+    CapturedCalls,
+    HostCall,
+    Policy,
+    graphs_wanted,
+    start_compiling,
+    why_foreign_layer,
 )
 from rocm_sd.integrations.a1111 import host, messages
-from rocm_sd.integrations.a1111.a1111_policy import CAPTURED_RULES, RULES
-from rocm_sd.integrations.a1111.class_forwards import LoraNetworks, why_not_layers
+from rocm_sd.integrations.a1111.a1111_policy import (
+    CAPTURED_RULES,
+    PACKAGES,
+    RULES,
+    LoraNetworks,
+    identities,
+    why_not_layers,
+)
 from rocm_sd.integrations.a1111.permission import PERMISSION
-from rocm_sd.integrations.a1111.unet_graphs import UnetGraphs
 from rocm_sd.rewrite.apply import Change, apply, undo
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    import torch
     from torch import nn
 
     from rocm_sd.engine import Installed
 
-__all__ = ["SWITCH", "Switch", "Wish", "why_not_model"]
+__all__ = ["SWITCH", "Switch", "UnetGraphs", "Wish", "why_not_model"]
 
 # Level auto captures where so much is free: chosen, not measured. Graphs keep to half of what is free in any case.
 _ROOM_FOR_GRAPHS = 2 * 2**30
@@ -55,7 +60,7 @@ class Wish:
 
 
 def why_not_model(sd_model: Any) -> str | None:
-    """Why this model is left as it is, in words; None where it can be optimised."""
+    """Why this model is skipped, in words; None where it can be optimised."""
     unet = getattr(getattr(sd_model, "model", None), "diffusion_model", None)
     if unet is None:
         return "no model is loaded"
@@ -72,7 +77,41 @@ def why_not_model(sd_model: Any) -> str | None:
     return why_not_layers()
 
 
-class _Optimized:
+class _GraphPolicy(Policy):
+    # The host runs a half precision model under autocast.
+    under_autocast = True
+
+    def why_not(self, model: nn.Module, device: torch.device) -> str | None:  # noqa: ARG002 -- it is where it was
+        return why_foreign_layer(model, PACKAGES, methods=("forward", "_forward"))
+
+    def say(self, sentence: str) -> None:
+        messages.say(sentence)
+
+
+class UnetGraphs:
+    """Calls of one UNet from graphs. It does not keep the UNet alive."""
+
+    def __init__(self, unet: nn.Module) -> None:
+        self._unet = ref(unet)
+        self._device = next(unet.parameters()).device
+        self._kinds = {type(module) for module in unet.modules() if type(module).__module__.startswith(("ldm", "sgm"))}
+        self.calls = CapturedCalls(unet, _GraphPolicy("the UNet"))
+
+    def __call__(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the UNet gives by `original`, its own forward."""
+        held, device = self._unet, self._device
+        autocast, dtype = torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            # Autocast keeps casts of weights for its next use: a graph would read them after they are gone.
+            with PERMISSION.a_whole_call(), torch.autocast(device.type, dtype, enabled=autocast, cache_enabled=False):
+                return original(held(), *args, **kwargs)
+
+        also = (autocast, dtype, identities(self._kinds))
+        return self.calls(HostCall(args, kwargs, device, partial(run, *args, **kwargs), run, also))
+
+
+class _OptimizedModel:
     """One model with its blocks replaced."""
 
     def __init__(self, sd_model: Any, wish: Wish) -> None:
@@ -84,7 +123,7 @@ class _Optimized:
         self.changes: list[Change] = []
         self._installed: list[Installed] = []
         self._hook: Any = None
-        self.library = choose_library(self.device)
+        self.library = convolutions.choose_library(self.device)
         self.graphs: UnetGraphs | None = None
         self._lora = LoraNetworks(unet)
         try:
@@ -98,18 +137,22 @@ class _Optimized:
         if captures:
             start_compiling(self.device)
             self.graphs = UnetGraphs(unet)
-        layout = choose_layout(self.device, next(filter(None, map(convolution_dtype, parts)), None))
+        layout = convolutions.choose_layout(
+            self.device, next(filter(None, map(convolutions.convolution_dtype, parts)), None)
+        )
         reason: str | None = f"its convolutions keep their layout ({layout.why})"
-        if layout.implementation == CHANNELS_LAST:
+        if layout.implementation == convolutions.CHANNELS_LAST:
             reason = None
-            self._installed.append(lay_out(parts, layout.why))
+            self._installed.append(convolutions.lay_out(parts, layout.why))
         rules = (*RULES, *(CAPTURED_RULES if captures else ()))
         rules = tuple(rule for rule in rules if rule.on_cpu or self.device.type != "cpu")
         for part in parts:
             self.changes += apply(part, rules, not_channels_last=reason)
-        # The UNet's own forward is asked for through `call`; nobody asks for those of the VAE's halves.
-        halves = [half for part in parts[1:] for half in convolving_models(part, self.library, is_vae=True)]
-        self._installed.append(install_library(halves, self.library, has_vae=len(parts) > 1))
+        # The host calls the UNet through `call`, and the VAE's halves directly.
+        halves = [
+            half for part in parts[1:] for half in convolutions.convolving_models(part, self.library, is_vae=True)
+        ]
+        self._installed.append(convolutions.install_library(halves, self.library, has_vae=len(parts) > 1))
         self._hook = unet.register_forward_pre_hook(lambda _module, _args: self._before_call())
 
     def _before_call(self) -> None:
@@ -127,23 +170,17 @@ class _Optimized:
         if reason is not None:
             messages.say(f"the UNet runs as the host has it: {reason}")
 
-    def call(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, original: Callable[..., Any], unet: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The UNet's own forward, from a graph where one fits, with the library that was measured to be faster."""
-        unet = self.unet()
-        with nullcontext() if unet is None else self.library.in_force(unet, args, kwargs):
-            return self._called(original, args, kwargs)
+        with self.library.in_force(unet, args, kwargs):
+            if self.graphs is None or not self._captures_now():
+                return original(unet, *args, **kwargs)
+            return self.graphs(original, args, kwargs)
 
-    def _called(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        unet = self.unet()
-        sd_model = self.model()
-        if self.graphs is None or unet is None or not self._captures_now(sd_model):
-            return original(unet, *args, **kwargs)
-        return self.graphs(original, args, kwargs)
-
-    def _captures_now(self, sd_model: Any) -> bool:
+    def _captures_now(self) -> bool:
         if PERMISSION.unet is not None or PERMISSION.broken is not None or not PERMISSION.attention:
             return False
-        return not getattr(sd_model, "applied_token_merged_ratio", 0)
+        return not getattr(self.model(), "applied_token_merged_ratio", 0)
 
     def restore(self) -> None:
         if self._hook is not None:
@@ -166,12 +203,8 @@ class Switch:
     """Off, or on for one model."""
 
     def __init__(self) -> None:
-        self._on: _Optimized | None = None
+        self._on: _OptimizedModel | None = None
         self._wish: Wish | None = None
-
-    @property
-    def wish(self) -> Wish | None:
-        return self._wish
 
     def is_on(self, sd_model: Any) -> bool:
         return self._on is not None and self._on.model() is sd_model
@@ -195,7 +228,7 @@ class Switch:
         if on is None or on.model() is not sd_model or on.wish != wish or on.device != next(unet.parameters()).device:
             self.restore()
             PERMISSION.reset()
-            self._on = _Optimized(sd_model, wish)
+            self._on = _OptimizedModel(sd_model, wish)
         return None
 
     def again(self, sd_model: Any) -> str | None:
@@ -216,7 +249,7 @@ class Switch:
         on = self._on
         if on is None or on.unet() is not unet:
             return original(unet, *args, **kwargs)
-        return on.call(original, args, kwargs)
+        return on.call(original, unet, args, kwargs)
 
     def forget_graphs(self) -> None:
         if self._on is not None and self._on.graphs is not None:
@@ -236,9 +269,7 @@ class Switch:
         on = self._on
         if on is None:
             return ["off: everything is the host's own"]
-        counted: dict[tuple[str, str | None], int] = {}
-        for change in on.changes:
-            counted[change.kind, change.left_because] = counted.get((change.kind, change.left_because), 0) + 1
+        counted = Counter((change.kind, change.why_skipped) for change in on.changes)
         lines = [
             f"{count} {kind}: replaced" if why is None else f"{count} {kind}: skipped, because {why}"
             for (kind, why), count in counted.items()

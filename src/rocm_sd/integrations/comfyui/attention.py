@@ -6,15 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rocm_sd.integrations.comfyui.host import belongs_to_the_host
+from rocm_sd.integrations.comfyui.host import PatchReport, belongs_to_the_host
 from rocm_sd.integrations.ldm import is_ready
 from rocm_sd.ops import OPS, attention
 from rocm_sd.rewrite.convolutions import through_op
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from rocm_sd.integrations.comfyui.patch_report import PatchReport
 
 __all__ = ["OPTION", "is_our_override", "override_for"]
 

@@ -20,10 +20,10 @@ from rocm_sd.rewrite.forwards import is_ours
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["Layout"]
+__all__ = ["ChannelsLast"]
 
 
-class Layout:
+class ChannelsLast:
     """`part`: what of the host's model it is for. Several clones of one model share it, and may be injected in turn."""
 
     def __init__(self, part: Callable[[Any], nn.Module], why: str) -> None:

@@ -20,13 +20,9 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = [
-    "BUILT_IN",
-    "NODE_CLASS_MAPPINGS",
-    "NODE_DISPLAY_NAME_MAPPINGS",
-    "ROCmEmojiCheckpointLoader",
-    "ROCmEmojiEmptyLatent",
-    "register",
-]
+    "BUILT_IN", "NODE_CLASS_MAPPINGS", "NODE_DISPLAY_NAME_MAPPINGS", "ROCmEmojiCheckpointLoader",
+    "ROCmEmojiEmptyLatent", "register",
+]  # fmt: skip
 
 BUILT_IN = f"{EMBEDDED} (built in)"
 _CATEGORY = "ROCm Optimizations/emoji-sd"

@@ -1,17 +1,27 @@
-"""What of ComfyUI is used, and whether the one that runs has it. The host is imported when it is needed."""
+"""What of ComfyUI is used, whether the one that runs has it, and what is reported to its user.
+
+The host is imported when it is needed.
+"""
 
 from __future__ import annotations
 
 import logging
+from collections import Counter
+from dataclasses import dataclass, field
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from rocm_sd.engine import is_out_of_memory
 from rocm_sd.errors import Unsupported
 
-__all__ = ["KEY", "belongs_to_the_host", "is_comfy", "log", "require", "say", "the"]
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from rocm_sd.rewrite import Change
+
+__all__ = ["KEY", "PatchReport", "belongs_to_the_host", "is_comfy", "log", "require", "say", "the"]
 
 log = logging.getLogger(__name__)
 
@@ -70,3 +80,38 @@ def require(patcher: Any) -> None:
 
 def _too_old(reason: str) -> Unsupported:
     return Unsupported("rocm-sd", f"this ComfyUI: {reason}", hint="Update ComfyUI to 0.3.64 (October 2025) or newer.")
+
+
+@dataclass
+class PatchReport:
+    """What was done to one model of the host: replaced, or skipped and why; and what has happened to it since.
+
+    `sources` are asked anew for every report: a graph that was captured, or a reason to fall back, comes with use.
+
+    `failed`: what raised an error, by the rule's name; the fallback to the host holds from then on.
+    """
+
+    what: str
+    arch: str
+    level: str
+    quality: str = "exact"
+    changes: list[Change] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    sources: list[Callable[[], Sequence[str]]] = field(default_factory=list)
+    failed: dict[str, str] = field(default_factory=dict)
+
+    def fail(self, rule: str, error: Exception) -> None:
+        first_line = (str(error).splitlines() or [""])[0]
+        self.failed[rule] = f"{type(error).__name__}: {first_line}"
+        say(f"{rule} of the {self.what}: fallback to ComfyUI from here on, because of {self.failed[rule]}")
+
+    def lines(self) -> list[str]:
+        lines = [f"{self.what} on {self.arch}, level {self.level}, quality {self.quality}"]
+        counts = Counter((change.kind, change.rule, change.why_skipped) for change in self.changes)
+        for (kind, rule, reason), count in counts.items():
+            done = f"replaced by {rule}" if reason is None else f"skipped, because {reason}"
+            lines.append(f"  {count} x {kind}: {done}")
+        lines += [f"  {rule}: fallback to ComfyUI after an error ({reason})" for rule, reason in self.failed.items()]
+        lines += [f"  {note}" for note in self.notes]
+        lines += [f"  {note}" for source in self.sources for note in source()]
+        return lines

@@ -5,7 +5,7 @@ Names and shapes here are ComfyUI's: INPUT_TYPES, RETURN_TYPES, FUNCTION, CATEGO
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from rocm_sd.engine import LEVELS, QUALITIES
 from rocm_sd.integrations.comfyui import benchmark, patching
@@ -23,7 +23,7 @@ _LEVEL = (
     list(LEVELS),
     {
         "default": "auto",
-        "tooltip": "auto: by the memory that is free. performance: holds memory for recorded steps. memory: holds none."
+        "tooltip": "auto: by the memory that is free. performance: holds memory for captured steps. memory: holds none."
         " The picture is the same at every level.",
     },
 )
@@ -33,43 +33,58 @@ _QUALITY = (
 )
 
 
-def _or_unchanged(name: str, target: Any, optimize: Callable[[], Any]) -> tuple[Any]:
-    """What `optimize` gives, or the target itself with the reason in the console."""
-    try:
-        return (optimize(),)
-    except Exception as error:
-        if belongs_to_the_host(error):
-            raise
-        say(f"{name} hands its input on unchanged. {error}")
-        return (target,)
+class _Optimizer:
+    """Hands on a copy of its input with everything of ours in it."""
+
+    CATEGORY = _CATEGORY
+    RETURN_TYPES: tuple[str, ...] = ("MODEL",)
+    FUNCTION = "optimize"
+
+    def _or_unchanged(self, target: Any, optimize: Callable[[], Any]) -> tuple[Any]:
+        """What `optimize` gives, or the target itself with the reason in the console."""
+        try:
+            return (optimize(),)
+        except Exception as error:
+            if belongs_to_the_host(error):
+                raise
+            say(f"{type(self).__name__} hands its input on unchanged. {error}")
+            return (target,)
 
 
-class ROCmOptimizedAttention:
-    CATEGORY: ClassVar[str] = _CATEGORY
-    DESCRIPTION: ClassVar[str] = "Computes the attention of any model with the fastest implementation on this card."
-    RETURN_TYPES: ClassVar[tuple[str, ...]] = ("MODEL",)
-    OUTPUT_TOOLTIPS: ClassVar[tuple[str, ...]] = ("The same model with optimised attention; the input is unchanged.",)
-    FUNCTION: ClassVar[str] = "optimize"
+class _TextNode:
+    """Gives text, and shows it on the node."""
+
+    CATEGORY = _CATEGORY
+    RETURN_TYPES = ("STRING",)
+    OUTPUT_NODE = True
+
+    @classmethod
+    def IS_CHANGED(cls, **_inputs: Any) -> float:  # noqa: N802 -- the host's name
+        """Never the same as before: a report grows with use, and a measurement is made anew each time."""
+        return float("nan")
+
+    @staticmethod
+    def _shown(text: str) -> dict[str, Any]:
+        return {"ui": {"text": [text]}, "result": (text,)}
+
+
+class ROCmOptimizedAttention(_Optimizer):
+    DESCRIPTION = "Computes the attention of any model with the fastest implementation on this card."
+    OUTPUT_TOOLTIPS = ("The same model with optimised attention; the input is unchanged.",)
 
     @classmethod
     def INPUT_TYPES(cls) -> Inputs:  # noqa: N802 -- the host's name
-        return {
-            "required": {"model": ("MODEL", {"tooltip": "The model to optimise."}), "optimization_level": _LEVEL},
-        }
+        return {"required": {"model": ("MODEL", {"tooltip": "The model to optimise."}), "optimization_level": _LEVEL}}
 
     def optimize(self, model: Any, optimization_level: str = "auto") -> tuple[Any]:
-        name = type(self).__name__
-        return _or_unchanged(name, model, lambda: patching.optimize_attention(model, optimization_level))
+        return self._or_unchanged(model, lambda: patching.optimize_attention(model, optimization_level))
 
 
-class ROCmOptimizedModel:
-    CATEGORY: ClassVar[str] = _CATEGORY
-    DESCRIPTION: ClassVar[str] = (
-        "Everything for the diffusion model: attention, fused blocks, and steps that are recorded once and replayed."
+class ROCmOptimizedModel(_Optimizer):
+    DESCRIPTION = (
+        "Everything for the diffusion model: attention, fused blocks, and steps that are captured once and replayed."
     )
-    RETURN_TYPES: ClassVar[tuple[str, ...]] = ("MODEL",)
-    OUTPUT_TOOLTIPS: ClassVar[tuple[str, ...]] = ("The same model, optimised; the input is unchanged.",)
-    FUNCTION: ClassVar[str] = "optimize"
+    OUTPUT_TOOLTIPS = ("The same model, optimised; the input is unchanged.",)
 
     @classmethod
     def INPUT_TYPES(cls) -> Inputs:  # noqa: N802 -- the host's name
@@ -82,35 +97,29 @@ class ROCmOptimizedModel:
         }
 
     def optimize(self, model: Any, optimization_level: str = "auto", quality: str = "exact") -> tuple[Any]:
-        name = type(self).__name__
-        return _or_unchanged(name, model, lambda: patching.optimize_model(model, optimization_level, quality))
+        return self._or_unchanged(model, lambda: patching.optimize_model(model, optimization_level, quality))
 
 
-class ROCmOptimizedVAE:
-    CATEGORY: ClassVar[str] = _CATEGORY
-    DESCRIPTION: ClassVar[str] = "Decodes and encodes with fused blocks. Tiling stays ComfyUI's own."
-    RETURN_TYPES: ClassVar[tuple[str, ...]] = ("VAE",)
-    OUTPUT_TOOLTIPS: ClassVar[tuple[str, ...]] = ("The same VAE, optimised; the input is unchanged.",)
-    FUNCTION: ClassVar[str] = "optimize"
+class ROCmOptimizedVAE(_Optimizer):
+    DESCRIPTION = "Decodes and encodes with fused blocks. Tiling stays ComfyUI's own."
+    RETURN_TYPES = ("VAE",)
+    OUTPUT_TOOLTIPS = ("The same VAE, optimised; the input is unchanged.",)
 
     @classmethod
     def INPUT_TYPES(cls) -> Inputs:  # noqa: N802 -- the host's name
         return {"required": {"vae": ("VAE", {"tooltip": "The VAE to optimise."}), "optimization_level": _LEVEL}}
 
     def optimize(self, vae: Any, optimization_level: str = "auto") -> tuple[Any]:
-        return _or_unchanged(type(self).__name__, vae, lambda: patching.optimize_vae(vae, optimization_level))
+        return self._or_unchanged(vae, lambda: patching.optimize_vae(vae, optimization_level))
 
 
-class ROCmOptimizationReport:
-    CATEGORY: ClassVar[str] = _CATEGORY
-    DESCRIPTION: ClassVar[str] = (
+class ROCmOptimizationReport(_TextNode):
+    DESCRIPTION = (
         "Shows what was replaced, what was skipped and why. Place it after the sampler (connect a latent or an"
         " image to `after`) to see what happened in the run, too."
     )
-    RETURN_TYPES: ClassVar[tuple[str, ...]] = ("STRING",)
-    OUTPUT_TOOLTIPS: ClassVar[tuple[str, ...]] = ("The report as text.",)
-    FUNCTION: ClassVar[str] = "report"
-    OUTPUT_NODE: ClassVar[bool] = True
+    OUTPUT_TOOLTIPS = ("The report as text.",)
+    FUNCTION = "report"
 
     @classmethod
     def INPUT_TYPES(cls) -> Inputs:  # noqa: N802 -- the host's name
@@ -128,35 +137,24 @@ class ROCmOptimizationReport:
         """`after` takes anything."""
         return True
 
-    @classmethod
-    def IS_CHANGED(cls, **_inputs: Any) -> float:  # noqa: N802 -- the host's name
-        """Never the same as before: what is told comes with use."""
-        return float("nan")
-
     def report(self, model: Any = None, vae: Any = None, after: Any = None) -> dict[str, Any]:  # noqa: ARG002
         lines: list[str] = []
         for name, target in (("model", model), ("VAE", vae)):
-            if target is None:
-                continue
-            record = patching.report_of(target)
-            if record is None:
+            found = None if target is None else patching.report_of(target)
+            if found is not None:
+                lines += found.lines()
+            elif target is not None:
                 lines.append(f"{name}: not optimised. If a node of ROCm Optimizations comes before, see the console.")
-            else:
-                lines += record.lines()
-        text = "\n".join(lines) or "Connect a model or a VAE."
-        return {"ui": {"text": [text]}, "result": (text,)}
+        return self._shown("\n".join(lines) or "Connect a model or a VAE.")
 
 
-class ROCmBenchmark:
-    CATEGORY: ClassVar[str] = _CATEGORY
-    DESCRIPTION: ClassVar[str] = (
+class ROCmBenchmark(_TextNode):
+    DESCRIPTION = (
         "Times sampling with the model as ComfyUI runs it and as ROCmOptimizedModel does, in turns, on this card."
-        " Numbers are compared first: where they differ, no speed is told."
+        " Numbers are compared first: where they differ, no speed is reported."
     )
-    RETURN_TYPES: ClassVar[tuple[str, ...]] = ("STRING",)
-    OUTPUT_TOOLTIPS: ClassVar[tuple[str, ...]] = ("What was measured, as text.",)
-    FUNCTION: ClassVar[str] = "measure"
-    OUTPUT_NODE: ClassVar[bool] = True
+    OUTPUT_TOOLTIPS = ("What was measured, as text.",)
+    FUNCTION = "measure"
 
     @classmethod
     def INPUT_TYPES(cls) -> Inputs:  # noqa: N802 -- the host's name
@@ -172,11 +170,6 @@ class ROCmBenchmark:
             },
         }
 
-    @classmethod
-    def IS_CHANGED(cls, **_inputs: Any) -> float:  # noqa: N802 -- the host's name
-        """Measured anew each time."""
-        return float("nan")
-
     def measure(
         self, model: Any, steps: int, repeats: int, width: int, height: int, optimization_level: str = "auto"
     ) -> dict[str, Any]:
@@ -188,7 +181,7 @@ class ROCmBenchmark:
                 raise
             text = f"Nothing was measured. {error}"
             say(f"{type(self).__name__}: {text}")
-        return {"ui": {"text": [text]}, "result": (text,)}
+        return self._shown(text)
 
 
 NODE_CLASS_MAPPINGS: dict[str, Any] = {

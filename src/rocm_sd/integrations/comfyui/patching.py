@@ -14,13 +14,18 @@ from rocm_sd import arch
 from rocm_sd.engine import LEVELS, QUALITIES
 from rocm_sd.engine.capture import graphs_wanted, start_compiling
 from rocm_sd.engine.convolutions import CHANNELS_LAST, choose_layout, choose_library, convolution_dtype
-from rocm_sd.errors import InvalidOption, Unsupported
+from rocm_sd.errors import Unsupported, require_one_of
 from rocm_sd.integrations.comfyui.attention import OPTION, is_our_override, override_for
-from rocm_sd.integrations.comfyui.channels_last import Layout
-from rocm_sd.integrations.comfyui.comfyui_policy import MODEL_RULES, VAE_RULES, ComfyUIPolicy, compiled_ahead, find
-from rocm_sd.integrations.comfyui.host import KEY, is_comfy, require, the
-from rocm_sd.integrations.comfyui.patch_report import PatchReport
-from rocm_sd.integrations.comfyui.step_graph import StepGraph
+from rocm_sd.integrations.comfyui.channels_last import ChannelsLast
+from rocm_sd.integrations.comfyui.comfyui_policy import (
+    MODEL_RULES,
+    VAE_RULES,
+    ComfyUIPolicy,
+    StepGraph,
+    compiled_ahead,
+    find,
+)
+from rocm_sd.integrations.comfyui.host import KEY, PatchReport, is_comfy, require, the
 from rocm_sd.kernels import triton as triton_kernels
 from rocm_sd.rewrite.forwards import is_ours
 
@@ -65,32 +70,32 @@ def stock_clone(patcher: Any) -> Any:
 
 def optimize_attention(patcher: Any, level: str) -> Any:
     """The host's attention, of whatever model, through the op."""
-    clone, record = _begin(patcher, "attention", level, "exact")
-    _override_attention(clone, record)
+    clone, report = _begin(patcher, "attention", level, "exact")
+    _override_attention(clone, report)
     return clone
 
 
 def optimize_model(patcher: Any, level: str, quality: str) -> Any:
     """Attention, fused blocks and captured steps; of a model that is not a UNet of Stable Diffusion attention alone."""
-    clone, record = _begin(patcher, "model", level, quality)
-    _override_attention(clone, record)
+    clone, report = _begin(patcher, "model", level, quality)
+    _override_attention(clone, report)
     unet = getattr(clone.model, _UNET, None)
     kind: type = type(unet)
     if unet is None or not is_comfy(kind, *_UNET_KIND):
-        record.notes.append(f"only its attention is replaced: {kind.__name__} is no UNet of SD 1.5, SD 2 or SDXL")
+        report.notes.append(f"only its attention is replaced: {kind.__name__} is no UNet of SD 1.5, SD 2 or SDXL")
         return clone
-    _patch(clone, record, unet, MODEL_RULES, f"{_UNET}.")
-    _lay_out(clone, record, lambda model: model.diffusion_model)
+    _patch(clone, report, unet, MODEL_RULES, f"{_UNET}.")
+    _lay_out(clone, report, lambda model: model.diffusion_model)
     device = clone.load_device
     # Before the graph's wrapper, and so around it: what wraps the model inside of that keeps steps from being captured.
-    _use_library(clone, record)
+    _use_library(clone, report)
     if level == "memory":
-        record.notes.append("steps are not captured as graphs: level memory holds no memory for them")
+        report.notes.append("steps are not captured as graphs: level memory holds no memory for them")
     elif graphs_wanted(device):
-        _capture_steps(clone, record, StepGraph(unet, level))
+        _capture_steps(clone, report, StepGraph(unet, level))
         start_compiling(device)
     else:
-        record.notes.append(f"steps are not captured as graphs: {_why_no_graphs(device)}")
+        report.notes.append(f"steps are not captured as graphs: {_why_no_graphs(device)}")
     return clone
 
 
@@ -102,81 +107,79 @@ def optimize_vae(vae: Any, level: str) -> Any:
     model = patcher.model
     if not any(is_comfy(type(model), *kind) for kind in _VAES):
         raise Unsupported("ROCmOptimizedVAE", f"a VAE that is a {type(model).__name__}")
-    clone, record = _begin(patcher, "VAE", level, "exact")
-    _patch(clone, record, model, VAE_RULES, "")
-    _lay_out(clone, record, lambda first_stage: first_stage)
+    clone, report = _begin(patcher, "VAE", level, "exact")
+    _patch(clone, report, model, VAE_RULES, "")
+    _lay_out(clone, report, lambda first_stage: first_stage)
     library = choose_library(clone.load_device)
-    record.sources.append(library.notes if library.serves_a_vae else library.notes_of_a_vae)
+    report.sources.append(library.notes if library.serves_a_vae else library.notes_of_a_vae)
     for name in ("decode", "encode"):
         if name not in clone.object_patches and hasattr(model, name):
-            clone.add_object_patch(name, compiled_ahead(model, name, record, library))
+            clone.add_object_patch(name, compiled_ahead(model, name, report, library))
     if level != "auto":
-        record.notes.append("how much is decoded at once, and tiling, are ComfyUI's own at every level")
+        report.notes.append("how much is decoded at once, and tiling, are ComfyUI's own at every level")
     copied = copy.copy(vae)
     copied.patcher = clone
     return copied
 
 
 def _begin(patcher: Any, what: str, level: str, quality: str) -> tuple[Any, PatchReport]:
-    if level not in LEVELS:
-        raise InvalidOption("optimization_level", level, list(LEVELS))
-    if quality not in QUALITIES:
-        raise InvalidOption("quality", quality, list(QUALITIES))
+    require_one_of("optimization_level", level, LEVELS)
+    require_one_of("quality", quality, QUALITIES)
     require(patcher)
     clone = stock_clone(patcher)
     device = clone.load_device
-    record = PatchReport(what, arch.detect(device).name, level, quality)
+    report = PatchReport(what, arch.detect(device).name, level, quality)
     if device.type == "cpu":
-        record.notes.append(
+        report.notes.append(
             "on a CPU each call is ComfyUI's own: the ops are stock torch there, unless a setting names others"
         )
     else:
         reason = triton_kernels.why_not(device)
         if reason is not None:
-            record.notes.append(f"Triton kernels are not used: {reason}")
+            report.notes.append(f"Triton kernels are not used: {reason}")
     if quality != "exact":
-        record.notes.append(f"quality {quality} allows approximations; none exists here, so the result is exact")
-    clone.set_attachments(KEY, record)
-    return clone, record
+        report.notes.append(f"quality {quality} allows approximations; none exists here, so the result is exact")
+    clone.set_attachments(KEY, report)
+    return clone, report
 
 
-def _override_attention(clone: Any, record: PatchReport) -> None:
+def _override_attention(clone: Any, report: PatchReport) -> None:
     options = clone.model_options.setdefault("transformer_options", {})
     if OPTION in options:
-        record.notes.append("attention is skipped, because another node computes it")
+        report.notes.append("attention is skipped, because another node computes it")
         return
     if not hasattr(the("comfy.ldm.modules.attention"), "wrap_attn"):
-        record.notes.append("attention is skipped, because this ComfyUI has no attention override")
+        report.notes.append("attention is skipped, because this ComfyUI has no attention override")
         return
-    options[OPTION] = override_for(record)
-    record.notes.append("attention without a mask goes through the attention op; with one it is ComfyUI's own")
+    options[OPTION] = override_for(report)
+    report.notes.append("attention without a mask goes through the attention op; with one it is ComfyUI's own")
 
 
-def _patch(clone: Any, record: PatchReport, model: nn.Module, rules: Sequence[BlockRule], prefix: str) -> None:
-    policy = ComfyUIPolicy(record)
+def _patch(clone: Any, report: PatchReport, model: nn.Module, rules: Sequence[BlockRule], prefix: str) -> None:
+    policy = ComfyUIPolicy(report)
     found = find(model, rules, policy, clone.object_patches, clone.object_patches_backup, prefix.rstrip("."))
     for rule, module, change in found:
-        record.changes.append(change)
+        report.changes.append(change)
         if change.replaced:
             clone.add_object_patch(f"{change.path}.forward", MethodType(rule.replacement(policy), module))
 
 
-def _lay_out(clone: Any, record: PatchReport, part: Any) -> None:
+def _lay_out(clone: Any, report: PatchReport, part: Any) -> None:
     # Weights that ComfyUI casts at each call are convolved in the other dtype.
     dtype = getattr(clone.model, "manual_cast_dtype", None) or convolution_dtype(part(clone.model))
     layout = choose_layout(clone.load_device, dtype)
     if layout.implementation != CHANNELS_LAST:
-        record.notes.append(f"convolutions keep their layout ({layout.why}), and their blocks are ComfyUI's own")
+        report.notes.append(f"convolutions keep their layout ({layout.why}), and their blocks are ComfyUI's own")
         return
-    laid = Layout(part, layout.why)
+    laid = ChannelsLast(part, layout.why)
     injection = the("comfy.patcher_extension").PatcherInjection(inject=laid.inject, eject=laid.eject)
     clone.set_injections(KEY, [injection])
-    record.sources.append(laid.notes)
+    report.sources.append(laid.notes)
 
 
-def _use_library(clone: Any, record: PatchReport) -> None:
+def _use_library(clone: Any, report: PatchReport) -> None:
     library = choose_library(clone.load_device)
-    record.sources.append(library.notes)
+    report.sources.append(library.notes)
     if not library.is_wanted:
         return
 
@@ -187,11 +190,11 @@ def _use_library(clone: Any, record: PatchReport) -> None:
     clone.add_wrapper_with_key(the("comfy.patcher_extension").WrappersMP.DIFFUSION_MODEL, KEY, wrapper)
 
 
-def _capture_steps(clone: Any, record: PatchReport, graph: StepGraph) -> None:
+def _capture_steps(clone: Any, report: PatchReport, graph: StepGraph) -> None:
     extension = the("comfy.patcher_extension")
     clone.add_wrapper_with_key(extension.WrappersMP.DIFFUSION_MODEL, KEY, graph.wrapper)
     clone.add_callback_with_key(extension.CallbacksMP.ON_DETACH, KEY, graph.detached)
-    record.sources.append(graph.calls.notes)
+    report.sources.append(graph.calls.notes)
 
 
 def _why_no_graphs(device: torch.device) -> str:

@@ -6,24 +6,31 @@
 Diffusers has a registry of backends, and the names that may be chosen in an enumeration of its own. It offers no way to
 add a name, so one member is added to that enumeration: by the explicit call alone, and checked before it is kept.
 `rocm_sd.optimize` needs none of this.
+
+`attend` is for the processors: the same question which attention is the op's, and what is kept for stock.
 """
 
 from __future__ import annotations
 
+import logging
+import math
+from functools import lru_cache
 from importlib import import_module
 from threading import Lock
 from typing import TYPE_CHECKING, Any
 
+import torch
+import torch.nn.functional as F
+
 from rocm_sd.errors import Unsupported
-from rocm_sd.integrations.diffusers.attending import stock_scale, tell_once, why_stock
 from rocm_sd.ops import attention
 
 if TYPE_CHECKING:
     from types import ModuleType
 
-    import torch
+__all__ = ["BACKEND", "attend", "register"]
 
-__all__ = ["BACKEND", "register"]
+log = logging.getLogger("rocm_sd")
 
 BACKEND = "rocm_sd"
 _MEMBER = "ROCM_SD"
@@ -36,6 +43,8 @@ _HANDED_OVER = {
     "query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa", "return_lse",
     "_parallel_config",
 }  # fmt: skip
+_DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 _LOCK = Lock()
 
 
@@ -114,11 +123,17 @@ def _backend_beside(native: Any) -> Any:
         _parallel_config: Any = None,
     ) -> torch.Tensor:
         """[B, S, H, D] like Diffusers' native backend, which is given what the op does not take."""
-        reason = _more_than_attention(attn_mask, dropout_p, is_causal, return_lse, _parallel_config)
-        reason = reason or why_stock(query, key, value)
+        if attn_mask is not None or is_causal:
+            reason: str | None = "a mask"
+        elif dropout_p:
+            reason = "dropout"
+        elif return_lse:
+            reason = "the logarithms of the sums are wanted, too"
+        else:
+            reason = _why_stock(query, key, value) if _parallel_config is None else "context parallelism"
         if reason is None:
-            return attention(query, key, value, stock_scale(query) if scale is None else scale)
-        tell_once(f"The attention backend {BACKEND}", reason)
+            return attention(query, key, value, _stock_scale(query) if scale is None else scale)
+        _note_once(f"The attention backend {BACKEND}", reason)
         out: torch.Tensor = native(
             query,
             key,
@@ -136,17 +151,58 @@ def _backend_beside(native: Any) -> Any:
     return rocm_sd_attention
 
 
-def _more_than_attention(
-    mask: torch.Tensor | None,
-    dropout: float,
-    causal: bool,
-    lse: bool,
-    parallel: Any,
-) -> str | None:
-    if mask is not None or causal:
-        return "a mask"
-    if dropout:
-        return "dropout"
-    if lse:
-        return "the logarithms of the sums are wanted, too"
-    return None if parallel is None else "context parallelism"
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+    """softmax(q k^T / sqrt(D) + mask) v; q: [B, S, H, D]; k, v: [B, T, H, D]; mask: [B, H, S or 1, T] or None.
+
+    out: [B, S, H, D] in the dtype that stock answers in.
+    """
+    reason = "a mask" if mask is not None else _why_stock(q, k, v)
+    if reason is None:
+        return attention(q, k, v, _stock_scale(q))
+    _note_once("An attention processor", reason)
+    heads = (q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
+    return F.scaled_dot_product_attention(*heads, attn_mask=mask).transpose(1, 2)
+
+
+def _stock_scale(q: torch.Tensor) -> float:
+    """As torch computes it: D**-0.5 is another number in the last bit, which is seen in float64."""
+    return 1 / math.sqrt(q.shape[-1])
+
+
+def _why_stock(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:
+    """The reason that the op is not for these tensors, now; None: it is."""
+    # Asked for each attention, and written to take 3 us.
+    if not (type(q) in _PLAIN and type(k) in _PLAIN and type(v) in _PLAIN):
+        return "tensors that are sharded or quantised"
+    reason = _unlike(q, k, v)
+    if reason is None and torch.is_autocast_enabled(q.device.type):
+        reason = "autocast, which decides about the dtype itself"
+    # The op's backward computes attention once more, which stock's does not.
+    if reason is None and torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        reason = "gradients"
+    return reason
+
+
+def _unlike(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str | None:
+    queries, keys = q.shape, k.shape
+    if len(queries) != 4 or len(keys) != 4 or keys != v.shape or 0 in keys:
+        return "keys and values of other shapes than [batch, tokens, heads, columns]"
+    if keys[0] != queries[0] or keys[2:] != queries[2:]:
+        return "keys of another batch, or of fewer heads than the queries"
+    dtype, device = q.dtype, q.device
+    if dtype not in _DTYPES or k.dtype != dtype or v.dtype != dtype:
+        return f"a dtype of {dtype} with {k.dtype} and {v.dtype}"
+    if k.device != device or v.device != device or device.type == "meta":
+        return "tensors on several devices, or without data"
+    return None
+
+
+def _note_once(who: str, reason: str) -> None:
+    # Inside of a traced graph a message would break it in two.
+    if not torch.compiler.is_compiling():
+        _note(who, reason)
+
+
+@lru_cache(maxsize=256)
+def _note(who: str, reason: str) -> None:
+    log.info("%s: attention falls back to stock torch (%s).", who, reason)

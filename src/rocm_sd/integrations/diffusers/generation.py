@@ -1,4 +1,4 @@
-"""A request for pictures, and the pictures: one call for the command line, the demo and the tests."""
+"""A request for pictures, and the pictures; schedulers by the short names that users know."""
 
 from __future__ import annotations
 
@@ -6,16 +6,29 @@ import time
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+import diffusers
 import torch
 
-from rocm_sd.errors import Unsupported
+from rocm_sd.errors import Unsupported, require_one_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from PIL.Image import Image
 
-__all__ = ["Generated", "Request", "generate"]
+__all__ = ["SCHEDULERS", "Generated", "Request", "generate", "set_scheduler"]
+
+SCHEDULERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "ddim": ("DDIMScheduler", {}),
+    # Without its Runge-Kutta warm-up, as in Stable Diffusion's own config: that would need four steps at least.
+    "pndm": ("PNDMScheduler", {"skip_prk_steps": True}),
+    "euler": ("EulerDiscreteScheduler", {}),
+    "euler-a": ("EulerAncestralDiscreteScheduler", {}),
+    "dpm++2m": ("DPMSolverMultistepScheduler", {}),
+    "dpm++2m-karras": ("DPMSolverMultistepScheduler", {"use_karras_sigmas": True}),
+    "unipc": ("UniPCMultistepScheduler", {}),
+    "lcm": ("LCMScheduler", {}),
+}
 
 
 @dataclass(frozen=True)
@@ -79,3 +92,10 @@ def generate(pipe: Any, request: Request, on_step: Callable[[int], None] | None 
         callback_on_step_end=after_step,
     ).images
     return Generated(images, time.perf_counter() - started)
+
+
+def set_scheduler(pipe: Any, name: str) -> None:
+    """Give the pipeline another scheduler with the noise schedule of its own."""
+    require_one_of("scheduler", name, SCHEDULERS)
+    class_name, options = SCHEDULERS[name]
+    pipe.scheduler = getattr(diffusers, class_name).from_config(pipe.scheduler.config, **options)

@@ -1,4 +1,8 @@
-"""load_pipeline(source) -> a Diffusers pipeline on its device, or an error that says what is wrong with the model."""
+"""load_pipeline(source) -> a Diffusers pipeline on its device, or an error that says what is wrong with the model.
+
+save_single_file(pipe, file): Stable Diffusion 1.x as one checkpoint in the layout of the original code, which every UI
+reads.
+"""
 
 from __future__ import annotations
 
@@ -17,23 +21,19 @@ from diffusers import (
 from diffusers.utils import logging as diffusers_logging
 from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import nn
 from transformers.utils import logging as transformers_logging
 
 from rocm_sd import arch
-from rocm_sd.errors import CorruptModel, DeviceUnavailable, ModelNotFound, NoDiskSpace
+from rocm_sd.errors import CorruptModel, DeviceUnavailable, ModelNotFound, NoDiskSpace, Unsupported
 from rocm_sd.models import ModelKind, ModelSource
+from rocm_sd.models.single_file import Component, checkpoint_weights
 
 __all__ = [
-    "default_device",
-    "default_dtype",
-    "hush",
-    "is_no_address",
-    "load_clip",
-    "load_pipeline",
-    "missing_model",
-    "single_file_class",
-]
+    "default_device", "default_dtype", "hush", "is_no_address", "load_clip", "load_pipeline", "missing_model",
+    "save_single_file", "single_file_class", "single_file_weights",
+]  # fmt: skip
 
 
 def default_device(name: str | None = None) -> torch.device:
@@ -147,6 +147,16 @@ def single_file_class(path: str | Path) -> Any:
         f"{path} is not a Stable Diffusion checkpoint: it has no model.diffusion_model weights.",
         hint="Give a full checkpoint; a LoRA or a VAE alone is not one.",
     )
+
+
+def save_single_file(pipe: Any, file: Path) -> None:
+    save_file(single_file_weights(pipe), file)
+
+
+def single_file_weights(pipe: Any) -> dict[str, torch.Tensor]:
+    if getattr(pipe, "text_encoder_2", None) is not None or not hasattr(pipe, "unet"):
+        raise Unsupported("A checkpoint of one file", f"a {type(pipe).__name__}: it takes Stable Diffusion 1.x")
+    return checkpoint_weights(*(Component(p.config, p.state_dict()) for p in (pipe.unet, pipe.vae, pipe.text_encoder)))
 
 
 class _MissingModel(ModelNotFound, OSError, ValueError):

@@ -7,26 +7,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from diffusers import (
-    FluxImg2ImgPipeline,
-    FluxInpaintPipeline,
-    FluxPipeline,
-    StableDiffusion3Img2ImgPipeline,
-    StableDiffusion3InpaintPipeline,
-    StableDiffusion3Pipeline,
-    StableDiffusionControlNetImg2ImgPipeline,
-    StableDiffusionControlNetInpaintPipeline,
-    StableDiffusionControlNetPipeline,
-    StableDiffusionImg2ImgPipeline,
-    StableDiffusionInpaintPipeline,
-    StableDiffusionPipeline,
-    StableDiffusionXLControlNetImg2ImgPipeline,
-    StableDiffusionXLControlNetInpaintPipeline,
-    StableDiffusionXLControlNetPipeline,
-    StableDiffusionXLImg2ImgPipeline,
-    StableDiffusionXLInpaintPipeline,
-    StableDiffusionXLPipeline,
-)
+import diffusers as host
 from torch import nn
 
 from rocm_sd.engine import Report, restore
@@ -40,34 +21,22 @@ from rocm_sd.models.emoji import MODEL_FOLDER
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-
 __all__ = [
-    "ROCmFluxImg2ImgPipeline",
-    "ROCmFluxInpaintPipeline",
-    "ROCmFluxPipeline",
-    "ROCmStableDiffusion3Img2ImgPipeline",
-    "ROCmStableDiffusion3InpaintPipeline",
-    "ROCmStableDiffusion3Pipeline",
-    "ROCmStableDiffusionControlNetImg2ImgPipeline",
-    "ROCmStableDiffusionControlNetInpaintPipeline",
-    "ROCmStableDiffusionControlNetPipeline",
-    "ROCmStableDiffusionImg2ImgPipeline",
-    "ROCmStableDiffusionInpaintPipeline",
-    "ROCmStableDiffusionPipeline",
-    "ROCmStableDiffusionXLControlNetImg2ImgPipeline",
-    "ROCmStableDiffusionXLControlNetInpaintPipeline",
-    "ROCmStableDiffusionXLControlNetPipeline",
-    "ROCmStableDiffusionXLImg2ImgPipeline",
-    "ROCmStableDiffusionXLInpaintPipeline",
-    "ROCmStableDiffusionXLPipeline",
-]
+    "ROCmFluxImg2ImgPipeline", "ROCmFluxInpaintPipeline", "ROCmFluxPipeline", "ROCmStableDiffusion3Img2ImgPipeline",
+    "ROCmStableDiffusion3InpaintPipeline", "ROCmStableDiffusion3Pipeline",
+    "ROCmStableDiffusionControlNetImg2ImgPipeline", "ROCmStableDiffusionControlNetInpaintPipeline",
+    "ROCmStableDiffusionControlNetPipeline", "ROCmStableDiffusionImg2ImgPipeline", "ROCmStableDiffusionInpaintPipeline",
+    "ROCmStableDiffusionPipeline", "ROCmStableDiffusionXLControlNetImg2ImgPipeline",
+    "ROCmStableDiffusionXLControlNetInpaintPipeline", "ROCmStableDiffusionXLControlNetPipeline",
+    "ROCmStableDiffusionXLImg2ImgPipeline", "ROCmStableDiffusionXLInpaintPipeline", "ROCmStableDiffusionXLPipeline",
+]  # fmt: skip
 
 # Of from_pretrained's options those that say where model_index.json is.
 _WHERE = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "token")
 _OF_UNETS = {"vae", "unet", "text_encoder", "tokenizer"}
 # SDXL's refiner, which begins with a picture, has the second text encoder alone.
 _OF_REFINERS = {"vae", "unet", "text_encoder_2", "tokenizer_2"}
-# Of their text encoders any may be left out.
+# Of their text encoders any may be missing.
 _OF_TRANSFORMERS = {"vae", "transformer"}
 # What their names begin with. The first that fits; a model of one of the last two is loaded by the class for the other.
 _FAMILIES = ("Flux", "StableDiffusion3", "StableDiffusionXL", "StableDiffusion")
@@ -173,7 +142,7 @@ class _Optimized:
         return kept
 
 
-class ROCmStableDiffusionPipeline(_Optimized, StableDiffusionPipeline):  # type: ignore[misc]
+class ROCmStableDiffusionPipeline(_Optimized, host.StableDiffusionPipeline):  # type: ignore[misc]
     """Diffusers' StableDiffusionPipeline for SD 1.5 and 2.1, optimised.
 
     `from_pretrained`, `from_single_file` and `from_pipe` also take `level` and `quality`, as `rocm_sd.optimize` does.
@@ -184,76 +153,33 @@ class ROCmStableDiffusionPipeline(_Optimized, StableDiffusionPipeline):  # type:
     """
 
 
-class ROCmStableDiffusionXLPipeline(_Optimized, StableDiffusionXLPipeline):  # type: ignore[misc]
+class ROCmStableDiffusionXLPipeline(_Optimized, host.StableDiffusionXLPipeline):  # type: ignore[misc]
     """Diffusers' StableDiffusionXLPipeline, optimised; see ROCmStableDiffusionPipeline."""
 
 
-class ROCmStableDiffusionImg2ImgPipeline(_Optimized, StableDiffusionImg2ImgPipeline):  # type: ignore[misc]
-    """Diffusers' StableDiffusionImg2ImgPipeline, optimised; see ROCmStableDiffusionPipeline."""
-
-
-class ROCmStableDiffusionInpaintPipeline(_Optimized, StableDiffusionInpaintPipeline):  # type: ignore[misc]
-    """Diffusers' StableDiffusionInpaintPipeline, optimised; see ROCmStableDiffusionPipeline."""
-
-
-class ROCmStableDiffusionControlNetPipeline(_Optimized, StableDiffusionControlNetPipeline):  # type: ignore[misc]
-    """Diffusers' StableDiffusionControlNetPipeline, optimised; see ROCmStableDiffusionPipeline."""
-
-
-class ROCmStableDiffusionControlNetImg2ImgPipeline(_Optimized, StableDiffusionControlNetImg2ImgPipeline):  # type: ignore[misc]
-    """Diffusers' StableDiffusionControlNetImg2ImgPipeline, optimised; see ROCmStableDiffusionPipeline."""
-
-
-class ROCmStableDiffusionControlNetInpaintPipeline(_Optimized, StableDiffusionControlNetInpaintPipeline):  # type: ignore[misc]
-    """Diffusers' StableDiffusionControlNetInpaintPipeline, optimised; see ROCmStableDiffusionPipeline."""
-
-
-class ROCmStableDiffusionXLImg2ImgPipeline(_Optimized, StableDiffusionXLImg2ImgPipeline):  # type: ignore[misc]
-    """Diffusers' StableDiffusionXLImg2ImgPipeline, optimised; see ROCmStableDiffusionPipeline."""
-
-
-class ROCmStableDiffusionXLInpaintPipeline(_Optimized, StableDiffusionXLInpaintPipeline):  # type: ignore[misc]
-    """Diffusers' StableDiffusionXLInpaintPipeline, optimised; see ROCmStableDiffusionPipeline."""
-
-
-class ROCmStableDiffusionXLControlNetPipeline(_Optimized, StableDiffusionXLControlNetPipeline):  # type: ignore[misc]
-    """Diffusers' StableDiffusionXLControlNetPipeline, optimised; see ROCmStableDiffusionPipeline."""
-
-
-class ROCmStableDiffusionXLControlNetImg2ImgPipeline(_Optimized, StableDiffusionXLControlNetImg2ImgPipeline):  # type: ignore[misc]
-    """Diffusers' StableDiffusionXLControlNetImg2ImgPipeline, optimised; see ROCmStableDiffusionPipeline."""
-
-
-class ROCmStableDiffusionXLControlNetInpaintPipeline(_Optimized, StableDiffusionXLControlNetInpaintPipeline):  # type: ignore[misc]
-    """Diffusers' StableDiffusionXLControlNetInpaintPipeline, optimised; see ROCmStableDiffusionPipeline."""
-
-
-class ROCmStableDiffusion3Pipeline(_Optimized, StableDiffusion3Pipeline):  # type: ignore[misc]
-    """Diffusers' StableDiffusion3Pipeline, optimised; see ROCmStableDiffusionPipeline."""
-
-
-class ROCmStableDiffusion3Img2ImgPipeline(_Optimized, StableDiffusion3Img2ImgPipeline):  # type: ignore[misc]
-    """Diffusers' StableDiffusion3Img2ImgPipeline, optimised; see ROCmStableDiffusionPipeline."""
-
-
-class ROCmStableDiffusion3InpaintPipeline(_Optimized, StableDiffusion3InpaintPipeline):  # type: ignore[misc]
-    """Diffusers' StableDiffusion3InpaintPipeline, optimised; see ROCmStableDiffusionPipeline."""
-
-
-class ROCmFluxPipeline(_Optimized, FluxPipeline):  # type: ignore[misc]
-    """Diffusers' FluxPipeline, optimised; see ROCmStableDiffusionPipeline."""
-
-
-class ROCmFluxImg2ImgPipeline(_Optimized, FluxImg2ImgPipeline):  # type: ignore[misc]
-    """Diffusers' FluxImg2ImgPipeline, optimised; see ROCmStableDiffusionPipeline."""
-
-
-class ROCmFluxInpaintPipeline(_Optimized, FluxInpaintPipeline):  # type: ignore[misc]
-    """Diffusers' FluxInpaintPipeline, optimised; see ROCmStableDiffusionPipeline."""
+# The same for each other pipeline of these families.
+# fmt: off
+class ROCmStableDiffusionImg2ImgPipeline(_Optimized, host.StableDiffusionImg2ImgPipeline): ...  # type: ignore[misc]
+class ROCmStableDiffusionInpaintPipeline(_Optimized, host.StableDiffusionInpaintPipeline): ...  # type: ignore[misc]
+class ROCmStableDiffusionControlNetPipeline(_Optimized, host.StableDiffusionControlNetPipeline): ...  # type: ignore[misc]
+class ROCmStableDiffusionControlNetImg2ImgPipeline(_Optimized, host.StableDiffusionControlNetImg2ImgPipeline): ...  # type: ignore[misc]
+class ROCmStableDiffusionControlNetInpaintPipeline(_Optimized, host.StableDiffusionControlNetInpaintPipeline): ...  # type: ignore[misc]
+class ROCmStableDiffusionXLImg2ImgPipeline(_Optimized, host.StableDiffusionXLImg2ImgPipeline): ...  # type: ignore[misc]
+class ROCmStableDiffusionXLInpaintPipeline(_Optimized, host.StableDiffusionXLInpaintPipeline): ...  # type: ignore[misc]
+class ROCmStableDiffusionXLControlNetPipeline(_Optimized, host.StableDiffusionXLControlNetPipeline): ...  # type: ignore[misc]
+class ROCmStableDiffusionXLControlNetImg2ImgPipeline(_Optimized, host.StableDiffusionXLControlNetImg2ImgPipeline): ...  # type: ignore[misc]
+class ROCmStableDiffusionXLControlNetInpaintPipeline(_Optimized, host.StableDiffusionXLControlNetInpaintPipeline): ...  # type: ignore[misc]
+class ROCmStableDiffusion3Pipeline(_Optimized, host.StableDiffusion3Pipeline): ...  # type: ignore[misc]
+class ROCmStableDiffusion3Img2ImgPipeline(_Optimized, host.StableDiffusion3Img2ImgPipeline): ...  # type: ignore[misc]
+class ROCmStableDiffusion3InpaintPipeline(_Optimized, host.StableDiffusion3InpaintPipeline): ...  # type: ignore[misc]
+class ROCmFluxPipeline(_Optimized, host.FluxPipeline): ...  # type: ignore[misc]
+class ROCmFluxImg2ImgPipeline(_Optimized, host.FluxImg2ImgPipeline): ...  # type: ignore[misc]
+class ROCmFluxInpaintPipeline(_Optimized, host.FluxInpaintPipeline): ...  # type: ignore[misc]
+# fmt: on
 
 
 def _stock_of(cls: type) -> type:
-    """Diffusers' class that one of these stands before, or before a subclass of a user's."""
+    """The class of Diffusers that one of these, or a user's subclass of one, is derived from."""
     return next(base for base in cls.__mro__ if base.__module__.startswith("diffusers."))
 
 
@@ -262,6 +188,7 @@ _BY_STOCK: dict[str, Any] = {_stock_of(kind).__name__: kind for kind in _Optimiz
 # AutoPipelineForInpainting.from_pipe finds its own by it.
 for _name, _kind in _BY_STOCK.items():
     _kind.__name__ = _name
+    _kind.__doc__ = _kind.__doc__ or f"Diffusers' {_name}, optimised; see ROCmStableDiffusionPipeline."
 
 
 def _family(name: str) -> str | None:
@@ -285,7 +212,7 @@ def _class_for(cls: type, parts: Iterable[str], named: str) -> Any:
 
 
 def _fitting(cls: type, family: str | None) -> Any:
-    """The class itself, or a subclass of a user's, where it is of that family, or else its counterpart."""
+    """The class itself, or a user's subclass of it, where it is of that family, or else its counterpart."""
     stock = _stock_of(cls).__name__
     own = _family(stock)
     if family == own:

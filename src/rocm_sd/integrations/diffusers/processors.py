@@ -18,7 +18,7 @@ from diffusers.models.attention_processor import (
 )
 
 from rocm_sd.errors import Unsupported
-from rocm_sd.integrations.diffusers.attending import attend
+from rocm_sd.integrations.diffusers.attention_backend import attend
 
 __all__ = [
     "ROCmAttnProcessor",

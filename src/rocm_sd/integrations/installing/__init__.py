@@ -5,17 +5,6 @@ from rocm_sd.integrations.installing.interpreters import HostNotReady, PythonFac
 from rocm_sd.integrations.installing.placing import Placed, Removed, place, remove
 
 __all__ = [
-    "HOSTS",
-    "Host",
-    "HostNotReady",
-    "NotAHost",
-    "Placed",
-    "PythonFacts",
-    "Removed",
-    "examine",
-    "host_python",
-    "place",
-    "recognise",
-    "remove",
-    "what_to_type",
-]
+    "HOSTS", "Host", "HostNotReady", "NotAHost", "Placed", "PythonFacts", "Removed", "examine", "host_python", "place",
+    "recognise", "remove", "what_to_type",
+]  # fmt: skip

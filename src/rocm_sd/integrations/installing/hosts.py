@@ -10,7 +10,20 @@ from rocm_sd.errors import RocmSdError, Unsupported, require_one_of
 
 __all__ = ["HOSTS", "Host", "NotAHost", "recognise"]
 
-HOSTS = ("comfyui", "a1111")
+_TITLES = {"comfyui": "ComfyUI", "a1111": "Automatic1111"}
+HOSTS = tuple(_TITLES)
+_LOOKED_FOR = {
+    "comfyui": (
+        "there is no main.py beside comfy/ and custom_nodes/, no ComfyUI/ inside (the portable package), "
+        "and no custom_nodes/ beside models/ and user/ (the desktop app)."
+    ),
+    "a1111": "there is no webui.py beside modules/ and extensions/.",
+}
+# Programs that are laid out as Automatic1111, by what only they have.
+_FORKS = {
+    "modules_forge": ("Forge", "its models are not Automatic1111's"),
+    "installer.py": ("SD.Next", "it runs Diffusers pipelines of its own"),
+}
 # The oldest that the tests were run against; an older one may do, and its nodes say what they miss.
 OLDEST_COMFYUI_TRIED = (0, 3, 64)
 _PACKAGE = Path(__file__).parent
@@ -45,32 +58,16 @@ class Host:
 def recognise(kind: str, path: Path) -> Host:
     """The host at `path`, symlinks resolved; an error says what was looked for, or which other program this is."""
     require_one_of("host", kind, HOSTS)
-    given = path.expanduser()
+    given, hint = path.expanduser(), f"Give the folder that {_TITLES[kind]} was unpacked to."
     if not given.is_dir():
-        raise NotAHost(f"There is no folder {given}.", hint=f"Give the folder that {_title(kind)} was unpacked to.")
+        raise NotAHost(f"There is no folder {given}.", hint=hint)
     root = given.resolve()
     found = _comfyui(root) or _a1111(root)
     if found is None:
-        raise NotAHost(
-            f"{root} is not {_title(kind)}: {_looked_for(kind)}",
-            hint=f"Give the folder that {_title(kind)} was unpacked to.",
-        )
+        raise NotAHost(f"{root} is not {_TITLES[kind]}: {_LOOKED_FOR[kind]}", hint=hint)
     if found.kind != kind:
         raise NotAHost(f"{root} is {found.title}.", hint=f"Type: rocm-sd install {found.kind} {given}")
     return found
-
-
-def _title(kind: str) -> str:
-    return "ComfyUI" if kind == "comfyui" else "Automatic1111"
-
-
-def _looked_for(kind: str) -> str:
-    if kind == "comfyui":
-        return (
-            "there is no main.py beside comfy/ and custom_nodes/, no ComfyUI/ inside (the portable package), "
-            "and no custom_nodes/ beside models/ and user/ (the desktop app)."
-        )
-    return "there is no webui.py beside modules/ and extensions/."
 
 
 def _comfyui(given: Path) -> Host | None:
@@ -97,7 +94,7 @@ def _comfyui_host(root: Path, layout: str) -> Host:
     embedded = (root.parent / "python_embeded" / "python.exe", root.parent / "python_embeded" / "bin" / "python")
     return Host(
         kind="comfyui",
-        title="ComfyUI",
+        title=_TITLES["comfyui"],
         root=root,
         version=version,
         layout=layout,
@@ -111,23 +108,18 @@ def _comfyui_host(root: Path, layout: str) -> Host:
 def _a1111(root: Path) -> Host | None:
     if not ((root / "webui.py").is_file() and (root / "modules").is_dir()):
         return None
-    if (root / "modules_forge").is_dir():
-        raise Unsupported(
-            "rocm-sd install",
-            f"Forge, which {root} is: its models are not Automatic1111's",
-            hint="Use rocm-sd with ComfyUI, Automatic1111 or Diffusers. Nothing was written.",
-        )
-    if (root / "installer.py").is_file():
-        raise Unsupported(
-            "rocm-sd install",
-            f"SD.Next, which {root} is: it runs Diffusers pipelines of its own",
-            hint="Use rocm-sd with ComfyUI, Automatic1111 or Diffusers. Nothing was written.",
-        )
+    for mark, (title, reason) in _FORKS.items():
+        if (root / mark).exists():
+            raise Unsupported(
+                "rocm-sd install",
+                f"{title}, which {root} is: {reason}",
+                hint="Use rocm-sd with ComfyUI, Automatic1111 or Diffusers. Nothing was written.",
+            )
     if not (root / "extensions").is_dir():
         return None
     return Host(
         kind="a1111",
-        title="Automatic1111",
+        title=_TITLES["a1111"],
         root=root,
         version=_matched(root / "CHANGELOG.md", r"^## v?(\d[\w.]*)"),
         layout="source",

@@ -71,7 +71,7 @@ def host_python(host: Host, asked_for: Path | None = None) -> tuple[Path, bool]:
         python = asked_for.expanduser()
         if not python.is_file():
             raise HostNotReady(f"There is no Python at {python}.", hint="Give --python the path of python itself.")
-        return python.absolute(), True  # not resolved: a virtual environment is told by the path of its link
+        return python.absolute(), True  # not resolved: the path of its link is what makes it a virtual environment
     for python in host.pythons:
         if python.is_file():
             return python, True
@@ -80,21 +80,19 @@ def host_python(host: Host, asked_for: Path | None = None) -> tuple[Path, bool]:
 
 def examine(python: Path, root: Path) -> PythonFacts:
     """Ask that Python, from the host's own folder, where the host starts it."""
+    hint = "Give another one with --python."
     try:
         answer = subprocess.run(  # noqa: PLW1510 -- the exit code is read below
             [str(python), "-c", _QUESTION], cwd=root, capture_output=True, text=True, timeout=_PATIENCE_S
         )
-    except subprocess.TimeoutExpired as error:
-        raise HostNotReady(
-            f"{python} did not answer within {_PATIENCE_S:.0f} s.", hint="Give another one with --python."
-        ) from error
-    except OSError as error:
-        raise HostNotReady(f"{python} cannot be run ({error}).", hint="Give another one with --python.") from error
-    try:
         facts: dict[str, Any] = json.loads(answer.stdout.strip().splitlines()[-1])
+    except subprocess.TimeoutExpired as error:
+        raise HostNotReady(f"{python} did not answer within {_PATIENCE_S:.0f} s.", hint=hint) from error
+    except OSError as error:
+        raise HostNotReady(f"{python} cannot be run ({error}).", hint=hint) from error
     except (IndexError, ValueError) as error:
         last = (answer.stderr.strip().splitlines() or ["no answer"])[-1]
-        raise HostNotReady(f"{python} cannot be asked ({last}).", hint="Give another one with --python.") from error
+        raise HostNotReady(f"{python} cannot be asked ({last}).", hint=hint) from error
     return PythonFacts(executable=python, **(facts | {"python": tuple(facts["python"])}))
 
 

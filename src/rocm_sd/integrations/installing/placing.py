@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 import tempfile
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ _IGNORED = shutil.ignore_patterns("__pycache__", "*.pyc")
 
 @dataclass(frozen=True)
 class Placed:
-    """`mode` is link or copy; `kept` are files that the user had changed and that were left as they are."""
+    """`mode` is link or copy; `kept` are files that the user had changed, and that stay as they are."""
 
     destination: Path
     mode: str
@@ -118,9 +118,8 @@ def _linked(host: Host, before: _Record | None) -> Placed:
         if isinstance(error, OSError) and error.errno in {errno.ENOSPC, errno.EACCES, errno.EROFS}:
             _restore_record(host, before)
             raise
-        copied = _copied(host, before)
         note = f"A link could not be made here ({error}): copied. After an update of rocm-sd, install again."
-        return Placed(copied.destination, copied.mode, copied.files, copied.kept, (note,))
+        return replace(_copied(host, before), notes=(note,))
     return Placed(host.destination, "link", 1)
 
 
@@ -143,7 +142,7 @@ def _copied(host: Host, before: _Record | None) -> Placed:
                 shutil.copyfile(sources[name], unfinished)
         for name in stale:
             (host.destination / name).unlink()
-        _write_record(host, _Record(record.folder, "copy", record.version, None, hashes))
+        _write_record(host, replace(record, files=hashes))
     else:
         _copy_whole(host)
     return Placed(host.destination, "copy", len(hashes), tuple(host.destination / name for name in kept))
@@ -151,14 +150,14 @@ def _copied(host: Host, before: _Record | None) -> Placed:
 
 def _copy_whole(host: Host) -> None:
     """All files or none: copied beside, then renamed."""
-    beside = Path(tempfile.mkdtemp(dir=host.destination.parent, prefix=f".{host.destination.name}."))
+    unfinished = Path(tempfile.mkdtemp(dir=host.destination.parent, prefix=f".{host.destination.name}."))
     try:
-        shutil.copytree(host.source, beside, dirs_exist_ok=True, ignore=_IGNORED)
-        beside.chmod(0o755)
-        beside.rename(host.destination)
+        shutil.copytree(host.source, unfinished, dirs_exist_ok=True, ignore=_IGNORED)
+        unfinished.chmod(0o755)
+        unfinished.rename(host.destination)
     finally:
-        if beside.exists():
-            shutil.rmtree(beside)
+        if unfinished.exists():
+            shutil.rmtree(unfinished)
 
 
 def _changed(file: Path, written: str | None, source: Path) -> bool:

@@ -1,7 +1,14 @@
-"""The attention op as one of the host's cross attention optimizations (Settings > Optimizations)."""
+"""Entries in the host's own lists, by its callbacks.
+
+Cross attention optimizations (Settings > Optimizations): the attention op. UNets (Settings > Stable Diffusion > SD
+Unet): the host's own UNet, called from graphs. "Automatic", which is the host's default, takes the UNet whose model
+name is that of the checkpoint at work. Ours has that name while the optimisation is on, so that nobody has to choose
+it, and no file of the host is touched.
+"""
 
 from __future__ import annotations
 
+from functools import lru_cache
 from importlib import import_module
 from typing import Any
 
@@ -9,12 +16,13 @@ import torch
 
 from rocm_sd.integrations.a1111 import host
 from rocm_sd.integrations.a1111.permission import PERMISSION
+from rocm_sd.integrations.a1111.switch import SWITCH
 from rocm_sd.ops import attention
 from rocm_sd.rewrite.forwards import mark
 
-__all__ = ["attention_forward", "attnblock_forward", "list_into"]
+__all__ = ["attention_forward", "attnblock_forward", "list_attention_into", "list_unet_into"]
 
-_NAME = "ROCm SD"
+_LABEL = "ROCm SD"
 
 
 def attention_forward(self: Any, x: torch.Tensor, context: Any = None, mask: Any = None, **kwargs: Any) -> Any:
@@ -67,13 +75,13 @@ def _attended(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: int, sca
     return attention(q, k, v, scale).to(dtype)
 
 
-def list_into(found: list[Any]) -> None:
+def list_attention_into(found: list[Any]) -> None:
     """The host's callback: adds ours to its list of optimizations."""
     optimizations = host.module("sd_hijack_optimizations")
     base: Any = optimizations.SdOptimization
 
     class ROCmSdAttention(base):  # type: ignore[misc]  # the host's class has no types
-        name = _NAME
+        name = _LABEL
         label = "scaled dot product, by whichever implementation is fastest"
         cmd_opt = None
         # Below all others: it is taken where somebody chooses it, and not by "Automatic".
@@ -90,3 +98,51 @@ def list_into(found: list[Any]) -> None:
 def _set(module: str, kind: str, forward: Any) -> None:
     """As the host's own optimizations do; its `undo` brings the classes' own forwards back."""
     getattr(import_module(module), kind).forward = mark(forward, rule=True)
+
+
+def _original_forward(unet: Any) -> Any:
+    """The forward that the host has put its own question for another UNet around."""
+    package = type(unet).__module__.partition(".")[0]
+    original = getattr(host.module("sd_hijack"), f"{package}_original_forward", None)
+    return original or host.module("sd_unet").original_forward
+
+
+def list_unet_into(found: list[Any]) -> None:
+    """The host's callback: adds ours to its list of UNets."""
+    found.append(_unet_option(host.module("sd_unet")))
+
+
+@lru_cache(maxsize=1)
+def _unet_option(sd_unet: Any) -> Any:
+    """One and the same whenever the list is made anew: the host would take another one for another UNet."""
+    unet_base: Any = sd_unet.SdUnet
+    option_base: Any = sd_unet.SdUnetOption
+
+    class ROCmSdUnet(unet_base):  # type: ignore[misc]  # the host's class has no types
+        def forward(self, x: Any, timesteps: Any, context: Any, *args: Any, **kwargs: Any) -> Any:
+            unet = host.module("shared").sd_model.model.diffusion_model
+            return SWITCH.call(_original_forward(unet), unet, (x, timesteps, context, *args), kwargs)
+
+        def activate(self) -> None:
+            # The host makes room for another UNet; this one is its own.
+            shared, devices = host.module("shared"), host.module("devices")
+            if not getattr(shared.sd_model, "lowvram", False):
+                shared.sd_model.model.diffusion_model.to(devices.device)
+
+        def deactivate(self) -> None:
+            SWITCH.forget_graphs()
+
+    class ROCmSdUnetOption(option_base):  # type: ignore[misc]  # the host's class has no types
+        label = _LABEL
+
+        @property
+        def model_name(self) -> str | None:
+            sd_model = host.module("shared").sd_model
+            if not SWITCH.is_on(sd_model) or _original_forward(sd_model.model.diffusion_model) is None:
+                return None
+            return str(sd_model.sd_checkpoint_info.model_name)
+
+        def create_unet(self) -> Any:
+            return ROCmSdUnet()
+
+    return ROCmSdUnetOption()
