@@ -20,9 +20,9 @@ from rocm_sd.ops.group_norm_silu.op import group_norm_silu_
 from rocm_sd.tuning import choice
 from rocm_sd.verify import ladder
 from rocm_sd.verify.gates import check
-from rocm_sd.verify.hip_runner import emulated_hip
 from rocm_sd.verify.isa import report
 from rocm_sd.verify.proofs import proofs, recorded
+from rocm_sd.verify.runner import emulated_hip
 
 try:
     toolchain.find_compiler()

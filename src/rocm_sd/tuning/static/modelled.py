@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from rocm_sd.tuning.ranking import RatedConfig, model
-from rocm_sd.verify.hip_programs import CountedHipLaunch
+from rocm_sd.verify.programs import CountedHipLaunch
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -30,8 +30,7 @@ from rocm_sd.tuning.ranking import RatedConfig
 from rocm_sd.tuning.static.data_files import BucketResult, require_writable, write, write_others
 from rocm_sd.tuning.static.modelled import modelled_config
 from rocm_sd.tuning.static.tasks import build, count
-from rocm_sd.verify.compiler import targets
-from rocm_sd.verify.pools import pool
+from rocm_sd.verify.compiler import pool, targets
 from rocm_sd.verify.programs import CountedLaunch
 from rocm_sd.workers import cancelling
 
