@@ -42,6 +42,7 @@ def family_of(arch: Arch) -> str:
 class Decoded:
     """`name` is the mnemonic in lower case with no encoding suffix; `form` the encoding; `fields` are raw numbers."""
 
+    family: str
     name: str
     form: str
     address: int
@@ -50,8 +51,9 @@ class Decoded:
     fields: dict[str, int] = field(repr=False)
 
     @property
-    def literal(self) -> int:
-        return self.fields["literal"]
+    def null(self) -> int | None:
+        """The row of the scalar file that reads as zero and swallows writes; CDNA has M0 there instead."""
+        return None if self.family == "gfx94x" else 124
 
     def get(self, name: str) -> int:
         return self.fields.get(name, 0)
@@ -84,7 +86,7 @@ class Decoder:
         except (ValueError, KeyError) as error:
             word = int.from_bytes(data[:4], "little")
             raise UnknownInstruction(f"the encoding {word:#010x}", address, str(error)) from error
-        return Decoded(name, form, address, size, raw, fields)
+        return Decoded(self.family, name, form, address, size, raw, fields)
 
 
 @lru_cache(maxsize=8)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from rocm_sd.verify.code_object import CodeObject
-    from rocm_sd.verify.emulator.lds import Access
+    from rocm_sd.verify.emulator.lds import LdsAccess
     from rocm_sd.verify.emulator.machine import Operation
 
 __all__ = ["launch"]
@@ -215,14 +215,14 @@ class _Scheduler:
         self.running += groups
 
 
-def _unfinished(group: Group) -> list[Access]:
+def _unfinished(group: Group) -> list[LdsAccess]:
     """LDS accesses that the group has not waited for, as far as they are its own."""
     held = [(access, group.waves) for access in group.carried]
     for queue in group.queues.values():
         for entry in queue:
             mine = group.waves if entry.waves is None else group.waves[entry.waves]
             held += [(access, mine) for access in entry.lds_bytes or ()]
-    found: list[Access] = []
+    found: list[LdsAccess] = []
     for access, mine in held:
         keep = np.isin(access.workgroups * group.waves_per_workgroup + access.waves, mine)
         found.append(access if keep.all() else access.only(keep))

@@ -17,7 +17,7 @@ from rocm_sd.verify.emulator.errors import LdsRace, MisalignedAccess, OutOfBound
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["Access", "Lds"]
+__all__ = ["Lds", "LdsAccess"]
 
 _KINDS: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32}
 _REPEAT = {1: 0x01, 2: 0x0101, 4: 0x01010101}
@@ -25,7 +25,7 @@ _SEVERAL = 255
 
 
 @dataclass(eq=False)
-class Access:
+class LdsAccess:
     """One instruction's reads or writes: for each lane its workgroup, its wave number within it, and byte addresses."""
 
     workgroups: NDArray[np.int64]
@@ -36,10 +36,9 @@ class Access:
     stores: bool
     epochs: NDArray[np.int64] | None = None
 
-    def only(self, keep: NDArray[np.bool_]) -> Access:
-        return Access(
-            self.workgroups[keep], self.waves[keep], self.addresses[keep], self.element, self.count, self.stores
-        )
+    def only(self, keep: NDArray[np.bool_]) -> LdsAccess:
+        kept = self.workgroups[keep], self.waves[keep], self.addresses[keep]
+        return LdsAccess(*kept, self.element, self.count, self.stores)
 
 
 class Lds:
@@ -59,9 +58,9 @@ class Lds:
         self._reader = _views(total)
         self.epochs = np.zeros(workgroups, np.int64)
         self._dirty = np.zeros(workgroups, np.bool_)
-        self._log: list[Access] = []
+        self._log: list[LdsAccess] = []
 
-    def load(self, access: Access, where: int) -> NDArray[Any]:
+    def load(self, access: LdsAccess, where: int) -> NDArray[Any]:
         """Elements of shape [count, lanes]."""
         index = self._index(access, where)
         element = access.element
@@ -79,7 +78,7 @@ class Lds:
         found: NDArray[Any] = self._data[element][index]
         return found
 
-    def store(self, access: Access, values: NDArray[Any], where: int) -> None:
+    def store(self, access: LdsAccess, values: NDArray[Any], where: int) -> None:
         """`values` has the shape [count, lanes]."""
         index = self._index(access, where)
         element = access.element
@@ -99,7 +98,7 @@ class Lds:
             self._compare(access, final, lost, where, "writes", "wrote")
         self._dirty[access.workgroups] = True
 
-    def barrier(self, workgroups: NDArray[np.int64], unfinished: list[Access]) -> None:
+    def barrier(self, workgroups: NDArray[np.int64], unfinished: list[LdsAccess]) -> None:
         """A new epoch. What was not waited for before the barrier may still happen after it, and is carried over."""
         chosen = np.unique(workgroups)
         self.epochs[chosen] += 1
@@ -137,7 +136,7 @@ class Lds:
             self._reader[1][index[after != owner]] = _SEVERAL
             self._dirty[live.workgroups] = True
 
-    def _index(self, access: Access, where: int) -> NDArray[np.int64]:
+    def _index(self, access: LdsAccess, where: int) -> NDArray[np.int64]:
         addresses, element = access.addresses, access.element
         if addresses.size and (addresses.min() < 0 or addresses.max() + element * access.count > self.size):
             bad = addresses[(addresses < 0) | (addresses + element * access.count > self.size)]
@@ -153,7 +152,7 @@ class Lds:
         return base + np.arange(access.count)[:, None]
 
     def _compare(
-        self, access: Access, shadow: NDArray[Any], suspects: NDArray[np.bool_], where: int, does: str, did: str
+        self, access: LdsAccess, shadow: NDArray[Any], suspects: NDArray[np.bool_], where: int, does: str, did: str
     ) -> None:
         """Raise if, byte by byte, another wave really touched what this one touches."""
         if not suspects.any():

@@ -13,7 +13,7 @@ import numpy as np
 
 from rocm_sd.verify.emulator import convert, lanes
 from rocm_sd.verify.emulator.errors import UnknownInstruction
-from rocm_sd.verify.emulator.operands import VGPR, constant, null_code, scalar_bits, scalar_reader
+from rocm_sd.verify.emulator.operands import VGPR, constant, scalar_bits, scalar_source
 from rocm_sd.verify.emulator.results import BYTES, HALVES, SHORT, WORDS, ResultBinder
 from rocm_sd.verify.emulator.vector import valu_for
 from rocm_sd.verify.emulator.wave import VCC, vgpr_bits
@@ -65,12 +65,10 @@ class Bound:
 class VectorBinder:
     """Binds the vector instructions of one code object."""
 
-    def __init__(self, gfx: str, family: str, wave_size: int) -> None:
-        self.gfx, self.family, self.wave_size = gfx, family, wave_size
+    def __init__(self, gfx: str, wave_size: int) -> None:
+        self.wave_size = wave_size
         self._table = valu_for(gfx)
-        self._results = ResultBinder(gfx, family, wave_size)
-        self.null = null_code(family)
-        self._everywhere = np.arange(wave_size, dtype=np.uint32)
+        self._results = ResultBinder(gfx, wave_size)
 
     def bind(self, inst: Decoded) -> tuple[Callable[[Group], None], int]:
         if inst.form == "VOPD":
@@ -136,11 +134,11 @@ class VectorBinder:
         for place, kind in enumerate(vop.sources):
             last = place == len(vop.sources) - 1
             if kind == "lane":
-                readers.append(lambda _g: self._everywhere)
+                readers.append(_fixed(np.arange(self.wave_size, dtype=np.uint32)))
             elif kind == "mask":
                 code = codes[place] if inst.form.startswith("VOP3") and place < len(codes) else VCC
-                readers.append(self._mask_reader(code))
-                touched |= scalar_bits(code, self.wave_size, self.family)
+                readers.append(self._mask_reader(inst, code))
+                touched |= scalar_bits(inst, code, self.wave_size)
             elif kind == "bitop3":
                 readers.append(_fixed(inst.fields["bitop3"]))
             elif vop.accumulates and last:
@@ -182,16 +180,8 @@ class VectorBinder:
                 number = convert.clamp(number)
             return (number, extra) if paired else number
 
-        plain = not omod and not clamp and spread is None
-        if plain and len(readers) == 1:
-            first = readers[0]
-            return lambda g: (function(first(g)), None)
-        if plain and len(readers) == 2:
-            first, second = readers
-            return lambda g: (function(first(g), second(g)), None)
-        if plain and len(readers) == 3:
-            first, second, third = readers
-            return lambda g: (function(first(g), second(g), third(g)), None)
+        if not omod and not clamp and spread is None:
+            return lambda g: (function(*[read(g) for read in readers]), None)
 
         def compute(g: Group) -> tuple[Any, Any]:
             value = function(*(read(g) for read in readers))
@@ -215,21 +205,16 @@ class VectorBinder:
             op_sel=bit("opsel"),
         )
 
-    def _mask_reader(self, code: int) -> Read:
-        if code == self.null:
-            none = np.zeros((1, self.wave_size), np.bool_)
-            return lambda _g: none
-        if 128 <= code < VGPR:
-            bits = constant(code, "b64", None)
-            if bits is not None:
-                fixed = np.array([[bits >> lane & 1 for lane in range(self.wave_size)]], np.bool_)
-                return lambda _g: fixed
-        return lambda g: g.mask(code)
+    def _mask_reader(self, inst: Decoded, code: int) -> Read:
+        bits = 0 if code == inst.null else constant(code, "b64", None)
+        if bits is None:
+            return lambda g: g.mask(code)
+        return _fixed(np.array([[bits >> lane & 1 for lane in range(self.wave_size)]], np.bool_))
 
     def _source(self, inst: Decoded, code: int, kind: str, mods: _Modifiers) -> tuple[Read, int]:
         """A reader of typed values of shape [W, L], [W, 1] or [1, 1]."""
         half = None
-        if (kind in HALVES or kind in _BYTE_PAIRS) and self.family != "gfx94x" and code >= VGPR:
+        if (kind in HALVES or kind in _BYTE_PAIRS) and inst.family != "gfx94x" and code >= VGPR:
             if inst.form in SHORT:
                 # Long encodings name the half by op_sel; short ones have no room and take the top bit of the number.
                 mods.op_sel = bool(code - VGPR >> 7 & 1)
@@ -252,8 +237,7 @@ class VectorBinder:
             }.get(kind, lambda g: g.v[number])
         value = constant(code, kind, inst.fields.get("literal"))
         if value is not None:
-            fixed = convert.to_type(np.array([[value]], np.uint32), kind)
-            return lambda _g: fixed
+            return _fixed(convert.to_type(np.array([[value]], np.uint32), kind))
         if kind in ("u32", "b32"):
             return raw
         return lambda g: raw(g).view(np.float32 if kind == "f32" else np.int32)
@@ -270,12 +254,12 @@ class VectorBinder:
             if 240 <= code <= 248 and kind.removeprefix("pk_") in _INTEGER_HALVES:
                 # The manuals do not say which width of float an integer instruction of 16 bits sees.
                 raise UnknownInstruction(inst.name, inst.address, "a float constant as a 16-bit integer")
-            fixed = np.array([[value]], np.uint64 if wide else np.uint32)
-            return lambda _g: fixed, 0
-        read = scalar_reader(code, 64 if wide else 32, inst, self.family)
-        return lambda g: read(g)[:, None], scalar_bits(code, 64 if wide else 32, self.family)
+            return _fixed(np.array([[value]], np.uint64 if wide else np.uint32)), 0
+        read, bits = scalar_source(inst, code, 64 if wide else 32)
+        return lambda g: read(g)[:, None], bits
 
-    def _typed(self, inst: Decoded, raw: Read, kind: str, mods: _Modifiers, code: int) -> Read:
+    @staticmethod
+    def _typed(inst: Decoded, raw: Read, kind: str, mods: _Modifiers, code: int) -> Read:
         if kind == "mix":
             # The upper negation bits of this encoding are the absolute-value bits here.
             return lambda g: convert.mix_source(
@@ -315,7 +299,7 @@ class VectorBinder:
             return (*self._selected(inst, code, kind, "src0"), None)
         mods = self._modifiers(inst, 0)
         number = inst.fields["vsrc0"]
-        if kind in HALVES and self.family != "gfx94x" and inst.form in SHORT:
+        if kind in HALVES and inst.family != "gfx94x" and inst.form in SHORT:
             mods.op_sel, number = bool(number >> 7), number & 0x7F
         state: list[Any] = [None]
 

@@ -11,7 +11,7 @@ from rocm_sd.verify.emulator.vector_types import Array, Vop
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["COMPARE", "MOVE"]
+__all__ = ["COMPARE", "FLOAT_ORDER", "INTEGER_ORDER", "MOVE"]
 
 
 def _never(a: Array, b: Array) -> Array:
@@ -26,16 +26,16 @@ def _ordered(a: Array, b: Array) -> Array:
     return (a == a) & (b == b)  # noqa: PLR0124 - only a NaN differs from itself
 
 
-_ORDER: dict[str, Callable[[Array, Array], Array]] = {
-    "f": _never,
+_Order = dict[str, "Callable[[Array, Array], Array]"]
+_ORDER: _Order = {
     "lt": np.less,
     "eq": np.equal,
     "le": np.less_equal,
     "gt": np.greater,
     "ge": np.greater_equal,
 }
-_INTEGER = _ORDER | {"ne": np.not_equal, "t": _always}
-_FLOAT = _ORDER | {
+INTEGER_ORDER: _Order = _ORDER | {"ne": np.not_equal}
+FLOAT_ORDER: _Order = _ORDER | {
     "lg": lambda a, b: (a < b) | (a > b),
     "o": _ordered,
     "u": lambda a, b: ~_ordered(a, b),
@@ -45,9 +45,8 @@ _FLOAT = _ORDER | {
     "nle": lambda a, b: ~(a <= b),
     "neq": lambda a, b: ~(a == b),
     "nlt": lambda a, b: ~(a < b),
-    "tru": _always,
-    "t": _always,
 }
+_CONSTANT: _Order = {"f": _never, "t": _always}
 _CLASS_LAYOUT = {2: (10, 0x1F), 4: (23, 0xFF), 8: (52, 0x7FF)}
 
 
@@ -74,13 +73,14 @@ def _is_class(value: Array, mask: Array) -> Array:
 
 def _compare() -> dict[str, Vop]:
     table: dict[str, Vop] = {}
+    floats, integers = FLOAT_ORDER | _CONSTANT | {"tru": _always}, INTEGER_ORDER | _CONSTANT
     for prefix in ("v_cmp", "v_cmpx"):
         for kind in ("f16", "f32", "f64"):
-            table |= {f"{prefix}_{name}_{kind}": Vop(test, (kind, kind), "mask") for name, test in _FLOAT.items()}
+            table |= {f"{prefix}_{name}_{kind}": Vop(test, (kind, kind), "mask") for name, test in floats.items()}
             # Ten class bits fit in 16; a half-precision compare may name an upper half for them too.
             table[f"{prefix}_class_{kind}"] = Vop(_is_class, (kind, "u16" if kind == "f16" else "u32"), "mask")
         for kind in ("i16", "u16", "i32", "u32", "i64", "u64"):
-            table |= {f"{prefix}_{name}_{kind}": Vop(test, (kind, kind), "mask") for name, test in _INTEGER.items()}
+            table |= {f"{prefix}_{name}_{kind}": Vop(test, (kind, kind), "mask") for name, test in integers.items()}
     return table
 
 
