@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rocm_sd.verify.emulator.vector_compare import FLOAT_ORDER, INTEGER_ORDER
+from rocm_sd.verify.emulator.vector import FLOAT_ORDER, INTEGER_ORDER
 
 if TYPE_CHECKING:
     from collections.abc import Callable
