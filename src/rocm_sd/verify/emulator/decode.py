@@ -96,8 +96,15 @@ def _unlisted(table: str) -> list[Any]:
 
 
 # The tables are searched one class after another, at 0.1 ms an instruction: as long as executing it for a whole batch.
-@lru_cache(maxsize=65536)
+# No instruction is the beginning of a longer one, so that what follows it does not matter: kernels share most of theirs.
+_decoded: dict[tuple[str, bytes], tuple[str, str, int, int, dict[str, int]]] = {}
+
+
 def _decode(table: str, data: bytes) -> tuple[str, str, int, int, dict[str, int]]:
+    for size in range(4, _LONGEST + 1, 4):
+        found = _decoded.get((table, data[:size]))
+        if found is not None:
+            return found
     amd = _tinygrad()
     form = next((form for form in _unlisted(table) if amd._matches(data, form)), None)  # noqa: SLF001
     inst = amd.decode_inst(data, table) if form is None else form.from_bytes(data)
@@ -106,10 +113,10 @@ def _decode(table: str, data: bytes) -> tuple[str, str, int, int, dict[str, int]
         for name, bits in inst._fields
         if name != "encoding"
     }
-    size = inst.size()
-    raw = int.from_bytes(data[:size], "little")
+    raw = int.from_bytes(data[: inst.size()], "little")
     kind = type(inst).__name__
-    return _name(inst), kind.split("_")[0], _complete(kind, fields, data, size), raw, fields
+    size = _complete(kind, fields, data, inst.size())
+    return _decoded.setdefault((table, data[:size]), (_name(inst), kind.split("_")[0], size, raw, fields))
 
 
 def _name(inst: Any) -> str:
