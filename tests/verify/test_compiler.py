@@ -105,7 +105,7 @@ def test_nothing_half_written_is_left(cache):
     assert [path for path in cache.rglob("*") if path.is_file()] == entries(cache)
 
 
-def test_the_lds_that_triton_asks_for_at_launch_is_told(cache):
+def test_the_lds_that_triton_asks_for_at_launch_is_known(cache):
     config = config_of({"x": "*fp32", "y": "*fp32", "columns": "i32"}, {"BLOCK": 1024})
     assert compiler.compile_for("gfx1100", softmax.softmax, config).lds == 16  # one float for each of four waves
 

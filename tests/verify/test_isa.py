@@ -165,7 +165,7 @@ def test_a_turned_loop_is_one_loop_with_all_its_loads(code):
     assert report.share_of_wide_loads() == 1.0
 
 
-# Two ways in, and a loop within: the entries of the outer one are left out, and what still leads back is the inner one.
+# Two ways in, and a loop within: the entries of the outer one are removed, and what still leads back is the inner one.
 TWO_ENTRIES = """
 kernel:
 	s_cbranch_scc1 .LBB0_2

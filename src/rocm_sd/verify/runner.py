@@ -311,7 +311,7 @@ class Run:
                 raise UnwrittenOutput(
                     f"{len(missing)} of {known.size} bytes of output {number} were never written, the first at offset "
                     f"{int(missing[0])}.",
-                    hint="Look for a mask or a grid that leaves out the tail.",
+                    hint="Look for a mask or a grid that misses the tail.",
                 )
 
 

@@ -80,7 +80,7 @@ class Counters:
         """A MODEL, not a measurement: busy cycles of the busiest unit if the launch ran alone on one compute unit.
 
         Vector, matrix, LDS and memory pipes work side by side; each is charged its issue cycles, divided over the SIMDs
-        of the CU where it is private to a SIMD. Latency, dependencies, occupancy and cache misses are left out, so this
+        of the CU where it is private to a SIMD. Latency, dependencies, occupancy and cache misses are not modelled, so this
         ranks variants of one kernel by work and is a lower bound, not a forecast.
         """
         gpu = arch or self.arch

@@ -46,7 +46,7 @@ def launch(
     """Execute `code` on `grid` workgroups and write the results into the buffers of `arguments`.
 
     grid: workgroups in x, y and z. arguments: a `Buffer`, a number or None for each kernel argument; the two scratch
-    pointers that Triton appends may be left out. waves: waves in a workgroup, by default what the kernel declares.
+    pointers that Triton appends may be missing. waves: waves in a workgroup, by default what the kernel declares.
     batch: waves executed at once. budget: wave instructions after which the launch is given up. first: how many
     workgroups to execute of the grid, by default all.
     """

@@ -1,6 +1,6 @@
 """Local memory of workgroups, with a shadow that finds races between waves.
 
-Shadow bytes lie beside the data: whether a byte was ever written, which wave wrote it and which read it since the last
+Each byte has shadow bytes: whether a byte was ever written, which wave wrote it and which read it since the last
 barrier (0: none, n + 1: wave n, 255: several). They are looked up in words as wide as the access, so a check costs one
 gather. Reads are only noted down; they are entered into the shadow when a store of the same epoch needs them.
 """

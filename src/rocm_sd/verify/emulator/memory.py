@@ -118,7 +118,7 @@ class Memory:
                 raise UnwrittenOutput(
                     f"{len(missing)} of {region.size} bytes of {region.name} were never written, the first at offset "
                     f"{int(missing[0])}.",
-                    hint="Look for a mask or a grid that leaves out the tail.",
+                    hint="Look for a mask or a grid that misses the tail.",
                 )
 
     def load(self, addresses: NDArray[np.uint64], element: int, count: int, where: int) -> NDArray[np.unsignedinteger]:
