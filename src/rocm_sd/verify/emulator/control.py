@@ -29,6 +29,7 @@ _TIMING = frozenset(
         "s_prefetch_data_pc_rel",
     }
 )  # fmt: skip
+_COUNTERS = ("vmcnt", "vscnt", "lgkmcnt", "loadcnt", "storecnt", "dscnt", "kmcnt")
 _ENDINGS = frozenset({"s_endpgm", "s_endpgm_saved"})
 
 _CONDITIONS: dict[str, Any] = {
@@ -131,20 +132,12 @@ def _limits(name: str, number: int, family: str) -> list[tuple[str, int]] | None
     if name == "s_waitcnt" and family == "gfx94x":
         return _tight([("vmcnt", number & 15 | number >> 10 & 0x30, 63), ("lgkmcnt", number >> 8 & 15, 15)])
     if name == "s_wait_idle":
-        return [(counter, 0) for counter in ("vmcnt", "vscnt", "lgkmcnt", "loadcnt", "storecnt", "dscnt", "kmcnt")]
+        return [(counter, 0) for counter in _COUNTERS]
     if name in ("s_wait_loadcnt_dscnt", "s_wait_storecnt_dscnt"):
         first = "loadcnt" if "load" in name else "storecnt"
         return _tight([(first, number >> 8 & 63, 63), ("dscnt", number & 63, 63)])
-    single = {
-        "s_waitcnt_vmcnt": "vmcnt",
-        "s_waitcnt_vscnt": "vscnt",
-        "s_waitcnt_lgkmcnt": "lgkmcnt",
-        "s_wait_loadcnt": "loadcnt",
-        "s_wait_storecnt": "storecnt",
-        "s_wait_dscnt": "dscnt",
-        "s_wait_kmcnt": "kmcnt",
-    }.get(name)
-    return None if single is None else [(single, number & 63)]
+    single = name.removeprefix("s_waitcnt_").removeprefix("s_wait_")
+    return [(single, number & 63)] if single in _COUNTERS else None
 
 
 def _tight(limits: list[tuple[str, int, int]]) -> list[tuple[str, int]]:

@@ -146,7 +146,8 @@ def _search(table: str, data: bytes) -> tuple[Any, str]:
     amd = _tinygrad()
     unlisted = next((form for form in _unlisted(table) if amd._matches(data, form)), None)  # noqa: SLF001
     inst = amd.decode_inst(data, table) if unlisted is None else unlisted.from_bytes(data)
-    form, name = type(inst), _name(inst)
+    form: Any = type(inst)
+    name = _name(inst)
     if not any(variant in form.__name__ for variant in ("_LIT", "_DPP", "_SDWA")):
         _forms[table].setdefault(form, {})[inst._raw & _telling(form)[0]] = name  # noqa: SLF001
     return form, name

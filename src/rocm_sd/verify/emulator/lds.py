@@ -13,14 +13,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rocm_sd.verify.emulator.errors import LdsRace, MisalignedAccess, OutOfBounds, UninitialisedRead
+from rocm_sd.verify.emulator.memory import REPEAT, views
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 __all__ = ["Lds", "LdsAccess"]
 
-_KINDS: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32}
-_REPEAT = {1: 0x01, 2: 0x0101, 4: 0x01010101}
 _SEVERAL = 255
 
 
@@ -35,6 +34,11 @@ class LdsAccess:
     count: int
     stores: bool
     epochs: NDArray[np.int64] | None = None
+
+    @property
+    def owner(self) -> NDArray[Any]:
+        """The shadow of each lane's element: its wave in every byte."""
+        return ((self.waves + 1) * REPEAT[self.element]).astype(f"u{self.element}")
 
     def only(self, keep: NDArray[np.bool_]) -> LdsAccess:
         kept = self.workgroups[keep], self.waves[keep], self.addresses[keep]
@@ -52,10 +56,7 @@ class Lds:
     def reset(self, workgroups: int) -> None:
         """Forget everything: a new workgroup finds no value that it may rely on."""
         total = workgroups * self.stride
-        self._data = _views(total)
-        self._written = _views(total)
-        self._writer = _views(total)
-        self._reader = _views(total)
+        self._data, self._written, self._writer, self._reader = (views(np.zeros(total, np.uint8)) for _ in range(4))
         self.epochs = np.zeros(workgroups, np.int64)
         self._dirty = np.zeros(workgroups, np.bool_)
         self._log: list[LdsAccess] = []
@@ -64,13 +65,13 @@ class Lds:
         """Elements of shape [count, lanes]."""
         index = self._index(access, where)
         element = access.element
-        if (self._written[element][index] != _REPEAT[element]).any():
-            missing = access.addresses[(self._written[element][index] != _REPEAT[element]).any(axis=0)]
+        if (self._written[element][index] != REPEAT[element]).any():
+            missing = access.addresses[(self._written[element][index] != REPEAT[element]).any(axis=0)]
             raise UninitialisedRead(
                 f"The kernel reads LDS byte {int(missing[0])}, which nothing has written.", address=where
             )
         if self._dirty.any():
-            owner = ((access.waves + 1) * _REPEAT[element]).astype(_KINDS[element])
+            owner = access.owner
             writer = self._writer[element][index]
             self._compare(access, writer, (writer != 0) & (writer != owner), where, "reads", "wrote")
         access.epochs = self.epochs[access.workgroups]
@@ -82,7 +83,7 @@ class Lds:
         """`values` has the shape [count, lanes]."""
         index = self._index(access, where)
         element = access.element
-        owner = ((access.waves + 1) * _REPEAT[element]).astype(_KINDS[element])
+        owner = access.owner
         self._enter_reads()
         # Writing the value that is there already disturbs nobody; layouts that hold copies of a value do it.
         changes = self._data[element][index] != values
@@ -90,7 +91,7 @@ class Lds:
         self._compare(access, reader, (reader != 0) & (reader != owner) & changes, where, "writes", "read")
         self._compare(access, writer, (writer != 0) & (writer != owner) & changes, where, "writes", "wrote")
         self._data[element][index] = values
-        self._written[element][index] = _REPEAT[element]
+        self._written[element][index] = REPEAT[element]
         self._writer[element][index] = np.broadcast_to(owner, index.shape)
         final = self._writer[element][index]
         if (final != owner).any():
@@ -111,9 +112,8 @@ class Lds:
         self._dirty[chosen] = False
         for access in unfinished:
             if access.stores:
-                owner = ((access.waves + 1) * _REPEAT[access.element]).astype(_KINDS[access.element])
                 index = self._index(access, 0)
-                self._writer[access.element][index] = np.broadcast_to(owner, index.shape)
+                self._writer[access.element][index] = np.broadcast_to(access.owner, index.shape)
                 self._dirty[access.workgroups] = True
             else:
                 access.epochs = self.epochs[access.workgroups]
@@ -171,8 +171,3 @@ class Lds:
                 f"same workgroup {did} with no barrier between.",
                 address=where,
             )
-
-
-def _views(total: int) -> dict[int, NDArray[Any]]:
-    base = np.zeros(total, np.uint8)
-    return {width: base.view(kind) for width, kind in _KINDS.items()}

@@ -48,7 +48,7 @@ def bind_scalar(inst: Decoded) -> tuple[Run, int]:
         return _bind(inst, (source, None), result, lambda a, _b, _scc: convert(a))
     if name in COMPARES:
         first, second, test = COMPARES[name]
-        return _bind(inst, (first, second), None, lambda a, b, _scc: (None, test(a, b)))
+        return _bind(inst, (first, second), None, _comparing(test))
     raise UnknownInstruction(inst.name, inst.address)
 
 
@@ -58,15 +58,31 @@ def _bind(
     """`sources` and `result` are widths, None for one that the instruction does not have."""
     read, touched = scalar_source(inst, inst.get("ssrc0"), sources[0])
     second, more = scalar_source(inst, inst.get("ssrc1"), sources[1]) if sources[1] else (lambda _g: None, 0)
-    write, filled = scalar_target(inst, inst.get("sdst"), result) if result else (lambda _g, _value: None, 0)
+    write, filled = scalar_target(inst, inst.get("sdst"), result) if result else (_discard, 0)
+    return _applied(function, read, second, write), touched | more | filled
 
+
+def _discard(_g: Group, _value: Any) -> None:
+    """The target of a compare."""
+
+
+def _applied(
+    function: Callable[[Any, Any, Any], Any],
+    first: Callable[[Group], Any],
+    second: Callable[[Group], Any],
+    write: Callable[[Group, Any], None],
+) -> Run:
     def run(g: Group) -> None:
-        value, scc = function(read(g), second(g), g.scc)
+        value, scc = function(first(g), second(g), g.scc)
         write(g, value)
         if scc is not None:
             g.scc[:] = scc
 
-    return run, touched | more | filled
+    return run
+
+
+def _comparing(test: Callable[[Any, Any], Any]) -> Callable[[Any, Any, Any], Any]:
+    return lambda a, b, _scc: (None, test(a, b))
 
 
 def _bind_save_exec(inst: Decoded, name: str) -> tuple[Run, int]:
@@ -110,38 +126,26 @@ def _bind_read_modify(inst: Decoded, name: str) -> tuple[Run, int]:
     return lambda g: write(g, value(g)), touched | more | filled
 
 
+_IMMEDIATE: dict[str, Callable[[Any, Any, Any], Any]] = {
+    "s_movk_i32": lambda _old, given, _scc: (given, None),
+    "s_cmovk_i32": lambda old, given, scc: (np.where(scc, given, old), None),
+    "s_addk_i32": lambda old, given, _scc: add_signed(old, given),
+    "s_mulk_i32": lambda old, given, _scc: (old * given, None),
+}
+
+
 def _bind_immediate(inst: Decoded, name: str) -> tuple[Run, int]:
     number = inst.get("simm16")
     read, _ = scalar_source(inst, inst.get("sdst"), 32)
     write, touched = scalar_target(inst, inst.get("sdst"), 32)
-    fixed = np.array([signed_field(number, 16) & 0xFFFFFFFF], _U)
-
-    def move(g: Group) -> None:
-        write(g, fixed)
-
-    def move_if(g: Group) -> None:
-        write(g, np.where(g.scc, fixed, read(g)))
-
-    def add(g: Group) -> None:
-        value, scc = add_signed(read(g), fixed)
-        write(g, value)
-        g.scc[:] = scc
-
-    def multiply(g: Group) -> None:
-        write(g, read(g) * fixed)
-
-    simple = {"s_movk_i32": move, "s_cmovk_i32": move_if, "s_addk_i32": add, "s_mulk_i32": multiply}
-    if name in simple:
-        return simple[name], touched
+    given = np.array([signed_field(number, 16) & 0xFFFFFFFF], _U)
     if name.startswith("s_cmpk_"):
-        function = COMPARES[name.replace("cmpk", "cmp")][2]
-        other = fixed if name.endswith("_i32") else np.array([number], _U)
-
-        def compare(g: Group) -> None:
-            g.scc[:] = function(read(g), other)
-
-        return compare, touched
-    raise UnknownInstruction(inst.name, inst.address)
+        test = COMPARES[name.replace("cmpk", "cmp")][2]
+        other = given if name.endswith("_i32") else np.array([number], _U)
+        return _applied(_comparing(test), read, lambda _g: other, _discard), touched
+    if name not in _IMMEDIATE:
+        raise UnknownInstruction(inst.name, inst.address)
+    return _applied(_IMMEDIATE[name], read, lambda _g: given, write), touched
 
 
 _SIZES = {"b32": 1, "b64": 2, "b96": 3, "b128": 4, "b256": 8, "b512": 16, "dword": 1}

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rocm_sd.verify.emulator.vector import FLOAT_ORDER, INTEGER_ORDER
+from rocm_sd.verify.emulator.vector import FLOAT_ORDER, INTEGER_ORDER, VALU
+from rocm_sd.verify.emulator.vector_int import add_carry, reverse_bits, sub_borrow
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -60,15 +61,6 @@ def _f32(a: NDArray[Any]) -> NDArray[Any]:
 
 def _bits(a: NDArray[Any]) -> NDArray[Any]:
     return np.ascontiguousarray(a, np.float32).view(_U)
-
-
-def _add(a: Any, b: Any, carry: Any) -> Any:
-    total = a.astype(_Q) + b + carry
-    return total.astype(_U), total >> _Q(32) != 0
-
-
-def _sub(a: Any, b: Any, borrow: Any) -> Any:
-    return a - b - borrow, b.astype(_Q) + borrow > a
 
 
 def add_signed(a: Any, b: Any) -> Any:
@@ -150,10 +142,10 @@ LOGIC: dict[str, Callable[[Any, Any], Any]] = {
 # name: widths of both sources and of the result, and function(a, b, scc) -> (result, new scc or None to keep it).
 _W, _D = (32, 32, 32), (64, 64, 64)
 TWO_SOURCES: dict[str, tuple[tuple[int, int, int], Callable[[Any, Any, Any], Any]]] = {
-    "s_add_u32": (_W, lambda a, b, _c: _add(a, b, _Q(0))),
-    "s_sub_u32": (_W, lambda a, b, _c: _sub(a, b, _U(0))),
-    "s_addc_u32": (_W, lambda a, b, c: _add(a, b, c.astype(_Q))),
-    "s_subb_u32": (_W, lambda a, b, c: _sub(a, b, c.astype(_U))),
+    "s_add_u32": (_W, lambda a, b, _c: add_carry(a, b)),
+    "s_sub_u32": (_W, lambda a, b, _c: sub_borrow(a, b)),
+    "s_addc_u32": (_W, add_carry),
+    "s_subb_u32": (_W, sub_borrow),
     "s_add_i32": (_W, lambda a, b, _c: add_signed(a, b)),
     "s_sub_i32": (_W, lambda a, b, _c: _sub_signed(a, b)),
     "s_absdiff_i32": (_W, _nonzero(lambda a, b: np.abs(_i32(a - b)).view(_U))),
@@ -210,17 +202,6 @@ def _population(a: Any) -> Any:
     return np.unpackbits(np.ascontiguousarray(a)[:, None].view(np.uint8), axis=1).sum(axis=1, dtype=_U)
 
 
-def _reverse(a: Any, bits: int) -> Any:
-    raw = np.unpackbits(np.ascontiguousarray(a)[:, None].view(np.uint8), axis=1, bitorder="little")
-    return np.packbits(raw[:, ::-1], axis=1, bitorder="little").view(_Q if bits == 64 else _U)[:, 0]
-
-
-def _to_integer(a: Any, kind: Any) -> Any:
-    limits = np.iinfo(kind)
-    value = np.nan_to_num(np.trunc(_f32(a).astype(np.float64)), nan=0.0)
-    return np.clip(value, float(limits.min), float(limits.max)).astype(np.int64).astype(kind).view(_U)
-
-
 def _kept(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return lambda a: (function(a), None)
 
@@ -231,8 +212,8 @@ ONE_SOURCE: dict[str, tuple[int, int, Callable[[Any], Any]]] = {
     "s_mov_b64": (64, 64, _kept(lambda a: a)),
     "s_not_b32": (32, 32, lambda a: (~a, ~a != 0)),
     "s_not_b64": (64, 64, lambda a: (~a, ~a != 0)),
-    "s_brev_b32": (32, 32, _kept(lambda a: _reverse(a, 32))),
-    "s_brev_b64": (64, 64, _kept(lambda a: _reverse(a, 64))),
+    "s_brev_b32": (32, 32, _kept(reverse_bits)),
+    "s_brev_b64": (64, 64, _kept(reverse_bits)),
     "s_ctz_i32_b32": (32, 32, _kept(lambda a: _find(a, 32, from_top=False))),
     "s_ctz_i32_b64": (64, 32, _kept(lambda a: _find(a, 64, from_top=False))),
     "s_clz_i32_u32": (32, 32, _kept(lambda a: _find(a, 32, from_top=True))),
@@ -246,8 +227,8 @@ ONE_SOURCE: dict[str, tuple[int, int, Callable[[Any], Any]]] = {
     "s_bcnt0_i32_b64": (64, 32, lambda a: (_population(~a), ~a != 0)),
     "s_cvt_f32_i32": (32, 32, _kept(lambda a: _bits(_i32(a)))),
     "s_cvt_f32_u32": (32, 32, _kept(_bits)),
-    "s_cvt_i32_f32": (32, 32, _kept(lambda a: _to_integer(a, np.int32))),
-    "s_cvt_u32_f32": (32, 32, _kept(lambda a: _to_integer(a, np.uint32))),
+    "s_cvt_i32_f32": (32, 32, _kept(lambda a: VALU["v_cvt_i32_f32"].function(_f32(a)).view(_U))),
+    "s_cvt_u32_f32": (32, 32, _kept(lambda a: VALU["v_cvt_u32_f32"].function(_f32(a)))),
     "s_ceil_f32": (32, 32, _kept(lambda a: _bits(np.ceil(_f32(a))))),
     "s_floor_f32": (32, 32, _kept(lambda a: _bits(np.floor(_f32(a))))),
     "s_trunc_f32": (32, 32, _kept(lambda a: _bits(np.trunc(_f32(a))))),

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from rocm_sd.verify.emulator.decode import Decoded
-    from rocm_sd.verify.emulator.vector_types import Vop
     from rocm_sd.verify.emulator.wave import Group
 
     Array = NDArray[Any]
@@ -87,13 +86,10 @@ class VectorBinder:
         names = inst.name.split(" :: ")
         target = inst.get("vdstx")
         other = inst.get("vdsty") << 1 | (target & 1 ^ 1)
-        halves = [
-            self._bind_vop(
-                inst, name, self._vop(inst, name), (inst.get(f"src{axis}0"), VGPR + inst.get(f"vsrc{axis}1")), dst
-            )
-            for name, axis, dst in zip(names, "xy", (target, other), strict=True)
-        ]
-        x, y = halves
+        x, y = (
+            self._bind_vop(inst, name, (inst.get(f"src{axis}0"), VGPR + inst.get(f"vsrc{axis}1")), register)
+            for name, axis, register in zip(names, "xy", (target, other), strict=True)
+        )
         # A plain move hands on the register itself, which the first half may be about to overwrite.
         overwrites = bool(vgpr_bits(target) & y.touched)
 
@@ -107,12 +103,6 @@ class VectorBinder:
 
         return run, x.touched | y.touched
 
-    def _vop(self, inst: Decoded, name: str) -> Vop:
-        vop = self._table.get(name)
-        if vop is None:
-            raise UnknownInstruction(name, inst.address)
-        return vop
-
     def _bind_one(self, inst: Decoded) -> Bound:
         if inst.name.startswith("v_bitop3"):
             # The truth table stands where others have their modifiers.
@@ -125,22 +115,24 @@ class VectorBinder:
             codes.append(VGPR + inst.fields["vsrc1"])
         elif inst.form.startswith("VOP3"):
             codes += [inst.fields["src1"], inst.fields["src2"]]
-        return self._bind_vop(inst, inst.name, self._vop(inst, inst.name), tuple(codes), inst.get("vdst"))
+        return self._bind_vop(inst, inst.name, tuple(codes), inst.get("vdst"))
 
-    def _bind_vop(self, inst: Decoded, name: str, vop: Vop, codes: tuple[int, ...], target: int) -> Bound:
+    def _bind_vop(self, inst: Decoded, name: str, codes: tuple[int, ...], target: int) -> Bound:
+        vop = self._table.get(name)
+        if vop is None:
+            raise UnknownInstruction(name, inst.address)
         readers: list[Read] = []
         touched = 0
         spread: Callable[[Group], Array] | None = None
         for place, kind in enumerate(vop.sources):
             last = place == len(vop.sources) - 1
-            if kind == "lane":
-                readers.append(_fixed(np.arange(self.wave_size, dtype=np.uint32)))
+            if kind in ("lane", "bitop3"):
+                lane = np.arange(self.wave_size, dtype=np.uint32)
+                readers.append(_fixed(lane if kind == "lane" else inst.fields["bitop3"]))
             elif kind == "mask":
                 code = codes[place] if inst.form.startswith("VOP3") and place < len(codes) else VCC
                 readers.append(self._mask_reader(inst, code))
                 touched |= scalar_bits(inst, code, self.wave_size)
-            elif kind == "bitop3":
-                readers.append(_fixed(inst.fields["bitop3"]))
             elif vop.accumulates and last:
                 read, bits = self._source(inst, VGPR + target, kind, _Modifiers(op_sel=bool(inst.get("opsel") & 8)))
                 readers.append(read)
@@ -171,21 +163,16 @@ class VectorBinder:
     def _compute(
         function: Any, readers: list[Read], omod: int, clamp: bool, spread: Read | None, result: str
     ) -> Callable[[Any], tuple[Any, Any]]:
-        paired = "+" in result
-
-        def adjust(value: Any) -> Any:
-            number, extra = value if paired else (value, None)
-            number = convert.omod(number, omod)
-            if clamp:
-                number = convert.clamp(number)
-            return (number, extra) if paired else number
-
         if not omod and not clamp and spread is None:
             return lambda g: (function(*[read(g) for read in readers]), None)
 
         def compute(g: Group) -> tuple[Any, Any]:
-            value = function(*(read(g) for read in readers))
-            return (adjust(value) if omod or clamp else value), (None if spread is None else spread(g))
+            value = function(*[read(g) for read in readers])
+            number, *mask = value if "+" in result else (value,)
+            number = convert.omod(number, omod)
+            if clamp:
+                number = convert.clamp(number)
+            return (number, *mask) if mask else number, None if spread is None else spread(g)
 
         return compute
 

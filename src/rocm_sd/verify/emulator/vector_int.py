@@ -13,7 +13,7 @@ from rocm_sd.verify.emulator.vector_types import Array, Vop, exact_vop
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["INTEGER"]
+__all__ = ["INTEGER", "add_carry", "reverse_bits", "sub_borrow"]
 
 _U5 = np.uint32(31)
 _ONE = np.uint32(1)
@@ -47,10 +47,8 @@ def count_ones(value: Array) -> Array:
 
 
 def reverse_bits(value: Array) -> Array:
-    for shift, mask in ((1, 0x55555555), (2, 0x33333333), (4, 0x0F0F0F0F), (8, 0x00FF00FF), (16, 0x0000FFFF)):
-        step, keep = np.uint32(shift), np.uint32(mask)
-        value = ((value >> step) & keep) | ((value & keep) << step)
-    return value
+    bits = np.unpackbits(np.ascontiguousarray(value)[..., None].view(np.uint8), axis=-1, bitorder="little")
+    return np.packbits(bits[..., ::-1], axis=-1, bitorder="little").view(value.dtype)[..., 0]
 
 
 def leading_zeros(value: Array) -> Array:
@@ -127,14 +125,14 @@ def permute_bytes(high: Array, low: Array, select: Array) -> Array:
     return chosen.view(np.uint32)[..., 0]
 
 
-def _add_carry(a: Array, b: Array, carry: Array | None = None) -> tuple[Array, Array]:
+def add_carry(a: Array, b: Array, carry: Array | None = None) -> tuple[Array, Array]:
     total = _wide(a) + _wide(b)
     if carry is not None:
         total = total + carry.astype(np.uint64)
     return _low32(total), total > np.uint64(0xFFFFFFFF)
 
 
-def _sub_borrow(a: Array, b: Array, borrow: Array | None = None) -> tuple[Array, Array]:
+def sub_borrow(a: Array, b: Array, borrow: Array | None = None) -> tuple[Array, Array]:
     taken = _wide(b) if borrow is None else _wide(b) + borrow.astype(np.uint64)
     return _low32(_wide(a) - taken), taken > _wide(a)
 
@@ -210,22 +208,22 @@ def _sources(kind: str, count: int) -> tuple[str, ...]:
     return (kind,) * count
 
 
+def _left(shift: Array, value: Array) -> Array:
+    return value << (shift & shift.dtype.type(8 * value.itemsize - 1)).astype(value.dtype)
+
+
+def _right(shift: Array, value: Array) -> Array:
+    return value >> (shift & shift.dtype.type(8 * value.itemsize - 1)).astype(value.dtype)
+
+
 def _shifts() -> dict[str, Vop]:
     table: dict[str, Vop] = {}
     for bits in (16, 32, 64):
-        mask = np.uint32(bits - 1)
         count = f"u{min(bits, 32)}"
-
-        def left(shift: Array, value: Array, mask: np.uint32 = mask) -> Array:
-            return value << (shift & shift.dtype.type(mask)).astype(value.dtype)
-
-        def right(shift: Array, value: Array, mask: np.uint32 = mask) -> Array:
-            return value >> (shift & shift.dtype.type(mask)).astype(value.dtype)
-
         table |= {
-            f"v_lshlrev_b{bits}": Vop(left, (count, f"u{bits}"), f"u{bits}"),
-            f"v_lshrrev_b{bits}": Vop(right, (count, f"u{bits}"), f"u{bits}"),
-            f"v_ashrrev_i{bits}": Vop(right, (count, f"i{bits}"), f"i{bits}"),
+            f"v_lshlrev_b{bits}": Vop(_left, (count, f"u{bits}"), f"u{bits}"),
+            f"v_lshrrev_b{bits}": Vop(_right, (count, f"u{bits}"), f"u{bits}"),
+            f"v_ashrrev_i{bits}": Vop(_right, (count, f"i{bits}"), f"i{bits}"),
         }
     return table
 
@@ -243,9 +241,9 @@ def _sums() -> dict[str, Vop]:
             table |= {f"v_mad_{kind}": vop, f"v_mad_legacy_{kind}": vop}
         table |= {f"v_{name}_{kind}": vop for name, vop in extremes(kind, np.maximum, np.minimum).items()}
     for name, with_carry, carrying in (
-        ("v_add_co_u32", ("v_add_co_ci_u32", "v_addc_co_u32"), _add_carry),
-        ("v_sub_co_u32", ("v_sub_co_ci_u32", "v_subb_co_u32"), _sub_borrow),
-        ("v_subrev_co_u32", ("v_subrev_co_ci_u32", "v_subbrev_co_u32"), lambda a, b, *carry: _sub_borrow(b, a, *carry)),
+        ("v_add_co_u32", ("v_add_co_ci_u32", "v_addc_co_u32"), add_carry),
+        ("v_sub_co_u32", ("v_sub_co_ci_u32", "v_subb_co_u32"), sub_borrow),
+        ("v_subrev_co_u32", ("v_subrev_co_ci_u32", "v_subbrev_co_u32"), lambda a, b, *carry: sub_borrow(b, a, *carry)),
     ):
         table[name] = Vop(carrying, ("u32", "u32"), "u32+mask")
         table |= dict.fromkeys(with_carry, Vop(carrying, ("u32", "u32", "mask"), "u32+mask"))

@@ -136,13 +136,8 @@ class MemoryBinder:
         return run, touched | registers, f"vmem_{verb}"
 
     def _global(self, inst: Decoded, verb: str, transfer: Transfer) -> tuple[Run, int, str]:
-        addresses, touched = self._global_addresses(inst)
-        memory, count = self.machine.memory, self._traffic(transfer, verb)
-
-        def place(g: Group) -> Array:
-            where = addresses(g)
-            count(g.exec, where)
-            return where.reshape(-1) if g.full else where[g.exec]
+        place, touched = self._global_place(inst, transfer, verb)
+        memory = self.machine.memory
 
         def load(g: Group) -> Array:
             return memory.load(place(g), transfer.element, transfer.count, inst.address)
@@ -151,6 +146,18 @@ class MemoryBinder:
             memory.store(place(g), values, transfer.element, inst.address)
 
         return self._transfer(inst, verb, transfer, touched, load, store)
+
+    def _global_place(self, inst: Decoded, transfer: Transfer, verb: str) -> tuple[Addresses, int]:
+        """Addresses of the active lanes; what they move is counted."""
+        addresses, touched = self._global_addresses(inst)
+        count = self._traffic(transfer, verb)
+
+        def place(g: Group) -> Array:
+            where = addresses(g)
+            count(g.exec, where)
+            return where.reshape(-1) if g.full else where[g.exec]
+
+        return place, touched
 
     @staticmethod
     def _address_fields(inst: Decoded) -> tuple[int, int | None, int]:
@@ -272,10 +279,14 @@ class MemoryBinder:
         if inst.name.startswith("buffer"):
             place, touched = self._buffer_place(inst, transfer, "store")
         else:
-            place, touched = self._global_place(inst, transfer)
+            where, touched = self._global_place(inst, transfer, "store")
 
         def run(g: Group) -> None:
-            address, inside = place(g)
+            if inst.name.startswith("buffer"):
+                address, inside = place(g)
+            else:
+                address = where(g)[None]
+                inside = np.ones(address.shape, np.bool_)
             chosen: Array = np.atleast_1d(inside.all(axis=0))
             given = g.v[data : data + operands][:, g.exec]
             before = np.zeros((dwords, len(chosen)), np.uint32)
@@ -286,18 +297,6 @@ class MemoryBinder:
 
         kind = "vmem_load" if returns else "vmem_store"
         return run, touched | vgpr_bits(data, operands) | filled, kind
-
-    def _global_place(self, inst: Decoded, transfer: Transfer) -> tuple[Callable[[Group], tuple[Array, Array]], int]:
-        addresses, touched = self._global_addresses(inst)
-        count = self._traffic(transfer, "store")
-
-        def place(g: Group) -> tuple[Array, Array]:
-            where = addresses(g)
-            count(g.exec, where)
-            active = where[g.exec][None]
-            return active, np.ones(active.shape, np.bool_)
-
-        return place, touched
 
     def _scratch(self, inst: Decoded, verb: str, transfer: Transfer) -> tuple[Run, int, str]:
         number, base, offset = self._address_fields(inst)
