@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rocm_sd.verify.emulator.vector_types import Array
     from rocm_sd.verify.emulator.wave import Group
 
-    Bound = tuple[Callable[[Group], None], int]
+    Run = Callable[[Group], None]
 
 __all__ = [
     "bind_lane_operation",
@@ -272,7 +272,7 @@ def _swizzle_lane(offset: int, lane: int) -> int:
     return group | ((place & keep) | force) ^ flip
 
 
-def bind_lane_operation(inst: Decoded) -> Bound | None:
+def bind_lane_operation(inst: Decoded) -> tuple[Run, int] | None:
     """What the instruction does and the registers it touches; None where it is none of these."""
     if inst.name in ("v_nop", "v_pipeflush"):
         return (lambda _g: None), 0
@@ -282,7 +282,7 @@ def bind_lane_operation(inst: Decoded) -> Bound | None:
     return None if bind is None else bind(inst)
 
 
-def _read_lane(inst: Decoded) -> Bound:
+def _read_lane(inst: Decoded) -> tuple[Run, int]:
     write, touched = scalar_target(inst, inst.fields["vdst"], 32)
     if inst.fields["src0"] < VGPR:
         raise UnknownInstruction(inst.name, inst.address, "a scalar source")
@@ -294,7 +294,7 @@ def _read_lane(inst: Decoded) -> Bound:
     return (lambda g: write(g, read_lane(g.v[number], read(g)))), touched | more
 
 
-def _write_lane(inst: Decoded) -> Bound:
+def _write_lane(inst: Decoded) -> tuple[Run, int]:
     target = inst.fields["vdst"]
     read, touched = scalar_source(inst, inst.fields["src0"], 32)
     where, more = scalar_source(inst, inst.fields["src1"], 32)
@@ -305,7 +305,7 @@ def _write_lane(inst: Decoded) -> Bound:
     return run, touched | more | vgpr_bits(target)
 
 
-def _permlane16(inst: Decoded) -> Bound:
+def _permlane16(inst: Decoded) -> tuple[Run, int]:
     number, target, opsel = inst.fields["src0"] - VGPR, inst.fields["vdst"], inst.get("opsel")
     options = {"cross": "x16" in inst.name, "fetch_inactive": bool(opsel & 1), "bound_control": bool(opsel & 2)}
     moved: Callable[[Group], tuple[Array, Array]]
@@ -326,7 +326,7 @@ def _permlane16(inst: Decoded) -> Bound:
     return run, touched | vgpr_bits(number) | vgpr_bits(target)
 
 
-def _permlane64(inst: Decoded) -> Bound:
+def _permlane64(inst: Decoded) -> tuple[Run, int]:
     number, target = inst.fields["src0"] - VGPR, inst.fields["vdst"]
 
     def run(g: Group) -> None:
@@ -335,7 +335,7 @@ def _permlane64(inst: Decoded) -> Bound:
     return run, vgpr_bits(number) | vgpr_bits(target)
 
 
-def _swap(inst: Decoded) -> Bound:
+def _swap(inst: Decoded) -> tuple[Run, int]:
     number, target = inst.fields["src0"] - VGPR, inst.fields["vdst"]
     rows = 16 if inst.name == "v_permlane16_swap_b32" else 32
 
@@ -347,7 +347,7 @@ def _swap(inst: Decoded) -> Bound:
     return run, vgpr_bits(number) | vgpr_bits(target)
 
 
-def _accumulator(inst: Decoded) -> Bound:
+def _accumulator(inst: Decoded) -> tuple[Run, int]:
     """Moves between vector and accumulation registers; the latter follow the former in one file."""
     code, target = inst.fields["src0"], inst.fields["vdst"]
     if "read" not in inst.name:
@@ -364,7 +364,7 @@ def _accumulator(inst: Decoded) -> Bound:
     return run, vgpr_bits(target) | touched
 
 
-_LANE_OPERATIONS: dict[str, Callable[[Decoded], Bound]] = {
+_LANE_OPERATIONS: dict[str, Callable[[Decoded], tuple[Run, int]]] = {
     "v_readfirstlane_b32": _read_lane,
     "v_readlane_b32": _read_lane,
     "v_writelane_b32": _write_lane,
