@@ -25,9 +25,8 @@ from rocm_sd.numerics import in_float64
 from rocm_sd.ops import OPS
 from rocm_sd.ops.upsample_conv2d.parity import parity_weights
 from rocm_sd.tuning.static.sweep import DATA
-from rocm_sd.verify.hip_runner import EmulatedLauncher
 from rocm_sd.verify.ladder import EMULATED
-from rocm_sd.verify.runner import total
+from rocm_sd.verify.runner import EmulatedLauncher, total
 
 NAIVE = Path(__file__).parent / "hip-naive"
 _FIGURES = ("vgprs", "lds", "waves_per_simd", "modelled_us")

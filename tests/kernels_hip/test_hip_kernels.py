@@ -20,10 +20,9 @@ from rocm_sd.numerics import in_float64, outputs, require
 from rocm_sd.ops import OPS
 from rocm_sd.verify.emulator import LdsRace
 from rocm_sd.verify.gates import check
-from rocm_sd.verify.hip_runner import EmulatedLauncher
 from rocm_sd.verify.isa import report
 from rocm_sd.verify.ladder import EMULATED
-from rocm_sd.verify.runner import emulated, total
+from rocm_sd.verify.runner import EmulatedLauncher, emulated, total
 
 try:
     toolchain.find_compiler()

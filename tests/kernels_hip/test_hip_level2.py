@@ -14,9 +14,9 @@ from benchmarks import hip_compiled
 
 from rocm_sd.kernels.hip import toolchain
 from rocm_sd.ops import OPS
-from rocm_sd.verify.hip_runner import emulated_hip
 from rocm_sd.verify.isa import report
 from rocm_sd.verify.ladder import EMULATED
+from rocm_sd.verify.runner import emulated_hip
 
 try:
     COMPILER = toolchain.find_compiler()

@@ -34,10 +34,9 @@ from rocm_sd.kernels.hip.transformer_plan import NORM_OPERATIONS, TransformerBlo
 from rocm_sd.numerics import require
 from rocm_sd.ops.definition import KernelPromise
 from rocm_sd.verify.gates import check
-from rocm_sd.verify.hip_runner import EmulatedLauncher
 from rocm_sd.verify.isa import report
 from rocm_sd.verify.ladder import EMULATED
-from rocm_sd.verify.runner import total
+from rocm_sd.verify.runner import EmulatedLauncher, total
 
 try:
     toolchain.find_compiler()

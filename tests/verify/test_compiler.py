@@ -9,15 +9,16 @@ from rocm_sd.errors import Unsupported
 from rocm_sd.kernels.hip import toolchain
 from rocm_sd.verify import compiler, isa
 from rocm_sd.verify.code_object import CodeObject
-from rocm_sd.verify.compiler import CompilationFailed, KernelConfig
+from rocm_sd.verify.compiler import CompilationFailed
 from verify.kernels import add, matmul, softmax
+from verify.kernels.configs import config_of
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 pytest.importorskip("triton", reason="AMD code is compiled by Triton")
 
-ADD = KernelConfig.of({"x": "*fp32", "y": "*fp32", "z": "*fp32", "n": "i32"}, {"BLOCK": 256}, divisible_by_16=["n"])
+ADD = config_of({"x": "*fp32", "y": "*fp32", "z": "*fp32", "n": "i32"}, {"BLOCK": 256}, divisible_by_16=["n"])
 HIP = """
 extern "C" __attribute__((global)) __attribute__((amdgpu_flat_work_group_size(64, 64)))
 void twice(float *x) { x[__builtin_amdgcn_workitem_id_x()] *= 2.0f; }
@@ -37,7 +38,7 @@ def entries(cache: Path) -> list[Path]:
 def test_every_gfx_that_triton_accepts_gets_code_of_its_own(cache):
     names = [a.name for a in compiler.targets()]
     assert {"gfx906", "gfx90a", "gfx942", "gfx1100", "gfx1201"} <= set(names)
-    codes = compiler.compile_many([(name, add.add, ADD) for name in names])
+    codes = [compiler.compile_for(name, add.add, ADD) for name in names]
     assert [code.arch.name for code in codes] == names
     assert {code.wave_size for code in codes} == {32, 64}
     assert all(code.name == "add" and code.workgroup_size == 4 * code.wave_size for code in codes)
@@ -56,15 +57,15 @@ def test_the_same_request_is_compiled_once(cache):
 @pytest.mark.parametrize(
     "changed",
     [
-        KernelConfig.of(dict(ADD.signature), {"BLOCK": 512}, divisible_by_16=["n"]),
-        KernelConfig.of(dict(ADD.signature), {"BLOCK": 256}),
-        KernelConfig.of(dict(ADD.signature), {"BLOCK": 256}, divisible_by_16=["n"], num_warps=8),
-        KernelConfig.of({"x": "*fp16", "y": "*fp16", "z": "*fp16", "n": "i32"}, {"BLOCK": 256}),
+        config_of(dict(ADD.signature), {"BLOCK": 512}, divisible_by_16=["n"]),
+        config_of(dict(ADD.signature), {"BLOCK": 256}),
+        config_of(dict(ADD.signature), {"BLOCK": 256}, divisible_by_16=["n"], num_warps=8),
+        config_of({"x": "*fp16", "y": "*fp16", "z": "*fp16", "n": "i32"}, {"BLOCK": 256}),
     ],
     ids=["constant", "attribute", "warps", "type"],
 )
 def test_whatever_changes_the_code_is_another_entry(cache, changed):
-    first, second = compiler.compile_many([("gfx1100", add.add, ADD), ("gfx1100", add.add, changed)])
+    first, second = (compiler.compile_for("gfx1100", add.add, config) for config in (ADD, changed))
     assert first.elf != second.elf
     assert len(entries(cache)) == 2
 
@@ -76,7 +77,7 @@ def test_a_change_of_the_source_is_seen(cache, tmp_path):
         "@triton.jit\ndef kernel(x, BLOCK: tl.constexpr):\n    at = x + tl.arange(0, BLOCK)\n"
         "    tl.store(at, helper(tl.load(at)))\n"
     )
-    config = KernelConfig.of({"x": "*fp32"}, {"BLOCK": 128})
+    config = config_of({"x": "*fp32"}, {"BLOCK": 128})
     codes = []
     for name, sign in (("one", "+"), ("two", "*")):
         file = tmp_path / f"{name}.py"
@@ -104,8 +105,8 @@ def test_nothing_half_written_is_left(cache):
     assert [path for path in cache.rglob("*") if path.is_file()] == entries(cache)
 
 
-def test_the_lds_that_triton_asks_for_at_launch_is_told(cache):
-    config = KernelConfig.of({"x": "*fp32", "y": "*fp32", "columns": "i32"}, {"BLOCK": 1024})
+def test_the_lds_that_triton_asks_for_at_launch_is_known(cache):
+    config = config_of({"x": "*fp32", "y": "*fp32", "columns": "i32"}, {"BLOCK": 1024})
     assert compiler.compile_for("gfx1100", softmax.softmax, config).lds == 16  # one float for each of four waves
 
 
@@ -115,7 +116,7 @@ def test_a_gfx_that_triton_refuses_is_named_with_those_it_takes():
 
 
 def test_a_missing_argument_is_named(cache):
-    config = KernelConfig.of({"x": "*fp32", "y": "*fp32", "n": "i32"}, {"BLOCK": 256})
+    config = config_of({"x": "*fp32", "y": "*fp32", "n": "i32"}, {"BLOCK": 256})
     with pytest.raises(Unsupported, match="without z"):
         compiler.compile_for("gfx1100", add.add, config)
 
@@ -123,12 +124,10 @@ def test_a_missing_argument_is_named(cache):
 def test_what_triton_refuses_costs_one_candidate(cache):
     """A dot of tiles that are no powers of two is refused; its neighbour is compiled."""
     signature = {"a": "*fp16", "b": "*fp16", "c": "*fp16", "M": "i32", "N": "i32", "K": "i32"}
-    good, bad = (KernelConfig.of(signature, {"TILE_M": m, "TILE_N": 32, "TILE_K": 32}) for m in (32, 33))
-    failures: dict[int, CompilationFailed] = {}
-    codes = compiler.compile_many([("gfx942", matmul.matmul, bad), ("gfx942", matmul.matmul, good)], failures=failures)
-    assert [code.name for code in codes] == ["matmul"]
-    assert list(failures) == [0]
-    assert "Compiling matmul of matmul.py for gfx942" in failures[0].message
+    good, bad = (config_of(signature, {"TILE_M": m, "TILE_N": 32, "TILE_K": 32}) for m in (32, 33))
+    with pytest.raises(CompilationFailed, match=r"Compiling matmul of matmul\.py for gfx942"):
+        compiler.compile_for("gfx942", matmul.matmul, bad)
+    assert compiler.compile_for("gfx942", matmul.matmul, good).name == "matmul"
 
 
 def test_assembly_is_assembled_again_to_the_same_code(cache):

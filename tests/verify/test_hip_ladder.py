@@ -20,9 +20,9 @@ from rocm_sd.ops.group_norm_silu.op import group_norm_silu_
 from rocm_sd.tuning import choice
 from rocm_sd.verify import ladder
 from rocm_sd.verify.gates import check
-from rocm_sd.verify.hip_runner import emulated_hip
 from rocm_sd.verify.isa import report
 from rocm_sd.verify.proofs import proofs, recorded
+from rocm_sd.verify.runner import emulated_hip
 
 try:
     toolchain.find_compiler()
@@ -88,7 +88,7 @@ def test_hip_climbs_by_name_and_has_no_rungs_without_an_architecture():
         ladder.plan(["layout_copy:cuda"])
 
 
-def test_a_worker_climbs_it_and_what_cannot_be_climbed_is_told(monkeypatch):
+def test_a_worker_climbs_it_and_gives_the_reason_where_it_cannot(monkeypatch):
     outcomes = ladder.verify(ladder.plan(["layout_copy:hip"], ["gfx1030", "gfx908"]))
     found = {(o.arch, o.rung): (o.state, o.sentence) for o in outcomes}
     assert found["gfx1030", "compiled"][0] == "passed"
@@ -133,7 +133,7 @@ def test_inside_it_the_ops_implementation_runs_on_the_architectures_own_product(
 
 
 @pytest.mark.parametrize("name", OWN)
-def test_the_proofs_tell_of_it_what_is_tested_here(name):
+def test_the_proofs_are_what_is_tested_here(name):
     op, _, implementation = name.partition(":")
     proven = {p.arch: p.rung for p in proofs() if (p.op, p.implementation) == (op, implementation)}
     expected = {gfx: "emulated" if gfx in ladder.EMULATED else "compiled" for gfx in toolchain.TARGETS}

@@ -6,8 +6,8 @@ import pytest
 
 from rocm_sd.errors import Unsupported
 from rocm_sd.verify import compiler, isa
-from rocm_sd.verify.compiler import KernelConfig
 from verify.kernels import layernorm, matmul
+from verify.kernels.configs import config_of
 
 TEXT = """
 other:
@@ -70,7 +70,7 @@ kernel:                                 ; @kernel
     ],
 )
 def test_the_width_of_an_access(mnemonic, space, load, width):
-    assert isa.access(mnemonic) == isa.Access(space, load, width)
+    assert isa.access(mnemonic) == isa.MemoryAccess(space, load, width)
 
 
 @pytest.mark.parametrize("mnemonic", ["ds_bpermute_b32", "ds_swizzle_b32", "v_add_f32", "s_load_b64", "global_inv"])
@@ -87,7 +87,7 @@ def test_an_access_of_unknown_width_is_refused():
 def code():
     signature = {"a": "*fp16", "b": "*fp16", "c": "*fp16", "M": "i32", "N": "i32", "K": "i32"}
     tile = {"TILE_M": 64, "TILE_N": 64, "TILE_K": 32}
-    return compiler.compile_for("gfx1100", matmul.matmul, KernelConfig.of(signature, tile, divisible_by_16="MNK"))
+    return compiler.compile_for("gfx1100", matmul.matmul, config_of(signature, tile, divisible_by_16="MNK"))
 
 
 def test_loops_are_found_from_the_branches_back(code):
@@ -165,7 +165,7 @@ def test_a_turned_loop_is_one_loop_with_all_its_loads(code):
     assert report.share_of_wide_loads() == 1.0
 
 
-# Two ways in, and a loop within: the entries of the outer one are left out, and what still leads back is the inner one.
+# Two ways in, and a loop within: the entries of the outer one are removed, and what still leads back is the inner one.
 TWO_ENTRIES = """
 kernel:
 	s_cbranch_scc1 .LBB0_2
@@ -201,7 +201,7 @@ def test_a_text_without_the_kernel_is_refused(code):
 def test_a_compiled_matmul(gfx, matrix):
     signature = {"a": "*fp16", "b": "*fp16", "c": "*fp16", "M": "i32", "N": "i32", "K": "i32"}
     tile = {"TILE_M": 64, "TILE_N": 64, "TILE_K": 32}
-    config = KernelConfig.of(signature, tile, divisible_by_16="MNK")
+    config = config_of(signature, tile, divisible_by_16="MNK")
     report = isa.report(compiler.compile_for(gfx, matmul.matmul, config))
     assert report.has_main_loop
     assert report.matrix_in_main > 0
@@ -214,7 +214,7 @@ def test_a_compiled_matmul(gfx, matrix):
 
 def test_three_loops_of_a_layernorm():
     signature = {"x": "*fp16", "y": "*fp16", "weight": "*fp16", "bias": "*fp16", "columns": "i32", "eps": "fp32"}
-    config = KernelConfig.of(signature, {"BLOCK": 1024}, divisible_by_16=["columns"])
+    config = config_of(signature, {"BLOCK": 1024}, divisible_by_16=["columns"])
     report = isa.report(compiler.compile_for("gfx942", layernorm.layernorm, config))
     assert len(report.loops) >= 3
     assert report.matrix == 0

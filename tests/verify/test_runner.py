@@ -47,7 +47,7 @@ def test_an_unknown_option_and_a_strange_constant_are_refused():
         specialise(add.add, (x, x, x), {"BLOCK": 256})
 
 
-def test_compiled_only_records_the_calls_and_puts_everything_back():
+def test_compiled_only_lists_the_calls_and_puts_everything_back():
     before, facts = add.add, arch.device_facts
     x = torch.zeros(300)
     with emulated(add, "gfx942", execute=False) as run:

@@ -100,7 +100,7 @@ class CodeObject:
         kernel = _choose(metadata.get("amdhsa.kernels"), name)
         symbol = _text(kernel, ".symbol")
         place, descriptor = sections.symbol(symbol, _DESCRIPTOR_BYTES)
-        entry_offset, rsrc2, properties, preload = _descriptor(descriptor)
+        (entry_offset,) = struct.unpack_from("<q", descriptor, 16)
         text_address, text = sections.section(".text")
         entry = place + entry_offset - text_address
         if not 0 <= entry < len(text):
@@ -124,32 +124,24 @@ class CodeObject:
             workgroup_size=_number(kernel, ".max_flat_workgroup_size"),
             arguments=tuple(_argument(entry) for entry in kernel.get(".args", [])),
             kernarg_size=_number(kernel, ".kernarg_segment_size"),
-            entry=_entry_state(rsrc2, properties, preload),
+            entry=_entry_state(descriptor),
         )
 
 
-def _descriptor(raw: bytes) -> tuple[int, int, int, int]:
-    (entry_offset,) = struct.unpack_from("<q", raw, 16)
-    rsrc2, properties, preload = struct.unpack_from("<IHH", raw, 52)
-    return entry_offset, rsrc2, properties, preload
+_PROPERTIES = (
+    "private_segment_buffer", "dispatch_ptr", "queue_ptr", "kernarg_segment_ptr", "dispatch_id", "flat_scratch_init",
+    "private_segment_size",
+)  # fmt: skip
 
 
-def _entry_state(rsrc2: int, properties: int, preload: int) -> EntryState:
-    def has(word: int, bit: int) -> bool:
-        return bool(word >> bit & 1)
-
+def _entry_state(descriptor: bytes) -> EntryState:
+    rsrc2, properties, preload = struct.unpack_from("<IHH", descriptor, 52)
     return EntryState(
         user_sgprs=rsrc2 >> 1 & 31,
-        private_segment_buffer=has(properties, 0),
-        dispatch_ptr=has(properties, 1),
-        queue_ptr=has(properties, 2),
-        kernarg_segment_ptr=has(properties, 3),
-        dispatch_id=has(properties, 4),
-        flat_scratch_init=has(properties, 5),
-        private_segment_size=has(properties, 6),
-        workgroup_id=(has(rsrc2, 7), has(rsrc2, 8), has(rsrc2, 9)),
+        workgroup_id=(bool(rsrc2 >> 7 & 1), bool(rsrc2 >> 8 & 1), bool(rsrc2 >> 9 & 1)),
         kernarg_preload_length=preload & 0x7F,
         kernarg_preload_offset=preload >> 7 & 0x1FF,
+        **{name: bool(properties >> bit & 1) for bit, name in enumerate(_PROPERTIES)},
     )
 
 

@@ -7,14 +7,15 @@ ROCM_SD_CACHE names another folder. HIP sources have a compiler of their own: `k
 
 from __future__ import annotations
 
+import atexit
 import base64
 import hashlib
 import importlib
 import importlib.util
 import sys
 import tempfile
-from concurrent.futures import as_completed
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,23 +24,13 @@ from rocm_sd import workers
 from rocm_sd.errors import RocmSdError, Unsupported, optional_module
 from rocm_sd.kernels import code_cache
 from rocm_sd.verify.code_object import CodeObject
-from rocm_sd.verify.pools import pool
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
     from types import FunctionType, ModuleType
 
     from rocm_sd.arch import Arch
 
-__all__ = [
-    "CompilationFailed",
-    "KernelConfig",
-    "assemble",
-    "cache_folder",
-    "compile_for",
-    "compile_many",
-    "targets",
-]
+__all__ = ["CompilationFailed", "KernelConfig", "assemble", "compile_for", "pool", "targets"]
 
 TIMEOUT_S = 180.0  # the slowest kernel met, head size 512 with 1023 spills, took 9 s on one core
 
@@ -65,25 +56,6 @@ class KernelConfig:
     num_stages: int = 2
     options: tuple[tuple[str, Constant], ...] = ()
 
-    @classmethod
-    def of(
-        cls,
-        signature: Mapping[str, str],
-        constants: Mapping[str, Constant] | None = None,
-        *,
-        divisible_by_16: Iterable[str] = (),
-        num_warps: int = 4,
-        num_stages: int = 2,
-    ) -> KernelConfig:
-        """The usual case by names; pointers count as 16-byte aligned tensors below 2 GB."""
-        divisible = set(divisible_by_16)
-        attributes = {
-            n: "DS" if t.startswith("*") else "D" for n, t in signature.items() if t[0] == "*" or n in divisible
-        }
-        return cls(
-            tuple(signature.items()), tuple((constants or {}).items()), tuple(attributes.items()), num_warps, num_stages
-        )
-
 
 @dataclass(frozen=True)
 class _Request:
@@ -94,11 +66,25 @@ class _Request:
     file: str
     function: str
     config: KernelConfig
-    cache: str = field(default_factory=lambda: str(cache_folder()))
+    cache: str = field(default_factory=lambda: str(code_cache.folder()))
 
 
-def cache_folder() -> Path:
-    return code_cache.folder()
+@cache
+def pool(*, interpret: bool, size: int | None = None) -> workers.Pool:
+    """The pool of this process that compiles for AMD GPUs, or the one that runs Triton's interpreter: never both.
+
+    It has as many workers as there are cores, or as are asked for.
+    """
+    environment = {
+        "TRITON_INTERPRET": "1" if interpret else None,
+        # Workers on all cores: threads inside them would only wait for one another.
+        "OMP_NUM_THREADS": "1",
+        "TRITON_DEFAULT_FP_FUSION": "1",
+        "TRITON_ALWAYS_COMPILE": "1",
+    }
+    made = workers.Pool(size, environment, folder="TRITON_CACHE_DIR")
+    atexit.register(made.close)
+    return made
 
 
 def targets() -> tuple[Arch, ...]:
@@ -106,57 +92,16 @@ def targets() -> tuple[Arch, ...]:
     return tuple(a for a in archs.ARCHS.values() if a.vendor is archs.Vendor.AMD and a.triton_supported)
 
 
-def compile_for(arch: Arch | str, kernel: Any, config: KernelConfig, *, timeout: float = TIMEOUT_S) -> CodeObject:
+def compile_for(arch: Arch | str, kernel: Any, config: KernelConfig) -> CodeObject:
     """Machine code of a triton.jit function (compiled or interpreted in this process: its source is what counts)."""
-    return compile_many([(arch, kernel, config)], timeout=timeout)[0]
-
-
-def compile_many(
-    requests: Sequence[tuple[Arch | str, Any, KernelConfig]],
-    *,
-    timeout: float = TIMEOUT_S,
-    progress: Callable[[], object] = lambda: None,
-    failures: dict[int, CompilationFailed] | None = None,
-) -> list[CodeObject]:
-    """All of them, over as many processes as cores, in order; `progress` is called after each.
-
-    The first failure is raised; where `failures` is given they are put there by index, and left out of the list.
-    """
-    named = [_named(*request) for request in requests]
-    done: dict[int, CodeObject] = {}
-    failed: dict[int, CompilationFailed] = {}
-    futures = {}
-    if workers.inside():
-        for index, request in enumerate(named):
-            _collect(index, request, lambda r=request: compile_request(r), done, failed)  # type: ignore[misc]
-            progress()
-    else:
-        for index, request in enumerate(named):
-            futures[pool(interpret=False).submit(compile_request, request, timeout=timeout)] = index
-        with workers.cancelling(futures):
-            for future in as_completed(futures):
-                index = futures[future]
-                _collect(index, named[index], future.result, done, failed)
-                progress()
-    if failed and failures is None:
-        raise failed[min(failed)]
-    if failures is not None:
-        failures.update(failed)
-    return [done[index] for index in sorted(done)]
-
-
-def _collect(
-    index: int,
-    request: _Request,
-    result: Callable[[], str],
-    done: dict[int, CodeObject],
-    failed: dict[int, CompilationFailed],
-) -> None:
+    request = _named(arch, kernel, config)
     try:
-        done[index] = _loaded(Path(result()))
+        if workers.inside():
+            return _loaded(Path(compile_request(request)))
+        return _loaded(Path(pool(interpret=False).submit(compile_request, request, timeout=TIMEOUT_S).result()))
     except workers.WorkerFailed as error:
         reason = f"Compiling {request.function} of {Path(request.file).name} for {request.arch}: {error.message}."
-        failed[index] = CompilationFailed(reason, hint="Try a smaller tile, fewer stages or more warps.")
+        raise CompilationFailed(reason, hint="Try a smaller tile, fewer stages or more warps.") from None
 
 
 def _named(arch: Arch | str, kernel: Any, config: KernelConfig) -> _Request:

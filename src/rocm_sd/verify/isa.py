@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from rocm_sd.verify.code_object import CodeObject
 
-__all__ = ["Access", "Instruction", "Loop", "Report", "access", "instructions", "report"]
+__all__ = ["Instruction", "IsaReport", "Loop", "MemoryAccess", "access", "instructions", "report"]
 
 _LABEL = re.compile(r"^(?P<name>[.\w$]+):")
 _INSTRUCTION = re.compile(
@@ -74,7 +74,7 @@ class Instruction:
 
 
 @dataclass(frozen=True)
-class Access:
+class MemoryAccess:
     """One memory instruction: which memory, which way, and bytes a lane."""
 
     space: str
@@ -92,7 +92,7 @@ class Loop:
 
 
 @dataclass(frozen=True)
-class Report:
+class IsaReport:
     """The figures of one kernel; `main` covers the main loop, or the whole kernel where there is no loop.
 
     `workgroups` of `waves` waves fit on a unit (a CU, or a WGP) at once; operations and instructions are a wave's.
@@ -116,8 +116,8 @@ class Report:
     has_main_loop: bool
     matrix_in_main: int
     matrix: int
-    accesses_in_main: tuple[Access, ...]
-    accesses: tuple[Access, ...]
+    accesses_in_main: tuple[MemoryAccess, ...]
+    accesses: tuple[MemoryAccess, ...]
     waves: int
     wave_size: int
     workgroups: int
@@ -184,7 +184,7 @@ def instructions(assembly: str, kernel: str) -> list[Instruction]:
     return found
 
 
-def access(mnemonic: str) -> Access | None:
+def access(mnemonic: str) -> MemoryAccess | None:
     """global_load_b128 and buffer_load_dwordx4 load 16 bytes, ds_read2_b64 too; None for what is not an access."""
     match = _MEMORY.match(mnemonic)
     if match is None:
@@ -192,7 +192,7 @@ def access(mnemonic: str) -> Access | None:
     width = _width(match["type"])
     if width is None:
         raise Unsupported("The ISA report", f"the memory instruction {mnemonic}, whose width it does not know")
-    return Access(_SPACES[match["space"]], match["kind"] in {"load", "read"}, width)
+    return MemoryAccess(_SPACES[match["space"]], match["kind"] in {"load", "read"}, width)
 
 
 def _width(type_: str) -> int | None:
@@ -269,7 +269,7 @@ def _short(mnemonic: str) -> str:
     return re.sub(r"_(e32|e64|dpp|sdwa|e64_dpp)$", "", mnemonic)
 
 
-def _accesses(code: Iterable[Instruction]) -> tuple[Access, ...]:
+def _accesses(code: Iterable[Instruction]) -> tuple[MemoryAccess, ...]:
     return tuple(found for instruction in code if (found := access(instruction.mnemonic)))
 
 
@@ -285,7 +285,7 @@ def _main(code: list[Instruction], loops: Iterable[Loop]) -> list[Instruction] |
     return max(bodies, key=weight)
 
 
-def report(code: CodeObject) -> Report:
+def report(code: CodeObject) -> IsaReport:
     """The figures of a code object that has its assembly text."""
     body = instructions(code.assembly, code.name)
     loops = _loops(body)
@@ -296,33 +296,27 @@ def report(code: CodeObject) -> Report:
     fits = archs.occupancy(
         code.arch, code.vgprs, code.lds, waves, wave_size=code.wave_size, sgprs=code.sgprs, agprs=agprs
     )
-    return Report(
+    in_main = {f"{name}_in_main": value for name, value in _work(main or body).items()}
+    return IsaReport(
         kernel=code.name,
         arch=code.arch.name,
-        vgprs=code.vgprs,
-        agprs=code.agprs,
-        sgprs=code.sgprs,
-        vgpr_spills=code.vgpr_spills,
-        sgpr_spills=code.sgpr_spills,
-        scratch=code.scratch,
-        lds=code.lds,
         waves_per_simd=fits.waves_per_simd,
         limited_by=fits.limited_by,
         instructions=len(body),
         histogram=tuple(sorted(_histogram(body).items(), key=lambda entry: (-entry[1], entry[0]))),
         loops=tuple(loops),
         has_main_loop=main is not None,
-        matrix_in_main=sum(i.is_matrix for i in (main or body)),
-        matrix=sum(i.is_matrix for i in body),
-        accesses_in_main=_accesses(main or body),
-        accesses=_accesses(body),
         waves=waves,
-        wave_size=code.wave_size,
         workgroups=fits.workgroups,
-        matrix_flops_in_main=sum(i.matrix_flops for i in (main or body)),
-        matrix_flops=sum(i.matrix_flops for i in body),
-        vector_in_main=sum(i.is_vector for i in (main or body)),
-        vector=sum(i.is_vector for i in body),
-        transcendental_in_main=sum(i.is_transcendental for i in (main or body)),
-        transcendental=sum(i.is_transcendental for i in body),
+        **{name: getattr(code, name) for name in _OF_THE_METADATA},
+        **_work(body),
+        **in_main,
     )
+
+
+_OF_THE_METADATA = ("vgprs", "agprs", "sgprs", "vgpr_spills", "sgpr_spills", "scratch", "lds", "wave_size")
+
+
+def _work(code: Sequence[Instruction]) -> dict[str, Any]:
+    counted = {name: sum(getattr(i, f"is_{name}") for i in code) for name in ("matrix", "vector", "transcendental")}
+    return {**counted, "matrix_flops": sum(i.matrix_flops for i in code), "accesses": _accesses(code)}

@@ -27,13 +27,11 @@ from rocm_sd.kernels.hip.runtime import tagged
 from rocm_sd.numerics import in_float64, outputs
 from rocm_sd.ops import OPS
 from rocm_sd.tuning import lookup
-from rocm_sd.verify.compiler import targets
+from rocm_sd.verify.compiler import pool, targets
 from rocm_sd.verify.gates import check
-from rocm_sd.verify.hip_runner import emulated_hip
 from rocm_sd.verify.isa import report
-from rocm_sd.verify.pools import pool
 from rocm_sd.verify.proofs import EMULATED, RUNGS, recorded
-from rocm_sd.verify.runner import emulated, total
+from rocm_sd.verify.runner import emulated, emulated_hip, total
 from rocm_sd.workers import cancelling
 
 if TYPE_CHECKING:
@@ -205,12 +203,10 @@ def _of_its_own(op: Op, implementation: str) -> Verification:
     assert op.verification is not None
     assert kernels is not None
     real = (*op.verification.real, *kernels.real)
-    return replace(
-        op.verification, implementation=implementation, real=real, promises=kernels.promises, also=()
-    )  # fmt: skip
+    return replace(op.verification, implementation=implementation, real=real, promises=kernels.promises, also=())
 
 
-def _recorded(op: Op, verification: Verification, arch: str, *, execute: bool) -> AbstractContextManager[Run]:
+def _launching(op: Op, verification: Verification, arch: str, *, execute: bool) -> AbstractContextManager[Run]:
     if _kernels(op, verification) is not None:
         return emulated_hip(arch, execute=execute)
     return emulated(verification.kernels, arch, execute=execute)
@@ -220,15 +216,15 @@ def _kernels(op: Op, verification: Verification) -> Kernels | None:
     return op.implementation(verification.implementation).kernels
 
 
-Result = tuple[State, str, dict[str, Any]]
+RungResult = tuple[State, str, dict[str, Any]]
 Tensors = Union["torch.Tensor", tuple["torch.Tensor", ...]]
 
 
-def _reference(op: Op, verification: Verification, _arch: str) -> Result:
+def _reference(op: Op, verification: Verification, _arch: str) -> RungResult:
     return _numbers(op, verification, lambda _implementation, arguments: verification.reference(*arguments))
 
 
-def _interpreted(op: Op, verification: Verification, _arch: str) -> Result:
+def _interpreted(op: Op, verification: Verification, _arch: str) -> RungResult:
     if find_spec("triton") is None:
         raise MissingDependency("triton", "verify")
 
@@ -239,7 +235,7 @@ def _interpreted(op: Op, verification: Verification, _arch: str) -> Result:
     return _numbers(op, verification, compute)
 
 
-def _numbers(op: Op, verification: Verification, compute: Callable[[str, tuple[Any, ...]], Tensors]) -> Result:
+def _numbers(op: Op, verification: Verification, compute: Callable[[str, tuple[Any, ...]], Tensors]) -> RungResult:
     """Every small sample against float64, by the numerics gate; the sentence is the worst sample's."""
     worst: tuple[float, str, numerics.Comparison] | None = None
     calls = list(verification.calls())
@@ -261,12 +257,12 @@ def _numbers(op: Op, verification: Verification, compute: Callable[[str, tuple[A
     return ("passed" if comparison.ok else "failed"), f"{name}: {comparison}", figures
 
 
-def _badness(result: Result) -> tuple[bool, float]:
+def _badness(result: RungResult) -> tuple[bool, float]:
     state, _, figures = result
     return state == "failed", figures["largest_error"] / (figures["allowed"] or 1.0)
 
 
-def _compiled(op: Op, verification: Verification, arch: str) -> Result:
+def _compiled(op: Op, verification: Verification, arch: str) -> RungResult:
     kernels: dict[str, Any] = {}
     failures = []
     own = _kernels(op, verification)
@@ -277,14 +273,14 @@ def _compiled(op: Op, verification: Verification, arch: str) -> Result:
         arguments = sample.make(filled=False)
         problem = verification.problem(*arguments)
         config = given or op.config_of(implementation, op.lookup(arch, problem))
-        with _recorded(op, verification, arch, execute=False) as recorded:
+        with _launching(op, verification, arch, execute=False) as compiled:
             op.implementation(implementation)(*arguments, config=config)
-        for call in recorded.calls:
+        for call in compiled.calls:
             facts = report(call.code)
             promise = verification.promises[call.kernel]
             gates = check(facts, promise if own is None else own.for_problem(promise, problem))
             failures += [f"{call.kernel} ({sample.name}): {g.name}: {g.sentence}" for g in gates if g.ok is False]
-            kernels[f"{call.kernel} ({sample.name})"] = {**facts.to_dict(), "gates": [g.to_dict() for g in gates]}
+            kernels[f"{call.kernel} ({sample.name})"] = {**facts.to_dict(), "gates": [asdict(g) for g in gates]}
     figures = {
         "vgprs": max(k["vgprs"] for k in kernels.values()),
         "lds": max(k["lds"] for k in kernels.values()),
@@ -296,12 +292,12 @@ def _compiled(op: Op, verification: Verification, arch: str) -> Result:
     return "passed", f"{len(kernels)} kernels through every gate", figures
 
 
-def _emulated(op: Op, verification: Verification, arch: str) -> Result:
+def _emulated(op: Op, verification: Verification, arch: str) -> RungResult:
     counted: dict[str, list[Counters]] = {}
 
     def compute(implementation: str, arguments: tuple[Any, ...], given: Config | None = None) -> Tensors:
         config = given or op.config_of(implementation, op.lookup(arch, verification.problem(*arguments)))
-        with _recorded(op, verification, arch, execute=True) as executed:
+        with _launching(op, verification, arch, execute=True) as executed:
             result: Tensors = op.implementation(implementation)(*arguments, config=config)
         executed.require_written(*outputs(result))
         for call in executed.calls:

@@ -1,11 +1,17 @@
-"""What one workgroup of a launch does: bytes it moves, matrices it multiplies. Counted in Triton's interpreter.
+"""What one workgroup of a launch does: bytes it moves, matrices it multiplies.
 
     with counted("rocm_sd.kernels.triton.group_norm_silu", "gfx1100") as launches:
         op.implementation("triton").run(*arguments, config=config)
+    with counted_hip("gfx1030") as launches:
+        op.implementation("hip").run(*arguments, config=config)
 
-Only the first program of each grid runs, loads give zeros and products are not computed, so a launch of any size takes
-milliseconds. The rest of the grid is taken to be like it: edge tiles, which do as much work for less result, count as
-whole ones. The process must run with TRITON_INTERPRET=1.
+Triton's kernels are counted in its interpreter: only the first program of each grid runs, loads give zeros and products
+are not computed, so a launch of any size takes milliseconds. The rest of the grid is taken to be like it: edge tiles,
+which do as much work for less result, count as whole ones. The process must run with TRITON_INTERPRET=1.
+
+HIP kernels are counted in the emulator: the first workgroup of each grid is executed at the real size, on memory that
+is read and never written back. What the emulator does not execute is counted on the architecture that is nearest:
+tiles, grids and bytes are those of the launch, which is made for the architecture asked for.
 """
 
 from __future__ import annotations
@@ -21,15 +27,20 @@ import torch
 
 from rocm_sd import arch as archs
 from rocm_sd.errors import Unsupported, optional_module
+from rocm_sd.kernels import hip as hip_kernels
 from rocm_sd.tuning.ranking import Program
-from rocm_sd.verify.stand_ins import ModuleKernels, facts_of
+from rocm_sd.verify.proofs import EMULATED
+from rocm_sd.verify.runner import BUDGET, ModuleKernels, facts_of, hip_code, memory_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Iterator, Mapping, Sequence
 
     from rocm_sd.arch import Arch
+    from rocm_sd.kernels.hip.launch import Argument, Kernel
+    from rocm_sd.verify.code_object import CodeObject
+    from rocm_sd.verify.emulator import Counters
 
-__all__ = ["CountedLaunch", "Known", "counted"]
+__all__ = ["CountedHipLaunch", "CountedLaunch", "Known", "KnownHip", "counted", "counted_hip", "stand_in"]
 
 
 class _FirstProgramDone(BaseException):
@@ -102,14 +113,15 @@ def _count(kernel: Any, grid: Any, positional: tuple[Any, ...], named: Mapping[s
     finally:
         for name in _METERED:
             del vars(interpreter_builder)[name]
-    tensors = {t.data_ptr(): t.numel() * t.element_size() for t in (*positional, *named.values()) if _is_tensor(t)}
     dots = tuple((m, n, k, count) for (m, n, k), count in sorted(meter.dots.items()))
-    program = Program(meter.loaded, meter.stored, dots, sum(tensors.values()))
+    program = Program(meter.loaded, meter.stored, dots, _memory((*positional, *named.values())))
     return CountedLaunch(kernel.fn.__name__, meter.grid, program)
 
 
-def _is_tensor(value: Any) -> bool:
-    return isinstance(value, torch.Tensor)
+def _memory(arguments: Sequence[Any]) -> int:
+    """Bytes of the tensors among the arguments, each counted once."""
+    tensors = (value for value in arguments if isinstance(value, torch.Tensor))
+    return sum({t.data_ptr(): t.numel() * t.element_size() for t in tensors}.values())
 
 
 def _described(value: Any) -> str:
@@ -120,7 +132,7 @@ def _described(value: Any) -> str:
 
 @contextmanager
 def counted(module: str, arch: Arch | str, known: Known | None = None) -> Iterator[list[CountedLaunch]]:
-    """For the duration the module's launches are counted, and `arch.device_facts` tells of the named product.
+    """For the duration the module's launches are counted, and `arch.device_facts` is that of its product.
 
     `known` keeps what was counted from one block to the next: two architectures often get the same launch.
     """
@@ -140,3 +152,67 @@ def counted(module: str, arch: Arch | str, known: Known | None = None) -> Iterat
 
     with kernels.launched_by(count), facts_of(archs.get(arch) if isinstance(arch, str) else arch):
         yield launches
+
+
+@dataclass(frozen=True)
+class CountedHipLaunch(CountedLaunch):
+    """`coalescing`: bytes asked for over those of the cache lines that they lie in, 1 where lanes share what they ask
+    for; `conflicts` of LDS banks.
+    """
+
+    coalescing: float
+    conflicts: int
+
+
+KnownHip = dict[tuple[Any, ...], CountedHipLaunch]
+
+
+def stand_in(arch: Arch) -> Arch:
+    """The architecture itself, or the nearest that is executed: of the same matrix unit, else of the same waves."""
+    executed = [archs.get(name) for name in EMULATED]
+    return min(
+        executed, key=lambda a: (a.name != arch.name, a.wave_size != arch.wave_size, a.matrix_unit != arch.matrix_unit)
+    )
+
+
+class _CountingLauncher:
+    """A `Launcher` that counts instead of computing. `known` keeps what was counted from one block to the next."""
+
+    def __init__(self, arch: Arch, known: KnownHip) -> None:
+        self.arch = arch
+        self.launches: list[CountedHipLaunch] = []
+        self._executed = stand_in(arch)
+        self._known = known
+
+    def launch(self, kernel: Kernel, grid: tuple[int, int, int], arguments: Sequence[Argument]) -> None:
+        same = (self._executed.name, kernel, grid, *map(_described, arguments))
+        if same not in self._known:
+            counters = _first_workgroup(hip_code(kernel, self._executed), grid, arguments)
+            program = Program(
+                counters.bytes_loaded, counters.bytes_stored, (), _memory(arguments), counters.matrix_flops
+            )
+            self._known[same] = CountedHipLaunch(
+                kernel.name,
+                grid,
+                program,
+                round(min(1.0, counters.coalescing_efficiency), 4),
+                counters.lds_bank_conflicts,
+            )
+        self.launches.append(self._known[same])
+
+
+def _first_workgroup(code: CodeObject, grid: tuple[int, int, int], arguments: Sequence[Argument]) -> Counters:
+    from rocm_sd.verify.emulator import Buffer, launch  # noqa: PLC0415 -- needs tinygrad
+
+    buffers = {t.data_ptr(): Buffer(memory_of(t)) for t in arguments if isinstance(t, torch.Tensor)}
+    values = [buffers[value.data_ptr()] if isinstance(value, torch.Tensor) else value for value in arguments]
+    return launch(code, grid, values, budget=BUDGET, first=1)
+
+
+@contextmanager
+def counted_hip(arch: Arch | str, known: KnownHip | None = None) -> Iterator[list[CountedHipLaunch]]:
+    """For the duration HIP launches are counted, and `arch.device_facts` is that of its product."""
+    gpu = archs.get(arch) if isinstance(arch, str) else arch
+    launcher = _CountingLauncher(gpu, {} if known is None else known)
+    with hip_kernels.launched_by(launcher), facts_of(gpu):
+        yield launcher.launches

@@ -6,15 +6,17 @@
 
 Inside, each kernel of the module is compiled for the architecture with the specialisation that Triton itself would
 choose for these arguments, and executed by the emulator on the tensors' memory. Memory that torch.empty and its kin
-hand out counts as unwritten until a kernel, or torch, writes it.
+hand out counts as unwritten until a kernel, or torch, writes it. `emulated_hip` does the same for an op's HIP
+implementation, whose kernels clang compiles.
 """
 
 from __future__ import annotations
 
 import ctypes
+import importlib
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, fields, replace
-from functools import cache
+from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,8 +25,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rocm_sd import arch as archs
 from rocm_sd.errors import Unsupported, optional_module
+from rocm_sd.kernels import hip as hip_kernels
+from rocm_sd.kernels.hip import toolchain
+from rocm_sd.verify.code_object import CodeObject
 from rocm_sd.verify.compiler import KernelConfig, compile_for
-from rocm_sd.verify.stand_ins import ModuleKernels, facts_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -33,14 +37,75 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from rocm_sd.arch import Arch
-    from rocm_sd.verify.code_object import CodeObject
+    from rocm_sd.kernels.hip.launch import Argument, Kernel
     from rocm_sd.verify.emulator import Buffer, Counters
 
-__all__ = ["Call", "Run", "emulated", "memory_of", "specialise", "total"]
+    # The kernel, the grid, positional and named arguments.
+    Launch = Callable[[Any, Any, tuple[Any, ...], Mapping[str, Any]], None]
+
+__all__ = [
+    "Call", "EmulatedLauncher", "ModuleKernels", "Run", "emulated", "emulated_hip", "facts_of", "hip_code", "memory_of",
+    "specialise", "total",
+]  # fmt: skip
 
 BUDGET = 50_000_000  # wave instructions a launch; 16 waves in an endless loop are given up after 20 s
 _ALLOCATES = ("aten::empty", "aten::new_empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty_strided")
 _OPTIONS = ("num_stages", "waves_per_eu", "matrix_instr_nonkdim", "kpack", "wgp_cu_mode", "enable_fp_fusion")
+
+
+class _StandIn:
+    """Stands where a triton.jit function stood: `kernel[grid](...)` goes to `launch`."""
+
+    def __init__(self, kernel: Any, launch: Launch) -> None:
+        self._kernel, self._launch = kernel, launch
+
+    def __getitem__(self, grid: Any) -> Callable[..., None]:
+        return lambda *positional, **named: self._launch(self._kernel, grid, positional, named)
+
+
+class ModuleKernels:
+    """The functions of `kind` in a module, by name."""
+
+    def __init__(self, module: str | ModuleType, kind: type) -> None:
+        self._module = importlib.import_module(module) if isinstance(module, str) else module
+        self.kernels = {name: value for name, value in vars(self._module).items() if isinstance(value, kind)}
+
+    @contextmanager
+    def launched_by(self, launch: Launch) -> Iterator[None]:
+        """Within, the module's own launchers call `launch`."""
+        with self._with({name: _StandIn(kernel, launch) for name, kernel in self.kernels.items()}):
+            yield
+
+    @contextmanager
+    def as_they_were(self) -> Iterator[None]:
+        """Within, the module has its own kernels: they call one another through it, and compilers read them there."""
+        with self._with(self.kernels):
+            yield
+
+    @contextmanager
+    def _with(self, others: Mapping[str, Any]) -> Iterator[None]:
+        before = {name: getattr(self._module, name) for name in self.kernels}
+        vars(self._module).update(others)
+        try:
+            yield
+        finally:
+            vars(self._module).update(before)
+
+
+@contextmanager
+def facts_of(arch: Arch) -> Iterator[None]:
+    """Within, `arch.device_facts` is that of the architecture's product."""
+    facts = archs.DeviceFacts(arch.product or arch.name, arch, arch.compute_units, None, None)
+    original = archs.device_facts
+
+    def device_facts(device: object = None) -> archs.DeviceFacts:  # noqa: ARG001 -- the signature it stands for
+        return facts
+
+    archs.device_facts = device_facts
+    try:
+        yield
+    finally:
+        archs.device_facts = original
 
 
 @dataclass(frozen=True)
@@ -230,8 +295,8 @@ class Run:
         return buffers[key]
 
     @contextmanager
-    def recorded(self) -> Iterator[None]:
-        """Within, it is known which memory was written, and `arch.device_facts` tells of the architecture's product."""
+    def watching(self) -> Iterator[None]:
+        """Within, it is known which memory was written, and `arch.device_facts` is that of the product."""
         with facts_of(self.arch), self._allocations:
             yield
 
@@ -246,7 +311,7 @@ class Run:
                 raise UnwrittenOutput(
                     f"{len(missing)} of {known.size} bytes of output {number} were never written, the first at offset "
                     f"{int(missing[0])}.",
-                    hint="Look for a mask or a grid that leaves out the tail.",
+                    hint="Look for a mask or a grid that misses the tail.",
                 )
 
 
@@ -280,12 +345,39 @@ def emulated(
     edit: Callable[[CodeObject], CodeObject] | None = None,
     budget: int = BUDGET,
 ) -> Iterator[Run]:
-    """For the duration, the module's kernels run for `arch`, and `arch.device_facts` tells of its named product.
+    """For the duration, the module's kernels run for `arch`, and `arch.device_facts` is that of its product.
 
-    With `execute=False` they are compiled and recorded only: outputs stay unwritten. `edit` changes the machine code
+    With `execute=False` they are compiled and listed only: outputs stay unwritten. `edit` changes the machine code
     after it is compiled, which is how it is shown that the emulator notices. `budget` is wave instructions a launch.
     """
     kernels = ModuleKernels(module, optional_module("triton.runtime.jit", "triton", "verify").KernelInterface)
     run = Run(archs.get(arch) if isinstance(arch, str) else arch, execute, edit, budget, _kernels=kernels)
-    with kernels.launched_by(run.launch), run.recorded():
+    with kernels.launched_by(run.launch), run.watching():
         yield run
+
+
+class EmulatedLauncher:
+    """A `Launcher` that compiles for any architecture, and executes on the tensors' memory; `run` has the calls."""
+
+    def __init__(self, arch: Arch | str, *, execute: bool = True, budget: int = BUDGET) -> None:
+        self.arch = archs.get(arch) if isinstance(arch, str) else arch
+        self.run = Run(self.arch, execute, budget=budget)
+
+    def launch(self, kernel: Kernel, grid: tuple[int, int, int], arguments: Sequence[Argument]) -> None:
+        self.run.launch_code(hip_code(kernel, self.arch), grid, arguments)
+
+
+def hip_code(kernel: Kernel, arch: Arch) -> CodeObject:
+    compiled = toolchain.compile_source(kernel.source, arch, dict(kernel.parameters))
+    return _code_object(compiled.elf, compiled.assembly, kernel.name)
+
+
+_code_object = lru_cache(maxsize=64)(CodeObject.from_elf)
+
+
+@contextmanager
+def emulated_hip(arch: Arch | str, *, execute: bool = True, budget: int = BUDGET) -> Iterator[Run]:
+    """For the duration, HIP kernels run for `arch`. With `execute=False` they are compiled and listed only."""
+    launcher = EmulatedLauncher(arch, execute=execute, budget=budget)
+    with hip_kernels.launched_by(launcher), launcher.run.watching():
+        yield launcher.run

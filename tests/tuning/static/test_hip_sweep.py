@@ -21,7 +21,7 @@ from rocm_sd.tuning.ranking import RatedConfig
 from rocm_sd.tuning.static import data_files, sweep
 from rocm_sd.tuning.static.data_files import BucketResult
 from rocm_sd.tuning.static.sweep import DATA, plan, tune
-from rocm_sd.verify.hip_programs import counted_hip, stand_in
+from rocm_sd.verify.programs import counted_hip, stand_in
 
 try:
     toolchain.find_compiler()

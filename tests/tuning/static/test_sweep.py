@@ -17,9 +17,8 @@ from rocm_sd.tuning.static import data_files, sweep, tasks
 from rocm_sd.tuning.static.data_files import BucketResult
 from rocm_sd.tuning.static.sweep import plan, tune
 from rocm_sd.tuning.static.tasks import Built, CompiledLaunch
-from rocm_sd.verify.compiler import targets
+from rocm_sd.verify.compiler import pool, targets
 from rocm_sd.verify.isa import Instruction, report
-from rocm_sd.verify.pools import pool
 from rocm_sd.verify.programs import CountedLaunch, counted
 from rocm_sd.verify.runner import emulated
 from rocm_sd.workers import WorkerFailed

@@ -110,7 +110,7 @@ def test_attention(gfx, dtype, causal):
 
 
 def test_attention_in_the_reduced_precision_of_gfx942():
-    """Triton multiplies float32 as xf32 there unless told otherwise: ten bits of fraction, as in float16."""
+    """Triton multiplies float32 as xf32 there unless a precision is named: ten bits of fraction, as in float16."""
     q, k, v = (normal(1, 32, 32, seed=s) for s in range(3))
     with emulated(attention, "gfx942") as executed:
         o = torch.empty_like(q)

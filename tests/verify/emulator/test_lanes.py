@@ -138,7 +138,7 @@ def test_wave64_permutes_and_swaps(data):
     registers, _ = data
     other = registers[::-1] ^ np.uint32(0x5A5A5A5A)
     swapped = lanes.permlane64(registers)
-    pair32, pair16 = lanes.permlane32_swap(registers, other), lanes.permlane16_swap(registers, other)
+    pair32, pair16 = (lanes.permlane_swap(registers, other, rows) for rows in (32, 16))
     for n in range(64):
         assert (swapped[:, n] == registers[:, n ^ 32]).all()
         assert (pair32[0][:, n] == (registers[:, n] if n < 32 else other[:, n - 32])).all()

@@ -119,7 +119,7 @@ def operands(family: str, name: str, seed: int = 0):
     rng = np.random.default_rng([seed, *name.encode()])
     a = random_registers(rng, shape.a, op.a_regs, shape.lanes, family)
     b = random_registers(rng, shape.b, op.b_regs, shape.lanes, family)
-    c = random_registers(rng, shape.d, op.c_regs, shape.lanes, family)
+    c = random_registers(rng, shape.d, op.d_regs, shape.lanes, family)
     if family == "gfx11":
         a[..., 16:], b[..., 16:] = a[..., :16], b[..., :16]
     return op, shape, a, b, c
@@ -157,7 +157,7 @@ def positions(shape: Shape, step: int = 1):
 def test_matrix_instruction(family, name):
     op, shape, a, b, c = operands(family, name)
     is_signed = shape.a == "i8"
-    d = op.function(a, b, c)
+    d = op(a, b, c)
     assert d.shape == (op.d_regs, WAVES, shape.lanes)
     assert op.flops == 2 * shape.m * shape.n * shape.k * shape.blocks
     # 37 is prime to every shape, so rows, columns, blocks and waves are all visited.
@@ -184,7 +184,7 @@ def test_every_element_lands_in_its_place(family, name):
     left, right = rng.integers(-3, 4, (shape.m, shape.k)), rng.integers(-3, 4, (shape.k, shape.n))
     start = np.arange(shape.m * shape.n).reshape(shape.m, shape.n) % 251
     a, b = (np.zeros((count, 1, shape.lanes), np.uint32) for count in (op.a_regs, op.b_regs))
-    c = np.zeros((op.c_regs, 1, shape.lanes), np.uint32)
+    c = np.zeros((op.d_regs, 1, shape.lanes), np.uint32)
     for k in range(shape.k):
         for registers, values in ((a, left[:, k]), (b, right[k])):
             for index, value in enumerate(values):
@@ -202,7 +202,7 @@ def test_every_element_lands_in_its_place(family, name):
                 c[element // 2, 0, lane] |= np.uint32(pattern << 16 * (element % 2))
             else:
                 c[element, 0, lane] = pattern
-    d = op.function(a, b, c)
+    d = op(a, b, c)
     product = left @ right + start
     for row in range(shape.m):
         for column in range(shape.n):
@@ -220,7 +220,7 @@ def test_integer_wmma_takes_signs_from_neg_lo_and_saturates(family, kind):
     for a_signed in (False, True):
         for b_signed in (False, True):
             for clamp in (False, True):
-                d = op.function(a, b, c, MatrixModifiers(neg_lo=(a_signed, b_signed, False), clamp=clamp))
+                d = op(a, b, c, MatrixModifiers(neg_lo=(a_signed, b_signed, False), clamp=clamp))
                 for wave, block, row, column in positions(shape, 41):
                     start, terms = expected(
                         shape, a, b, c, wave, block, row, column, a_signed=a_signed, b_signed=b_signed
@@ -236,7 +236,7 @@ def test_integer_wmma_takes_signs_from_neg_lo_and_saturates(family, kind):
 def test_float_wmma_negates_even_and_odd_elements(family):
     op, shape, a, b, c = operands(family, "v_wmma_f32_16x16x16_f16", seed=4)
     modifiers = MatrixModifiers(neg_lo=(True, False, True), neg_hi=(False, True, True))
-    d = op.function(a, b, c, modifiers)
+    d = op(a, b, c, modifiers)
     for wave, block, row, column in positions(shape, 29):
         start, terms = expected(shape, a, b, c, wave, block, row, column, a_signed=False, b_signed=False)
         exact = -Fraction(abs(start))
@@ -251,7 +251,7 @@ def test_float_wmma_negates_even_and_odd_elements(family):
 def test_gfx11_half_results_fill_one_half_and_keep_the_other(name):
     op, shape, a, b, c = operands("gfx11", name, seed=5)
     for high in (False, True):
-        d = op.function(a, b, c, MatrixModifiers(op_sel=(False, False, high)))
+        d = op(a, b, c, MatrixModifiers(op_sel=(False, False, high)))
         kept = np.uint32(0xFFFF if high else 0xFFFF0000)
         assert ((d & kept) == (c & kept)).all()
         for wave, block, row, column in positions(shape, 31):
@@ -265,22 +265,22 @@ def test_gfx11_operands_that_are_not_repeated_are_refused():
     op, _, a, b, c = operands("gfx11", "v_wmma_f32_16x16x16_f16")
     b[0, 0, 20] ^= np.uint32(1)
     with pytest.raises(ValueError, match="lanes 16 to 31 of B"):
-        op.function(a, b, c)
+        op(a, b, c)
 
 
 def test_block_permutations_are_refused():
     op, _, a, b, c = operands("gfx94x", "v_mfma_f32_32x32x4_2b_f16")
     for field_name in ("cbsz", "abid", "blgp"):
         with pytest.raises(ValueError, match="not modelled"):
-            op.function(a, b, c, MatrixModifiers(**{field_name: 1}))
+            op(a, b, c, MatrixModifiers(**{field_name: 1}))
 
 
 def test_subnormals_survive_on_gfx94x_and_vanish_on_gfx90a():
     tiny = np.full((2, 1, 64), 0x00010001, np.uint32)  # 2**-24, a float16 subnormal
     one = np.full((2, 1, 64), 0x3C003C00, np.uint32)
     c = np.zeros((4, 1, 64), np.uint32)
-    kept = MATRIX["gfx94x"]["v_mfma_f32_16x16x16_f16"].function(tiny, one, c).view(np.float32)
-    flushed = MATRIX["gfx90a"]["v_mfma_f32_16x16x16f16"].function(tiny, one, c).view(np.float32)
+    kept = MATRIX["gfx94x"]["v_mfma_f32_16x16x16_f16"](tiny, one, c).view(np.float32)
+    flushed = MATRIX["gfx90a"]["v_mfma_f32_16x16x16f16"](tiny, one, c).view(np.float32)
     assert (kept == 16 * 2.0**-24).all()
     assert (flushed == 0).all()
 
@@ -289,10 +289,10 @@ def test_special_values_pass_through():
     a = np.full((8, 1, 32), 0x3C003C00, np.uint32)
     c = np.full((8, 1, 32), encode(math.inf, "f32"), np.uint32)
     op = MATRIX["gfx11"]["v_wmma_f32_16x16x16_f16"]
-    assert np.isposinf(op.function(a, a, c).view(np.float32)).all()
+    assert np.isposinf(op(a, a, c).view(np.float32)).all()
     nan = np.full((8, 1, 32), 0x7E007E00, np.uint32)
     with np.errstate(all="ignore"):
-        assert np.isnan(op.function(nan, a, c).view(np.float32)).all()
+        assert np.isnan(op(nan, a, c).view(np.float32)).all()
 
 
 def test_each_instruction_answers_to_the_names_of_the_assembler():

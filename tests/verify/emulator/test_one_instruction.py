@@ -679,7 +679,7 @@ def test_wmma_operands(gfx, addend, modifiers):
         MatrixModifiers(neg_lo=(True, False, False), neg_hi=(False, True, False)) if modifiers else MatrixModifiers()
     )
     op = MATRIX["gfx11" if gfx == GFX11 else "gfx12"]["v_wmma_f32_16x16x16_f16"]
-    wanted = op.function(v[10 : 10 + count], v[20 : 20 + count], c, flags)
+    wanted = op(v[10 : 10 + count], v[20 : 20 + count], c, flags)
     assert (group.v[0:8] == wanted).all()
     assert (group.v[8:] == v[8:]).all()
 
@@ -708,9 +708,9 @@ def test_mfma_operands(name, d, a, b, c):
 
     execute(GFX9, f"{name} {d}, {a}, {b}, {c}", group)
     op = MATRIX["gfx94x"][name]
-    addend = v[span(c)] if c[0] in "va" else np.full((op.c_regs, WAVES, 64), f32(float(c)), np.uint32)
+    addend = v[span(c)] if c[0] in "va" else np.full((op.d_regs, WAVES, 64), f32(float(c)), np.uint32)
     with np.errstate(all="ignore"):
-        wanted = op.function(v[span(a)], v[span(b)], addend)
+        wanted = op(v[span(a)], v[span(b)], addend)
     got = group.v[span(d)]
     assert got.shape == wanted.shape
     assert all(ulps_apart(int(x), int(y), "f32") == 0 for x, y in zip(got.ravel(), wanted.ravel(), strict=True))

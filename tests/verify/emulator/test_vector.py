@@ -364,13 +364,7 @@ def test_class_comparison(prefix, kind):
 
 # --- moves, selections, lane counts -----------------------------------------------------------------------------------
 
-MOVES = (
-    "v_mov_b16",
-    "v_mov_b32",
-    "v_mov_b64",
-    "v_accvgpr_mov_b32",
-    *tuple(f"v_accvgpr_{way}{suffix}" for way in ("read", "write") for suffix in ("", "_b32")),
-)
+MOVES = ("v_mov_b16", "v_mov_b32", "v_mov_b64")
 SWAPS = ("v_swap_b32",)
 SELECTIONS = ("v_cndmask_b16", "v_cndmask_b32")
 LANE_COUNTS = ("v_mbcnt_lo_u32_b32", "v_mbcnt_hi_u32_b32")

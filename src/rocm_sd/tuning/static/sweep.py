@@ -29,10 +29,8 @@ from rocm_sd.tuning.choice import within
 from rocm_sd.tuning.ranking import RatedConfig, model
 from rocm_sd.tuning.static.data_files import ArchBucket, BucketResult, require_writable, write, write_others
 from rocm_sd.tuning.static.tasks import build, count
-from rocm_sd.verify.compiler import targets
-from rocm_sd.verify.hip_programs import CountedHipLaunch
-from rocm_sd.verify.pools import pool
-from rocm_sd.verify.programs import CountedLaunch
+from rocm_sd.verify.compiler import pool, targets
+from rocm_sd.verify.programs import CountedHipLaunch, CountedLaunch
 from rocm_sd.workers import cancelling
 
 if TYPE_CHECKING:

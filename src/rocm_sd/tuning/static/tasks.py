@@ -11,11 +11,9 @@ from rocm_sd.kernels.hip import toolchain
 from rocm_sd.ops import OPS
 from rocm_sd.tuning.ranking import Code, CodePart
 from rocm_sd.verify.gates import check
-from rocm_sd.verify.hip_programs import counted_hip
-from rocm_sd.verify.hip_runner import emulated_hip
 from rocm_sd.verify.isa import report
-from rocm_sd.verify.programs import counted
-from rocm_sd.verify.runner import emulated
+from rocm_sd.verify.programs import counted, counted_hip
+from rocm_sd.verify.runner import emulated, emulated_hip
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -25,7 +23,7 @@ if TYPE_CHECKING:
     from rocm_sd.ops.definition import KernelPromise
     from rocm_sd.ops.registry import Op
     from rocm_sd.ops.samples import Sample
-    from rocm_sd.verify.isa import Report
+    from rocm_sd.verify.isa import IsaReport
     from rocm_sd.verify.programs import CountedLaunch
     from rocm_sd.verify.runner import Call
 
@@ -137,7 +135,7 @@ def _compiled(call: Call, promise: KernelPromise, *, in_hip: bool) -> CompiledLa
     )  # fmt: skip
 
 
-def machine_code(facts: Report, stages: int) -> Code:
+def machine_code(facts: IsaReport, stages: int) -> Code:
     """A kernel, as the model of `rocm_sd.tuning.ranking` sees it."""
     main = _part(facts, main=True)
     whole = _part(facts, main=False)
@@ -152,7 +150,7 @@ def machine_code(facts: Report, stages: int) -> Code:
     return Code(facts.waves, facts.wave_size, facts.workgroups, stages, main, rest, facts.has_main_loop)
 
 
-def _part(facts: Report, *, main: bool) -> CodePart:
+def _part(facts: IsaReport, *, main: bool) -> CodePart:
     accesses = facts.accesses_in_main if main else facts.accesses
     transcendental = facts.transcendental_in_main if main else facts.transcendental
     return CodePart(

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rocm_sd.verify.emulator.errors import UnknownInstruction
-from rocm_sd.verify.emulator.operands import scalar_bits, scalar_reader, scalar_writer
+from rocm_sd.verify.emulator.operands import scalar_bits, scalar_source, scalar_target, signed_field
 from rocm_sd.verify.emulator.wave import VCC
 
 if TYPE_CHECKING:
@@ -29,6 +29,7 @@ _TIMING = frozenset(
         "s_prefetch_data_pc_rel",
     }
 )  # fmt: skip
+_COUNTERS = ("vmcnt", "vscnt", "lgkmcnt", "loadcnt", "storecnt", "dscnt", "kmcnt")
 _ENDINGS = frozenset({"s_endpgm", "s_endpgm_saved"})
 
 _CONDITIONS: dict[str, Any] = {
@@ -53,7 +54,7 @@ class Flow:
     touched: int = 0
 
 
-def flow_of(inst: Decoded, offset: int, following: int, family: str) -> Flow | None:  # noqa: PLR0911 - one a kind
+def flow_of(inst: Decoded, offset: int, following: int) -> Flow | None:  # noqa: PLR0911 - one a kind
     """How control goes on after the instruction; None where it goes on to the next."""
     name = inst.name
     if name in _ENDINGS:
@@ -71,28 +72,23 @@ def flow_of(inst: Decoded, offset: int, following: int, family: str) -> Flow | N
     if name == "s_branch":
         return Flow("branch", "branch", _target(inst, following))
     if name in _CONDITIONS:
-        touched = scalar_bits(VCC, 64, family) if "vcc" in name else 0
+        touched = scalar_bits(inst, VCC, 64) if "vcc" in name else 0
         return Flow("branch", "branch", _target(inst, following), _CONDITIONS[name], touched=touched)
     if name in ("s_setpc_b64", "s_swappc_b64", "s_getpc_b64", "s_call_b64"):
-        return _jump(inst, name, offset, following, family)
+        return _jump(inst, name, offset, following)
     return None
 
 
 def _target(inst: Decoded, following: int) -> int:
-    distance = inst.fields["simm16"]
-    return following + 4 * (distance - 0x10000 if distance & 0x8000 else distance)
+    return following + 4 * signed_field(inst.fields["simm16"], 16)
 
 
-def _jump(inst: Decoded, name: str, offset: int, following: int, family: str) -> Flow:
+def _jump(inst: Decoded, name: str, offset: int, following: int) -> Flow:
     """A jump whose target is a register; addresses count from where the text is loaded."""
     base = inst.address - offset
-    save = None if name == "s_setpc_b64" else scalar_writer(inst.fields["sdst"], 64, inst, family)
+    save, touched = (None, 0) if name == "s_setpc_b64" else scalar_target(inst, inst.fields["sdst"], 64)
     after = np.array([base + following], np.uint64)
-    read = None
-    touched = 0 if save is None else scalar_bits(inst.fields["sdst"], 64, family)
-    if name in ("s_setpc_b64", "s_swappc_b64"):
-        read = scalar_reader(inst.fields["ssrc0"], 64, inst, family)
-        touched |= scalar_bits(inst.fields["ssrc0"], 64, family)
+    read, more = scalar_source(inst, inst.fields["ssrc0"], 64) if name in ("s_setpc_b64", "s_swappc_b64") else (None, 0)
 
     def jump(g: Group) -> int:
         target = following
@@ -107,19 +103,19 @@ def _jump(inst: Decoded, name: str, offset: int, following: int, family: str) ->
             save(g, after)
         return target
 
-    return Flow("jump", "branch", jump=jump, touched=touched)
+    return Flow("jump", "branch", jump=jump, touched=touched | more)
 
 
 def _nothing(_g: Group) -> None:
     return
 
 
-def bind_wait(inst: Decoded, family: str) -> Callable[[Group], None] | None:
+def bind_wait(inst: Decoded) -> Callable[[Group], None] | None:
     """Waits for memory, and timing hints; None for every other instruction."""
     name, number = inst.name, inst.get("simm16")
     if name in _TIMING:
         return _nothing
-    limits = _limits(name, number, family)
+    limits = _limits(name, number, inst.family)
     if limits is None:
         return None
 
@@ -136,20 +132,12 @@ def _limits(name: str, number: int, family: str) -> list[tuple[str, int]] | None
     if name == "s_waitcnt" and family == "gfx94x":
         return _tight([("vmcnt", number & 15 | number >> 10 & 0x30, 63), ("lgkmcnt", number >> 8 & 15, 15)])
     if name == "s_wait_idle":
-        return [(counter, 0) for counter in ("vmcnt", "vscnt", "lgkmcnt", "loadcnt", "storecnt", "dscnt", "kmcnt")]
+        return [(counter, 0) for counter in _COUNTERS]
     if name in ("s_wait_loadcnt_dscnt", "s_wait_storecnt_dscnt"):
         first = "loadcnt" if "load" in name else "storecnt"
         return _tight([(first, number >> 8 & 63, 63), ("dscnt", number & 63, 63)])
-    single = {
-        "s_waitcnt_vmcnt": "vmcnt",
-        "s_waitcnt_vscnt": "vscnt",
-        "s_waitcnt_lgkmcnt": "lgkmcnt",
-        "s_wait_loadcnt": "loadcnt",
-        "s_wait_storecnt": "storecnt",
-        "s_wait_dscnt": "dscnt",
-        "s_wait_kmcnt": "kmcnt",
-    }.get(name)
-    return None if single is None else [(single, number & 63)]
+    single = name.removeprefix("s_waitcnt_").removeprefix("s_wait_")
+    return [(single, number & 63)] if single in _COUNTERS else None
 
 
 def _tight(limits: list[tuple[str, int, int]]) -> list[tuple[str, int]]:

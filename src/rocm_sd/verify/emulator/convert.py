@@ -158,7 +158,7 @@ def packed_source(
     neg_lo: bool = False,
     neg_hi: bool = False,
 ) -> Array:
-    """[2, W, L]: element 0 is the half op_sel names, element 1 the half op_sel_hi names, each negated if told."""
+    """[2, W, L]: element 0 is the half op_sel names, element 1 the half op_sel_hi names, each negated on request."""
     element = name.removeprefix("pk_")
     if name in WIDE:
         low, high = split64(bits)

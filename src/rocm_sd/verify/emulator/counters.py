@@ -66,39 +66,27 @@ class Counters:
         lines = self.lines_loaded + self.lines_stored
         return (self.bytes_loaded + self.bytes_stored) / (lines * CACHE_LINE) if lines else 1.0
 
-    @property
-    def bank_conflict_rate(self) -> float:
-        """Extra LDS cycles for each LDS instruction of a wave."""
-        return self.lds_bank_conflicts / self.lds_accesses if self.lds_accesses else 0.0
-
-    @property
-    def wave_instructions_per_second(self) -> float:
-        """How fast the emulator was; it says nothing of a GPU."""
-        return self.wave_instructions / self.seconds if self.seconds else 0.0
-
-    def modelled_cycles(self, arch: Arch | None = None) -> float:
+    def modelled_cycles(self) -> float:
         """A MODEL, not a measurement: busy cycles of the busiest unit if the launch ran alone on one compute unit.
 
         Vector, matrix, LDS and memory pipes work side by side; each is charged its issue cycles, divided over the SIMDs
-        of the CU where it is private to a SIMD. Latency, dependencies, occupancy and cache misses are left out, so this
-        ranks variants of one kernel by work and is a lower bound, not a forecast.
+        of the CU where it is private to a SIMD. Latency, dependencies, occupancy and cache misses are not modelled, so
+        this ranks variants of one kernel by work and is a lower bound, not a forecast.
         """
-        gpu = arch or self.arch
-        simds = gpu.simds_per_cu or 1
+        simds = self.arch.simds_per_cu or 1
         issue = _ISSUE_CDNA if self.wave_size == 64 else _ISSUE_RDNA
         vector = sum(self.by_class[name] * issue[name] for name in ("valu", "trans", "salu", "branch")) / simds
-        flops = _MATRIX_FLOPS.get(gpu.matrix_unit or MatrixUnit.NONE)
+        flops = _MATRIX_FLOPS.get(self.arch.matrix_unit or MatrixUnit.NONE)
         matrix = self.matrix_flops / (flops * simds) if flops else 0.0
         lds = self.lds_accesses * issue["lds_load"] + self.lds_bank_conflicts
         memory = (self.lines_loaded + self.lines_stored) * _CYCLES_PER_LINE
         return float(max(vector, matrix, lds, memory))
 
-    def matrix_utilisation(self, arch: Arch | None = None) -> float:
+    def matrix_utilisation(self) -> float:
         """Share of the modelled cycles in which the matrix unit works; a model like `modelled_cycles`."""
-        gpu = arch or self.arch
-        flops = _MATRIX_FLOPS.get(gpu.matrix_unit or MatrixUnit.NONE)
-        cycles = self.modelled_cycles(gpu)
-        return self.matrix_flops / (flops * (gpu.simds_per_cu or 1) * cycles) if flops and cycles else 0.0
+        flops = _MATRIX_FLOPS.get(self.arch.matrix_unit or MatrixUnit.NONE)
+        cycles = self.modelled_cycles()
+        return self.matrix_flops / (flops * (self.arch.simds_per_cu or 1) * cycles) if flops and cycles else 0.0
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for a report."""

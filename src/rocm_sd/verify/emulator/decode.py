@@ -1,6 +1,6 @@
 """Machine code to instructions: one `Decoded` each, with the raw bit fields of its encoding.
 
-The tables are those of the tinygrad wheel (pinned: the decoder is an internal module of it). What it leaves out is
+The tables are those of the tinygrad wheel (pinned: the decoder is an internal module of it). What it lacks is
 added here: buffer instructions of RDNA, DPP8, DPP on compares in the long encoding, and literals of such variants.
 """
 
@@ -23,7 +23,9 @@ _TABLES = {"rdna3": "rdna3", "rdna3.5": "rdna3", "rdna4": "rdna4", "cdna3": "cdn
 _FAMILIES = {"rdna3": "gfx11", "rdna4": "gfx12", "cdna": "gfx94x"}
 _UNLISTED = {"rdna3": ("MUBUF",), "rdna4": ("VBUFFER",), "cdna": ()}
 _LONGEST = 20
+_MOST_DECODED = 1 << 16
 _LITERAL, _DPP16, _DPP8, _DPP8_FI = 255, 250, 233, 234
+_VARIANTS = frozenset({249, _DPP16, _LITERAL})  # 249: SDWA on CDNA
 
 
 def family_of(arch: Arch) -> str:
@@ -42,6 +44,7 @@ def family_of(arch: Arch) -> str:
 class Decoded:
     """`name` is the mnemonic in lower case with no encoding suffix; `form` the encoding; `fields` are raw numbers."""
 
+    family: str
     name: str
     form: str
     address: int
@@ -50,8 +53,9 @@ class Decoded:
     fields: dict[str, int] = field(repr=False)
 
     @property
-    def literal(self) -> int:
-        return self.fields["literal"]
+    def null(self) -> int | None:
+        """The row of the scalar file that reads as zero and swallows writes; CDNA has M0 there instead."""
+        return None if self.family == "gfx94x" else 124
 
     def get(self, name: str) -> int:
         return self.fields.get(name, 0)
@@ -84,7 +88,7 @@ class Decoder:
         except (ValueError, KeyError) as error:
             word = int.from_bytes(data[:4], "little")
             raise UnknownInstruction(f"the encoding {word:#010x}", address, str(error)) from error
-        return Decoded(name, form, address, size, raw, fields)
+        return Decoded(self.family, name, form, address, size, raw, fields)
 
 
 @lru_cache(maxsize=8)
@@ -93,21 +97,60 @@ def _unlisted(table: str) -> list[Any]:
     return [getattr(module, name) for name in _UNLISTED[table]]
 
 
-# The tables are searched one class after another, at 0.1 ms an instruction: as long as executing it for a whole batch.
-@lru_cache(maxsize=65536)
+# No instruction is the beginning of a longer one, so what follows it does not matter: kernels share most of theirs.
+_decoded: dict[tuple[str, bytes], tuple[str, str, int, int, dict[str, int]]] = {}
+
+
 def _decode(table: str, data: bytes) -> tuple[str, str, int, int, dict[str, int]]:
+    for size in range(4, _LONGEST + 1, 4):
+        found = _decoded.get((table, data[:size]))
+        if found is not None:
+            return found
+    bits = int.from_bytes(data, "little")
+    form, name = _met(table, bits) or _search(table, data)
+    fields = {key: bits >> field.lo & field.mask for key, field in form._fields if key != "encoding"}
+    raw = bits & (1 << 8 * form._size()) - 1  # noqa: SLF001 - the decoder offers no raw fields
+    kind = form.__name__
+    size = _complete(kind, fields, data, form._size())  # noqa: SLF001
+    if len(_decoded) >= _MOST_DECODED:
+        _decoded.clear()
+    return _decoded.setdefault((table, data[:size]), (name, kind.split("_")[0], size, raw, fields))
+
+
+# The wheel's tables are searched one class after another, at 0.1 ms an instruction: as long as executing it for a whole
+# batch. Classes met before are known by the bits that tell them: the fixed ones and the opcode.
+_forms: dict[str, dict[Any, dict[int, str]]] = {table: {} for table in _FAMILIES}
+
+
+def _met(table: str, bits: int) -> tuple[Any, str] | None:
+    for form, names in _forms[table].items():
+        mask, sources = _telling(form)
+        name = names.get(bits & mask)
+        # A literal, DPP or SDWA that a source names makes it another class.
+        if name is not None and not any((bits >> place & most) + first in _VARIANTS for place, most, first in sources):
+            return form, name
+    return None
+
+
+@lru_cache(maxsize=256)
+def _telling(form: Any) -> tuple[int, tuple[tuple[int, int, int], ...]]:
+    """The bits that tell a class, and where its sources stand: place, largest value, code of the value 0."""
+    dsl = importlib.import_module("tinygrad.renderer.amd.dsl")
+    fields = [field for _, field in form._fields]
+    mask = sum(field.mask << field.lo for field in fields if isinstance(field, (dsl.FixedBitField, dsl.EnumBitField)))
+    sources = [field for field in fields if isinstance(field, dsl.SrcField)]
+    return mask, tuple((field.lo, field.mask, field._valid_range[0]) for field in sources)  # noqa: SLF001
+
+
+def _search(table: str, data: bytes) -> tuple[Any, str]:
     amd = _tinygrad()
-    form = next((form for form in _unlisted(table) if amd._matches(data, form)), None)  # noqa: SLF001
-    inst = amd.decode_inst(data, table) if form is None else form.from_bytes(data)
-    fields = {
-        name: (inst._raw >> bits.lo) & bits.mask  # noqa: SLF001 - the decoder offers no raw fields
-        for name, bits in inst._fields
-        if name != "encoding"
-    }
-    size = inst.size()
-    raw = int.from_bytes(data[:size], "little")
-    kind = type(inst).__name__
-    return _name(inst), kind.split("_")[0], _complete(kind, fields, data, size), raw, fields
+    unlisted = next((form for form in _unlisted(table) if amd._matches(data, form)), None)  # noqa: SLF001
+    inst = amd.decode_inst(data, table) if unlisted is None else unlisted.from_bytes(data)
+    form: Any = type(inst)
+    name = _name(inst)
+    if not any(variant in form.__name__ for variant in ("_LIT", "_DPP", "_SDWA")):
+        _forms[table].setdefault(form, {})[inst._raw & _telling(form)[0]] = name  # noqa: SLF001
+    return form, name
 
 
 def _name(inst: Any) -> str:

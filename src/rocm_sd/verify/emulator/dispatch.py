@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from rocm_sd.verify.code_object import CodeObject
-    from rocm_sd.verify.emulator.lds import Access
+    from rocm_sd.verify.emulator.control import Flow
+    from rocm_sd.verify.emulator.lds import LdsAccess
     from rocm_sd.verify.emulator.machine import Operation
 
 __all__ = ["launch"]
@@ -38,7 +39,6 @@ def launch(
     grid: int | Sequence[int],
     arguments: Sequence[Any],
     *,
-    waves: int | None = None,
     batch: int | None = None,
     budget: int = _BUDGET,
     first: int | None = None,
@@ -46,12 +46,11 @@ def launch(
     """Execute `code` on `grid` workgroups and write the results into the buffers of `arguments`.
 
     grid: workgroups in x, y and z. arguments: a `Buffer`, a number or None for each kernel argument; the two scratch
-    pointers that Triton appends may be left out. waves: waves in a workgroup, by default what the kernel declares.
-    batch: waves executed at once. budget: wave instructions after which the launch is given up. first: how many
-    workgroups to execute of the grid, by default all.
+    pointers that Triton appends may be missing. batch: waves executed at once. budget: wave instructions after
+    which the launch is given up. first: how many workgroups to execute of the grid, by default all.
     """
     sizes = _grid(grid)
-    per_workgroup = waves or max(code.workgroup_size // code.wave_size, 1)
+    per_workgroup = max(code.workgroup_size // code.wave_size, 1)
     memory = load_arguments(code, arguments, sizes, per_workgroup)
     counters = Counters(code.arch, code.wave_size)
     machine = Machine(code, memory, counters)
@@ -138,20 +137,18 @@ class _Scheduler:
                 operation.run(group)
                 pc = operation.following
                 continue
-            following = self._follow(group, operation)
+            following = self._follow(group, operation, operation.flow)
             if following is None:
                 return
             pc = following
         group.pc = pc
         self.running.append(group)
 
-    def _follow(self, group: Group, operation: Operation) -> int | None:
+    def _follow(self, group: Group, operation: Operation, flow: Flow) -> int | None:
         """The next place for the whole group, or None where it was taken care of."""
-        flow = operation.flow
-        assert flow is not None
         group.pc = operation.offset
         if flow.action == "branch":
-            return self._branch(group, operation)
+            return self._branch(group, operation, flow)
         if flow.action == "jump":
             target: int = flow.jump(group)
             return target
@@ -169,9 +166,7 @@ class _Scheduler:
         self.waiting.append(group)
         return None
 
-    def _branch(self, group: Group, operation: Operation) -> int | None:
-        flow = operation.flow
-        assert flow is not None
+    def _branch(self, group: Group, operation: Operation, flow: Flow) -> int | None:
         if flow.condition is None:
             return flow.target
         taken = flow.condition(group)
@@ -215,14 +210,14 @@ class _Scheduler:
         self.running += groups
 
 
-def _unfinished(group: Group) -> list[Access]:
+def _unfinished(group: Group) -> list[LdsAccess]:
     """LDS accesses that the group has not waited for, as far as they are its own."""
     held = [(access, group.waves) for access in group.carried]
     for queue in group.queues.values():
         for entry in queue:
             mine = group.waves if entry.waves is None else group.waves[entry.waves]
             held += [(access, mine) for access in entry.lds_bytes or ()]
-    found: list[Access] = []
+    found: list[LdsAccess] = []
     for access, mine in held:
         keep = np.isin(access.workgroups * group.waves_per_workgroup + access.waves, mine)
         found.append(access if keep.all() else access.only(keep))

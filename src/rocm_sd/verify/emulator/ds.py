@@ -8,9 +8,10 @@ import numpy as np
 
 from rocm_sd.verify.emulator import lanes
 from rocm_sd.verify.emulator.access import Transfer, parse_transfer
+from rocm_sd.verify.emulator.counters import bank_conflicts
 from rocm_sd.verify.emulator.errors import UnknownInstruction
-from rocm_sd.verify.emulator.lds import Access
-from rocm_sd.verify.emulator.vmem import conflicts_counter, extend, put, take
+from rocm_sd.verify.emulator.lds import LdsAccess
+from rocm_sd.verify.emulator.vmem import extend, put, take
 from rocm_sd.verify.emulator.wave import ACC_BASE, Outstanding, vgpr_bits
 
 if TYPE_CHECKING:
@@ -78,11 +79,7 @@ class DsBinder:
     def _register(self, inst: Decoded, field: str) -> int:
         return inst.fields[field] + (ACC_BASE if inst.get("acc") else 0)
 
-    def _bits(self, register: int, transfer: Transfer) -> int:
-        half = transfer.half if self.machine.family != "gfx94x" else None
-        return vgpr_bits(register, transfer.count, half)
-
-    def _access(self, g: Group, number: int, offset: int, transfer: Transfer, stores: bool) -> Access:
+    def _access(self, g: Group, number: int, offset: int, transfer: Transfer, stores: bool) -> LdsAccess:
         address = g.v[number].astype(np.int64)
         if offset:
             address += offset
@@ -92,15 +89,28 @@ class DsBinder:
             parts = workgroups.reshape(-1), waves.reshape(-1), address.reshape(-1)
         else:
             parts = workgroups[g.exec], waves[g.exec], address[g.exec]
-        return Access(*parts, transfer.element, transfer.count, stores)
+        return LdsAccess(*parts, transfer.element, transfer.count, stores)
+
+    def _conflicts(self, transfer: Transfer) -> Callable[[Group, Array], None]:
+        totals, dwords = self.machine.counters, max(transfer.size // 4, 1)
+        last: list[Any] = [None, None, 0]
+
+        def count(g: Group, addresses: Array) -> None:
+            # A pattern that moves as a whole meets the same conflicts: banks only rotate.
+            pattern = addresses - addresses[:, :1]
+            if not (last[0] is not None and last[1] is g.exec and np.array_equal(last[0], pattern)):
+                last[:] = pattern, g.exec, bank_conflicts(pattern, g.exec, dwords)
+            totals.lds_accesses += g.width
+            totals.lds_bank_conflicts += last[2]
+
+        return count
 
     def _load(self, inst: Decoded, transfer: Transfer, offsets: list[int]) -> tuple[Run, int, str]:
         number, target = inst.fields["addr"], self._register(inst, "vdst")
-        lds, counter = self.machine.lds, self.counter
-        count = conflicts_counter(self.machine.counters, max(transfer.size // 4, 1))
+        lds, counter, count = self.machine.lds, self.counter, self._conflicts(transfer)
         filled = 0
         for place in range(len(offsets)):
-            filled |= self._bits(target + place * transfer.count, transfer)
+            filled |= transfer.registers(target + place * transfer.count, inst.family)
 
         def run(g: Group) -> None:
             count(g, g.v[number])
@@ -108,8 +118,7 @@ class DsBinder:
             # Both addresses are read before the first register is written: the address register may be among them.
             found = [extend(lds.load(access, inst.address), transfer) for access in accesses]
             for place, words in enumerate(found):
-                shaped = words.reshape(transfer.count, g.width, g.lanes) if g.full else words
-                put(g, target + place * transfer.count, shaped, transfer)
+                put(g, target + place * transfer.count, words, transfer)
             g.issue(counter, Outstanding(inst.name, inst.address, filled, in_order=True, lds_bytes=accesses))
 
         return run, filled | vgpr_bits(number), "lds_load"
@@ -117,18 +126,17 @@ class DsBinder:
     def _store(self, inst: Decoded, transfer: Transfer, offsets: list[int]) -> tuple[Run, int, str]:
         number = inst.fields["addr"]
         sources = [self._register(inst, field) for field in ("data0", "data1")[: len(offsets)]]
-        lds, counter = self.machine.lds, self.counter
-        count = conflicts_counter(self.machine.counters, max(transfer.size // 4, 1))
+        lds, counter, count = self.machine.lds, self.counter, self._conflicts(transfer)
         touched = vgpr_bits(number)
         for source in sources:
-            touched |= self._bits(source, transfer)
+            touched |= transfer.registers(source, inst.family)
 
         def run(g: Group) -> None:
             count(g, g.v[number])
             accesses = []
             for source, offset in zip(sources, offsets, strict=True):
                 access = self._access(g, number, offset, transfer, stores=True)
-                lds.store(access, take(g, source, transfer).reshape(transfer.count, -1), inst.address)
+                lds.store(access, take(g, source, transfer), inst.address)
                 accesses.append(access)
             g.issue(counter, Outstanding(inst.name, inst.address, 0, in_order=True, lds_bytes=accesses))
 
@@ -139,7 +147,7 @@ class DsBinder:
         number, target = inst.fields["addr"], self._register(inst, "vdst")
         source = self._register(inst, "data0")
         offset = inst.fields["offset0"] | inst.fields["offset1"] << 8
-        reach = None if self.machine.family == "gfx94x" else 32
+        reach = None if inst.family == "gfx94x" else 32
         filled = vgpr_bits(target)
         counter = self.counter
 

@@ -1,6 +1,7 @@
 """Moving data between lanes: DPP, permutes, swizzles, broadcasts. Pure functions on uint32 [W, L] arrays.
 
-Those that can leave a lane without a value return two arrays: the values and the lanes that may be written.
+Those that can leave a lane without a value return two arrays: the values and the lanes that may be written. At the end
+stand the vector instructions that do nothing else, and moves between register files: operands around these functions.
 """
 
 from __future__ import annotations
@@ -10,20 +11,30 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from rocm_sd.verify.emulator.errors import UnknownInstruction
+from rocm_sd.verify.emulator.operands import VGPR, scalar_source, scalar_target
+from rocm_sd.verify.emulator.wave import vgpr_bits
+
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from rocm_sd.verify.emulator.decode import Decoded
     from rocm_sd.verify.emulator.vector_types import Array
+    from rocm_sd.verify.emulator.wave import Group
+
+    Run = Callable[[Group], None]
 
 __all__ = [
+    "bind_lane_operation",
     "dpp",
     "dpp8",
     "ds_bpermute",
     "ds_permute",
     "ds_swizzle",
     "permlane16",
-    "permlane16_swap",
     "permlane16_var",
-    "permlane32_swap",
     "permlane64",
+    "permlane_swap",
     "read_first_lane",
     "read_lane",
     "write_lane",
@@ -82,15 +93,15 @@ def _dpp_write_mask(row_mask: int, bank_mask: int, lanes: int) -> Array:
     return (rows & banks).astype(bool)
 
 
-def _fetch(
-    source: Array, active: Array, lane: Array, inside: Array | None, bound_control: bool, fetch_inactive: bool
+def _fetched(
+    values: Array, active: Array, inside: Array | None, bound_control: bool, fetch_inactive: bool
 ) -> tuple[Array, Array]:
-    """Values read from `lane`, and where one came: an inactive or outside lane gives 0 if bound_control, else none."""
-    values = source[..., lane]
-    if fetch_inactive:
-        found = np.ones(values.shape, dtype=bool) if inside is None else np.broadcast_to(inside, values.shape)
-    else:
-        found = active[..., lane] if inside is None else active[..., lane] & inside
+    """`values` of the lanes that were read, and where one came: an inactive or outside lane gives 0 if bound_control,
+    else none.
+    """
+    found = np.ones(values.shape, dtype=bool) if fetch_inactive else active
+    if inside is not None:
+        found = found & inside
     if bound_control:
         return np.where(found, values, np.uint32(0)), np.ones(values.shape, dtype=bool)
     return values, found
@@ -113,7 +124,9 @@ def dpp(
     """
     lanes = source.shape[-1]
     lane, inside, whole = _dpp_pattern(control, lanes)
-    values, found = _fetch(source, active, lane, None if whole else inside, bound_control, fetch_inactive)
+    values, found = _fetched(
+        source[..., lane], active[..., lane], None if whole else inside, bound_control, fetch_inactive
+    )
     if row_mask != 0xF or bank_mask != 0xF:
         found = found & _dpp_write_mask(row_mask, bank_mask, lanes)
     return values, found
@@ -123,7 +136,7 @@ def dpp8(source: Array, selects: int, active: Array, *, fetch_inactive: bool = F
     """Any permutation within groups of eight lanes: 3 bits a lane, lane 0 lowest. An inactive source reads as 0."""
     lane = np.arange(source.shape[-1])
     chosen = (lane & ~7) | (selects >> (3 * (lane & 7))) & 7
-    return _fetch(source, active, chosen, None, bound_control=True, fetch_inactive=fetch_inactive)
+    return _fetched(source[..., chosen], active[..., chosen], None, bound_control=True, fetch_inactive=fetch_inactive)
 
 
 def permlane16(
@@ -165,13 +178,8 @@ def _permute_in_rows(
     lane = np.arange(source.shape[-1])
     row = (lane & ~15) ^ (16 if cross else 0)
     chosen = np.broadcast_to(row | place.astype(np.int64), source.shape)
-    values = np.take_along_axis(source, chosen, axis=-1)
-    if fetch_inactive:
-        return values, np.ones(values.shape, dtype=bool)
     found = np.take_along_axis(np.broadcast_to(active, source.shape), chosen, axis=-1)
-    if bound_control:
-        return np.where(found, values, np.uint32(0)), np.ones(values.shape, dtype=bool)
-    return values, found
+    return _fetched(np.take_along_axis(source, chosen, axis=-1), found, None, bound_control, fetch_inactive)
 
 
 def permlane64(source: Array) -> Array:
@@ -180,20 +188,12 @@ def permlane64(source: Array) -> Array:
     return source.copy() if half == 16 else np.roll(source, half, axis=-1)
 
 
-def permlane32_swap(destination: Array, source: Array) -> tuple[Array, Array]:
-    """gfx950: the upper half of `destination` and the lower half of `source` change places."""
+def permlane_swap(destination: Array, source: Array, rows: int) -> tuple[Array, Array]:
+    """gfx950: the odd rows, of 16 or of 32 lanes, of `destination` and the even rows of `source` change places."""
     new_destination, new_source = destination.copy(), source.copy()
-    new_destination[..., 32:] = source[..., :32]
-    new_source[..., :32] = destination[..., 32:]
-    return new_destination, new_source
-
-
-def permlane16_swap(destination: Array, source: Array) -> tuple[Array, Array]:
-    """gfx950: the odd rows of 16 lanes of `destination` and the even rows of `source` change places."""
-    new_destination, new_source = destination.copy(), source.copy()
-    for even in range(0, source.shape[-1], 32):
-        new_destination[..., even + 16 : even + 32] = source[..., even : even + 16]
-        new_source[..., even : even + 16] = destination[..., even + 16 : even + 32]
+    for even in range(0, source.shape[-1], 2 * rows):
+        new_destination[..., even + rows : even + 2 * rows] = source[..., even : even + rows]
+        new_source[..., even : even + rows] = destination[..., even + rows : even + 2 * rows]
     return new_destination, new_source
 
 
@@ -225,22 +225,24 @@ def ds_bpermute(address: Array, data: Array, active: Array, *, offset: int = 0, 
 
     `group` is the wave on gfx9 and 32 lanes on gfx11 and gfx12.
     """
-    lanes = data.shape[-1]
-    chosen = (((address + np.uint32(offset)) >> np.uint32(2)) % np.uint32(group or lanes)).astype(np.int64)
+    chosen = _addressed(address, offset, group or data.shape[-1])
     values = np.take_along_axis(data, chosen, axis=-1)
     return np.where(np.take_along_axis(active, chosen, axis=-1), values, np.uint32(0))
 
 
 def ds_permute(address: Array, data: Array, active: Array, *, offset: int = 0, group: int | None = None) -> Array:
     """Push: each active lane writes lane (address + offset) / 4; the highest writer wins, an unwritten lane gets 0."""
-    lanes = data.shape[-1]
-    chosen = (((address + np.uint32(offset)) >> np.uint32(2)) % np.uint32(group or lanes)).astype(np.int64)
+    chosen = _addressed(address, offset, group or data.shape[-1])
     result = np.zeros_like(data)
     waves = np.arange(data.shape[0])
-    for lane in range(lanes):
+    for lane in range(data.shape[-1]):
         writes = active[:, lane]
         result[waves[writes], chosen[writes, lane]] = data[writes, lane]
     return result
+
+
+def _addressed(address: Array, offset: int, group: int) -> Array:
+    return (((address + np.uint32(offset)) >> np.uint32(2)) % np.uint32(group)).astype(np.int64)
 
 
 def ds_swizzle(source: Array, offset: int, active: Array) -> Array:
@@ -268,3 +270,109 @@ def _swizzle_lane(offset: int, lane: int) -> int:
         return (lane & ~3) | (offset >> (2 * (lane & 3))) & 3
     keep, force, flip = offset & 31, (offset >> 5) & 31, (offset >> 10) & 31
     return group | ((place & keep) | force) ^ flip
+
+
+def bind_lane_operation(inst: Decoded) -> tuple[Run, int] | None:
+    """What the instruction does and the registers it touches; None where it is none of these."""
+    if inst.name in ("v_nop", "v_pipeflush"):
+        return (lambda _g: None), 0
+    if inst.name.startswith("v_accvgpr"):
+        return _accumulator(inst)
+    bind = _LANE_OPERATIONS.get(inst.name)
+    return None if bind is None else bind(inst)
+
+
+def _read_lane(inst: Decoded) -> tuple[Run, int]:
+    write, touched = scalar_target(inst, inst.fields["vdst"], 32)
+    if inst.fields["src0"] < VGPR:
+        raise UnknownInstruction(inst.name, inst.address, "a scalar source")
+    number = inst.fields["src0"] - VGPR
+    touched |= vgpr_bits(number)
+    if inst.name == "v_readfirstlane_b32":
+        return (lambda g: write(g, read_first_lane(g.v[number], g.exec))), touched
+    read, more = scalar_source(inst, inst.fields["src1"], 32)
+    return (lambda g: write(g, read_lane(g.v[number], read(g)))), touched | more
+
+
+def _write_lane(inst: Decoded) -> tuple[Run, int]:
+    target = inst.fields["vdst"]
+    read, touched = scalar_source(inst, inst.fields["src0"], 32)
+    where, more = scalar_source(inst, inst.fields["src1"], 32)
+
+    def run(g: Group) -> None:
+        g.v[target] = write_lane(g.v[target], np.broadcast_to(read(g), (g.width,)), where(g))
+
+    return run, touched | more | vgpr_bits(target)
+
+
+def _permlane16(inst: Decoded) -> tuple[Run, int]:
+    number, target, opsel = inst.fields["src0"] - VGPR, inst.fields["vdst"], inst.get("opsel")
+    options = {"cross": "x16" in inst.name, "fetch_inactive": bool(opsel & 1), "bound_control": bool(opsel & 2)}
+    moved: Callable[[Group], tuple[Array, Array]]
+    if "_var_" in inst.name:
+        select = inst.fields["src1"] - VGPR
+        touched = vgpr_bits(select)
+        moved = lambda g: permlane16_var(g.v[number], g.v[select], g.exec, **options)  # noqa: E731
+    else:
+        low, first = scalar_source(inst, inst.fields["src1"], 32)
+        high, second = scalar_source(inst, inst.fields["src2"], 32)
+        touched = first | second
+        moved = lambda g: permlane16(g.v[number], low(g)[:, None], high(g)[:, None], g.exec, **options)  # noqa: E731
+
+    def run(g: Group) -> None:
+        values, found = moved(g)
+        np.copyto(g.v[target], values, where=found & g.exec)
+
+    return run, touched | vgpr_bits(number) | vgpr_bits(target)
+
+
+def _permlane64(inst: Decoded) -> tuple[Run, int]:
+    number, target = inst.fields["src0"] - VGPR, inst.fields["vdst"]
+
+    def run(g: Group) -> None:
+        np.copyto(g.v[target], permlane64(g.v[number]), where=g.exec)
+
+    return run, vgpr_bits(number) | vgpr_bits(target)
+
+
+def _swap(inst: Decoded) -> tuple[Run, int]:
+    number, target = inst.fields["src0"] - VGPR, inst.fields["vdst"]
+    rows = 16 if inst.name == "v_permlane16_swap_b32" else 32
+
+    def run(g: Group) -> None:
+        first, second = permlane_swap(g.v[target], g.v[number], rows)
+        np.copyto(g.v[target], first, where=g.exec)
+        np.copyto(g.v[number], second, where=g.exec)
+
+    return run, vgpr_bits(number) | vgpr_bits(target)
+
+
+def _accumulator(inst: Decoded) -> tuple[Run, int]:
+    """Moves between vector and accumulation registers; the latter follow the former in one file."""
+    code, target = inst.fields["src0"], inst.fields["vdst"]
+    if "read" not in inst.name:
+        target += VGPR
+    if code < VGPR:
+        read, touched = scalar_source(inst, code, 32)
+    else:
+        number = code - VGPR + (0 if "write" in inst.name else VGPR)
+        touched = vgpr_bits(number)
+
+    def run(g: Group) -> None:
+        np.copyto(g.v[target], g.v[number] if code >= VGPR else read(g)[:, None], where=g.exec)
+
+    return run, vgpr_bits(target) | touched
+
+
+_LANE_OPERATIONS: dict[str, Callable[[Decoded], tuple[Run, int]]] = {
+    "v_readfirstlane_b32": _read_lane,
+    "v_readlane_b32": _read_lane,
+    "v_writelane_b32": _write_lane,
+    "v_permlane16_b32": _permlane16,
+    "v_permlanex16_b32": _permlane16,
+    "v_permlane16_var_b32": _permlane16,
+    "v_permlanex16_var_b32": _permlane16,
+    "v_permlane64_b32": _permlane64,
+    "v_permlane16_swap_b32": _swap,
+    "v_permlane32_swap_b32": _swap,
+}

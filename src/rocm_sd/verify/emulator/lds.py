@@ -1,6 +1,6 @@
 """Local memory of workgroups, with a shadow that finds races between waves.
 
-Shadow bytes lie beside the data: whether a byte was ever written, which wave wrote it and which read it since the last
+Each byte has shadow bytes: whether a byte was ever written, which wave wrote it and which read it since the last
 barrier (0: none, n + 1: wave n, 255: several). They are looked up in words as wide as the access, so a check costs one
 gather. Reads are only noted down; they are entered into the shadow when a store of the same epoch needs them.
 """
@@ -13,19 +13,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rocm_sd.verify.emulator.errors import LdsRace, MisalignedAccess, OutOfBounds, UninitialisedRead
+from rocm_sd.verify.emulator.memory import REPEAT, views
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["Access", "Lds"]
+__all__ = ["Lds", "LdsAccess"]
 
-_KINDS: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32}
-_REPEAT = {1: 0x01, 2: 0x0101, 4: 0x01010101}
 _SEVERAL = 255
 
 
 @dataclass(eq=False)
-class Access:
+class LdsAccess:
     """One instruction's reads or writes: for each lane its workgroup, its wave number within it, and byte addresses."""
 
     workgroups: NDArray[np.int64]
@@ -36,10 +35,14 @@ class Access:
     stores: bool
     epochs: NDArray[np.int64] | None = None
 
-    def only(self, keep: NDArray[np.bool_]) -> Access:
-        return Access(
-            self.workgroups[keep], self.waves[keep], self.addresses[keep], self.element, self.count, self.stores
-        )
+    @property
+    def owner(self) -> NDArray[Any]:
+        """The shadow of each lane's element: its wave in every byte."""
+        return ((self.waves + 1) * REPEAT[self.element]).astype(f"u{self.element}")
+
+    def only(self, keep: NDArray[np.bool_]) -> LdsAccess:
+        kept = self.workgroups[keep], self.waves[keep], self.addresses[keep]
+        return LdsAccess(*kept, self.element, self.count, self.stores)
 
 
 class Lds:
@@ -53,25 +56,22 @@ class Lds:
     def reset(self, workgroups: int) -> None:
         """Forget everything: a new workgroup finds no value that it may rely on."""
         total = workgroups * self.stride
-        self._data = _views(total)
-        self._written = _views(total)
-        self._writer = _views(total)
-        self._reader = _views(total)
+        self._data, self._written, self._writer, self._reader = (views(np.zeros(total, np.uint8)) for _ in range(4))
         self.epochs = np.zeros(workgroups, np.int64)
         self._dirty = np.zeros(workgroups, np.bool_)
-        self._log: list[Access] = []
+        self._log: list[LdsAccess] = []
 
-    def load(self, access: Access, where: int) -> NDArray[Any]:
+    def load(self, access: LdsAccess, where: int) -> NDArray[Any]:
         """Elements of shape [count, lanes]."""
         index = self._index(access, where)
         element = access.element
-        if (self._written[element][index] != _REPEAT[element]).any():
-            missing = access.addresses[(self._written[element][index] != _REPEAT[element]).any(axis=0)]
+        if (self._written[element][index] != REPEAT[element]).any():
+            missing = access.addresses[(self._written[element][index] != REPEAT[element]).any(axis=0)]
             raise UninitialisedRead(
                 f"The kernel reads LDS byte {int(missing[0])}, which nothing has written.", address=where
             )
         if self._dirty.any():
-            owner = ((access.waves + 1) * _REPEAT[element]).astype(_KINDS[element])
+            owner = access.owner
             writer = self._writer[element][index]
             self._compare(access, writer, (writer != 0) & (writer != owner), where, "reads", "wrote")
         access.epochs = self.epochs[access.workgroups]
@@ -79,11 +79,11 @@ class Lds:
         found: NDArray[Any] = self._data[element][index]
         return found
 
-    def store(self, access: Access, values: NDArray[Any], where: int) -> None:
+    def store(self, access: LdsAccess, values: NDArray[Any], where: int) -> None:
         """`values` has the shape [count, lanes]."""
         index = self._index(access, where)
         element = access.element
-        owner = ((access.waves + 1) * _REPEAT[element]).astype(_KINDS[element])
+        owner = access.owner
         self._enter_reads()
         # Writing the value that is there already disturbs nobody; layouts that hold copies of a value do it.
         changes = self._data[element][index] != values
@@ -91,7 +91,7 @@ class Lds:
         self._compare(access, reader, (reader != 0) & (reader != owner) & changes, where, "writes", "read")
         self._compare(access, writer, (writer != 0) & (writer != owner) & changes, where, "writes", "wrote")
         self._data[element][index] = values
-        self._written[element][index] = _REPEAT[element]
+        self._written[element][index] = REPEAT[element]
         self._writer[element][index] = np.broadcast_to(owner, index.shape)
         final = self._writer[element][index]
         if (final != owner).any():
@@ -99,7 +99,7 @@ class Lds:
             self._compare(access, final, lost, where, "writes", "wrote")
         self._dirty[access.workgroups] = True
 
-    def barrier(self, workgroups: NDArray[np.int64], unfinished: list[Access]) -> None:
+    def barrier(self, workgroups: NDArray[np.int64], unfinished: list[LdsAccess]) -> None:
         """A new epoch. What was not waited for before the barrier may still happen after it, and is carried over."""
         chosen = np.unique(workgroups)
         self.epochs[chosen] += 1
@@ -112,9 +112,8 @@ class Lds:
         self._dirty[chosen] = False
         for access in unfinished:
             if access.stores:
-                owner = ((access.waves + 1) * _REPEAT[access.element]).astype(_KINDS[access.element])
                 index = self._index(access, 0)
-                self._writer[access.element][index] = np.broadcast_to(owner, index.shape)
+                self._writer[access.element][index] = np.broadcast_to(access.owner, index.shape)
                 self._dirty[access.workgroups] = True
             else:
                 access.epochs = self.epochs[access.workgroups]
@@ -137,7 +136,7 @@ class Lds:
             self._reader[1][index[after != owner]] = _SEVERAL
             self._dirty[live.workgroups] = True
 
-    def _index(self, access: Access, where: int) -> NDArray[np.int64]:
+    def _index(self, access: LdsAccess, where: int) -> NDArray[np.int64]:
         addresses, element = access.addresses, access.element
         if addresses.size and (addresses.min() < 0 or addresses.max() + element * access.count > self.size):
             bad = addresses[(addresses < 0) | (addresses + element * access.count > self.size)]
@@ -153,7 +152,7 @@ class Lds:
         return base + np.arange(access.count)[:, None]
 
     def _compare(
-        self, access: Access, shadow: NDArray[Any], suspects: NDArray[np.bool_], where: int, does: str, did: str
+        self, access: LdsAccess, shadow: NDArray[Any], suspects: NDArray[np.bool_], where: int, does: str, did: str
     ) -> None:
         """Raise if, byte by byte, another wave really touched what this one touches."""
         if not suspects.any():
@@ -172,8 +171,3 @@ class Lds:
                 f"same workgroup {did} with no barrier between.",
                 address=where,
             )
-
-
-def _views(total: int) -> dict[int, NDArray[Any]]:
-    base = np.zeros(total, np.uint8)
-    return {width: base.view(kind) for width, kind in _KINDS.items()}

@@ -135,13 +135,7 @@ def _scalars(
 ) -> None:
     """User registers in the order of the LLVM user guide, then those the system adds."""
     entry = code.entry
-    place = 0
-    for present, size in (
-        (entry.private_segment_buffer, 4),
-        (entry.dispatch_ptr, 2),
-        (entry.queue_ptr, 2),
-    ):
-        place += size if present else 0
+    place = 4 * entry.private_segment_buffer + 2 * entry.dispatch_ptr + 2 * entry.queue_ptr
     if entry.kernarg_segment_ptr:
         address = memory.kernarg.address
         s[place], s[place + 1] = address & 0xFFFFFFFF, address >> 32

@@ -8,28 +8,26 @@ last place of the largest partial sum. Integer sums are exact and wrap, or satur
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rocm_sd.verify.emulator.float_formats import (
-    BF8,
-    BF8_FNUZ,
-    FP8,
-    FP8_FNUZ,
-    bf16_to_float,
-    float_to_bf16,
-    round_to_xf32,
-)
+from rocm_sd.verify.emulator import convert
+from rocm_sd.verify.emulator.errors import UnknownInstruction
+from rocm_sd.verify.emulator.float_formats import float_to_bf16, round_to_xf32
+from rocm_sd.verify.emulator.operands import VGPR, constant
+from rocm_sd.verify.emulator.wave import ACC_BASE, vgpr_bits
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from rocm_sd.verify.emulator.decode import Decoded
     from rocm_sd.verify.emulator.vector_types import Array
+    from rocm_sd.verify.emulator.wave import Group
 
-__all__ = ["MATRIX", "MatrixModifiers", "MatrixOp"]
+__all__ = ["MATRIX", "MatrixModifiers", "MatrixOp", "bind_matrix", "is_matrix"]
 
 
 @dataclass(frozen=True)
@@ -53,28 +51,12 @@ class MatrixModifiers:
 PLAIN = MatrixModifiers()
 
 
-@dataclass(frozen=True)
-class MatrixOp:
-    """function(a, b, c, modifiers=PLAIN) on raw uint32 [regs, W, L]; an inline constant C arrives as filled registers.
-
-    EXEC plays no part. `flops` counts a multiply-add as two, for one wave.
-    """
-
-    function: Callable[..., Array] = field(repr=False)
-    a_regs: int
-    b_regs: int
-    c_regs: int
-    d_regs: int
-    wave_size: int
-    flops: int
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Layouts: for each (register element, lane) the coordinates it holds.
 
 
 @dataclass(frozen=True)
-class Layout:
+class MatrixLayout:
     """Shape of one instruction: M x N x K, `blocks` independent products, `per_lane` elements of A (and B) a lane."""
 
     family: str
@@ -87,21 +69,20 @@ class Layout:
 
 
 @lru_cache(maxsize=128)
-def _input_places(layout: Layout) -> tuple[Array, Array]:
-    """Element and lane that hold A[block, row, k]; B[block, k, column] stands at the same place for column == row.
+def _input_index(layout: MatrixLayout) -> Array:
+    """Place of A[block, row, k] in a wave's elements, element-major; B[block, k, column] stands there for its column.
 
     gfx11: lane % 16 is the row and every lane holds all of K; lanes 16 to 31 repeat lanes 0 to 15.
     gfx12 and MFMA: the lanes beyond the rows of all blocks hold the next `per_lane` values of K.
     """
     block, row, k = np.meshgrid(np.arange(layout.blocks), np.arange(layout.m), np.arange(layout.k), indexing="ij")
     if layout.family == "gfx11":
-        return k, row
+        return k * layout.lanes + row
     lane = row + layout.m * (block + layout.blocks * (k // layout.per_lane))
-    return k % layout.per_lane, lane
+    return k % layout.per_lane * layout.lanes + lane
 
 
-@lru_cache(maxsize=128)
-def _output_places(layout: Layout, wide: bool = False) -> tuple[Array, Array]:
+def _output_places(layout: MatrixLayout, wide: bool) -> tuple[Array, Array]:
     """Element and lane that hold D[block, row, column]. `wide`: the float64 forms, whose rows lie four apart."""
     block, row, column = np.meshgrid(np.arange(layout.blocks), np.arange(layout.m), np.arange(layout.n), indexing="ij")
     if layout.family == "gfx11":
@@ -121,14 +102,7 @@ def _output_places(layout: Layout, wide: bool = False) -> tuple[Array, Array]:
 
 
 @lru_cache(maxsize=128)
-def _input_index(layout: Layout) -> Array:
-    """[block, row, k]: place in a wave's elements, flattened element-major."""
-    element, lane = _input_places(layout)
-    return element * layout.lanes + lane
-
-
-@lru_cache(maxsize=128)
-def _output_index(layout: Layout, wide: bool) -> tuple[Array, Array]:
+def _output_index(layout: MatrixLayout, wide: bool) -> tuple[Array, Array]:
     """[block, row, column] to a wave's flattened elements, and the way back."""
     element, lane = _output_places(layout, wide)
     there = element * layout.lanes + lane
@@ -143,52 +117,31 @@ def _by_wave(elements: Array) -> Array:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Element types: how registers unpack into elements [elements, W, L] and back.
+# Element types: bits of one, and the type of `convert` that a register full of them has.
+
+_ELEMENTS = {
+    "f16": (16, "pk_f16"),
+    "bf16": (16, "pk_bf16"),
+    "f32": (32, "f32"),
+    "i32": (32, "i32"),
+    "xf32": (32, "f32"),
+    "f64": (64, "f64"),
+    "i8": (8, "i8x4"),
+    "iu8": (8, "iu8x4"),
+    "iu4": (4, "iu4x8"),
+    **{name: (8, f"{name}x4") for name in ("fp8", "bf8", "fp8_fnuz", "bf8_fnuz")},
+}
 
 
-def _halves(registers: Array) -> Array:
-    """[regs, W, L] uint32 to [2 * regs, W, L] uint16, lower half first."""
-    both = np.stack([registers & np.uint32(0xFFFF), registers >> np.uint32(16)], axis=1)
-    return both.astype(np.uint16).reshape(-1, *registers.shape[1:])
-
-
-def _fields(registers: Array, bits: int) -> Array:
-    shifts = np.arange(0, 32, bits, dtype=np.uint32).reshape(1, -1, 1, 1)
-    fields = (registers[:, None] >> shifts) & np.uint32((1 << bits) - 1)
-    return fields.reshape(-1, *registers.shape[1:])
-
-
-def _doubles(registers: Array) -> Array:
-    low, high = registers[0::2].astype(np.uint64), registers[1::2].astype(np.uint64)
-    return (low | (high << np.uint64(32))).view(np.float64)
-
-
-def _float_reader(name: str) -> Callable[[Array], Array]:
-    readers: dict[str, Callable[[Array], Array]] = {
-        "f16": lambda registers: _halves(registers).view(np.float16),
-        "bf16": lambda registers: bf16_to_float(_halves(registers)),
-        "f32": lambda registers: registers.view(np.float32),
-        "xf32": lambda registers: round_to_xf32(registers.view(np.float32)),
-        "f64": _doubles,
-        "fp8": lambda registers: FP8.decode(_fields(registers, 8)),
-        "bf8": lambda registers: BF8.decode(_fields(registers, 8)),
-        "fp8_fnuz": lambda registers: FP8_FNUZ.decode(_fields(registers, 8)),
-        "bf8_fnuz": lambda registers: BF8_FNUZ.decode(_fields(registers, 8)),
-    }
-    return readers[name]
-
-
-def _integers(registers: Array, bits: int, signed: bool) -> Array:
-    values = _fields(registers, bits).astype(np.int64)
-    sign = 1 << (bits - 1)
-    return (values ^ sign) - sign if signed else values
-
-
-_BITS = {"f16": 16, "bf16": 16, "f32": 32, "xf32": 32, "f64": 64, "i8": 8, "iu8": 8, "iu4": 4, "fp8": 8, "bf8": 8}
-
-
-def _width(name: str) -> int:
-    return _BITS[name.removesuffix("_fnuz")]
+def _elements(registers: Array, name: str, *, signed: bool = False) -> Array:
+    """[regs, W, L] uint32 to typed elements [elements, W, L], lower bits first; `signed` matters to iu8 and iu4."""
+    bits, kind = _ELEMENTS[name]
+    if bits == 64:
+        return convert.join64(registers[0::2], registers[1::2]).view(np.float64)
+    if bits == 32:
+        return convert.to_type(registers, kind)
+    several = convert.to_type(registers, convert.signed_or_unsigned(kind, signed) if kind.startswith("iu") else kind)
+    return several.swapaxes(0, 1).reshape(-1, *registers.shape[1:])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -196,26 +149,36 @@ def _width(name: str) -> int:
 
 
 @dataclass(frozen=True)
-class _Instruction:
-    layout: Layout
+class MatrixOp:
+    """op(a, b, c, modifiers=PLAIN) on raw uint32 [regs, W, L]; an inline constant C arrives as filled registers.
+
+    `a`, `b` and `d` are the types of the elements; C and D have one. EXEC plays no part.
+    """
+
+    layout: MatrixLayout
     a: str
     b: str
     d: str
     flushes_subnormals: bool = False
 
     @property
-    def c_elements(self) -> int:
-        return self.layout.m * self.layout.n * self.layout.blocks // self.layout.lanes
+    def a_regs(self) -> int:
+        return self.layout.per_lane * _ELEMENTS[self.a][0] // 32
 
     @property
-    def c_regs(self) -> int:
-        bits = {"f64": 64, "f16": 16, "bf16": 16}.get(self.d, 32)
-        if self.layout.family == "gfx11":
-            return 8
-        return self.c_elements * bits // 32
+    def b_regs(self) -> int:
+        return self.layout.per_lane * _ELEMENTS[self.b][0] // 32
 
-    def input_regs(self, name: str) -> int:
-        return self.layout.per_lane * _width(name) // 32
+    @property
+    def d_regs(self) -> int:
+        """Registers of C and of D. WMMA of gfx11 has one value a register, whatever its width."""
+        elements = self.layout.m * self.layout.n * self.layout.blocks // self.layout.lanes
+        return elements if self.layout.family == "gfx11" else elements * _ELEMENTS[self.d][0] // 32
+
+    @property
+    def flops(self) -> int:
+        """Of one wave; a multiply-add counts as two."""
+        return 2 * self.layout.m * self.layout.n * self.layout.k * self.layout.blocks
 
     def __call__(self, a: Array, b: Array, c: Array, modifiers: MatrixModifiers = PLAIN) -> Array:
         if modifiers.cbsz or modifiers.abid or modifiers.blgp:
@@ -236,10 +199,11 @@ class _Instruction:
             raise ValueError(
                 f"WMMA of gfx11 needs lanes 16 to 31 of {'AB'[source]} to repeat lanes 0 to 15, and here they differ."
             )
+        values = _elements(registers, name, signed=modifiers.neg_lo[source])
         if self.d == "i32":
-            signed = name == "i8" or modifiers.neg_lo[source]
-            return _integers(registers, _width(name), signed).astype(np.float64)
-        values = _float_reader(name)(registers)
+            return values.astype(np.float64)
+        if name == "xf32":
+            values = round_to_xf32(values)
         if self.flushes_subnormals and name in {"f16", "bf16"}:
             smallest = 2.0**-14 if name == "f16" else 2.0**-126
             values = np.where(np.abs(values) < smallest, np.copysign(values.dtype.type(0), values), values)
@@ -251,20 +215,12 @@ class _Instruction:
         # numpy widens float16 to float32 in hardware, to float64 in software.
         return values.astype(np.float32).astype(np.float64) if name == "f16" else values.astype(np.float64)
 
-    def _elements(self, registers: Array, modifiers: MatrixModifiers) -> Array:
-        """C as typed elements [elements, W, L]."""
-        if self.d == "f64":
-            return _doubles(registers)
-        if self.d in {"f32", "i32"}:
-            return registers.view(np.float32 if self.d == "f32" else np.int32)
-        halves = _halves(registers)
-        if self.layout.family == "gfx11":
-            halves = halves[1::2] if modifiers.op_sel[2] else halves[0::2]
-        return bf16_to_float(halves) if self.d == "bf16" else halves.view(np.float16)
-
     def _addend(self, c: Array, modifiers: MatrixModifiers) -> Array:
         there, _ = _output_index(self.layout, self.d == "f64")
-        values = _by_wave(self._elements(c, modifiers)).take(there, axis=1)
+        elements = _elements(c, self.d)
+        if self.layout.family == "gfx11" and _ELEMENTS[self.d][0] == 16:
+            elements = elements[int(modifiers.op_sel[2]) :: 2]
+        values = _by_wave(elements).take(there, axis=1)
         if self.d == "i32":
             return values.astype(np.int64)
         if modifiers.neg_hi[2]:
@@ -279,9 +235,7 @@ class _Instruction:
         waves = typed.reshape(len(typed), -1).take(back, axis=1)
         elements = np.ascontiguousarray(waves.reshape(len(typed), -1, self.layout.lanes).swapaxes(0, 1))
         if self.d == "f64":
-            bits = elements.view(np.uint64)
-            registers = np.stack([bits.astype(np.uint32), (bits >> np.uint64(32)).astype(np.uint32)], axis=1)
-            return registers.reshape(-1, *c.shape[1:])
+            return np.stack(convert.split64(elements.view(np.uint64)), axis=1).reshape(-1, *c.shape[1:])
         if self.d in {"f32", "i32"}:
             return elements.view(np.uint32)
         halves = elements.view(np.uint16).astype(np.uint32)
@@ -306,26 +260,13 @@ class _Instruction:
         return typed
 
 
-def _op(instruction: _Instruction) -> MatrixOp:
-    layout = instruction.layout
-    return MatrixOp(
-        function=instruction,
-        a_regs=instruction.input_regs(instruction.a),
-        b_regs=instruction.input_regs(instruction.b),
-        c_regs=instruction.c_regs,
-        d_regs=instruction.c_regs,
-        wave_size=layout.lanes,
-        flops=2 * layout.m * layout.n * layout.k * layout.blocks,
-    )
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # The tables.
 
 
 def _wmma(family: str, d: str, a: str, b: str, k: int = 16) -> MatrixOp:
     per_lane = k if family == "gfx11" else k // 2
-    return _op(_Instruction(Layout(family, 16, 16, k, 1, per_lane, 32), a, b, d))
+    return MatrixOp(MatrixLayout(family, 16, 16, k, 1, per_lane, 32), a, b, d)
 
 
 def _wmma_table(family: str) -> dict[str, MatrixOp]:
@@ -350,8 +291,7 @@ def _wmma_table(family: str) -> dict[str, MatrixOp]:
 
 def _mfma(d: str, shape: tuple[int, int, int, int], a: str, b: str | None = None, *, flush: bool = False) -> MatrixOp:
     m, n, k, blocks = shape
-    layout = Layout("mfma", m, n, k, blocks, m * k * blocks // 64, 64)
-    return _op(_Instruction(layout, a, b or a, d, flush))
+    return MatrixOp(MatrixLayout("mfma", m, n, k, blocks, m * k * blocks // 64, 64), a, b or a, d, flush)
 
 
 _COMMON: dict[str, tuple[tuple[int, int, int, int], ...]] = {
@@ -412,3 +352,65 @@ MATRIX: dict[str, dict[str, MatrixOp]] = {
         flush=False,
     ),
 }
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Operands and modifiers of both encodings.
+
+
+def is_matrix(name: str) -> bool:
+    return name.startswith(("v_wmma_", "v_mfma_", "v_swmmac_", "v_smfmac_"))
+
+
+def bind_matrix(inst: Decoded, gfx: str, wave_size: int) -> tuple[Callable[[Group], None], int, int]:
+    """What it does, the registers it touches, and its floating-point operations for one wave."""
+    # gfx950 shares encodings with gfx94x and has other 8-bit floats and more shapes.
+    op = MATRIX[gfx if gfx in MATRIX else inst.family].get(inst.name)
+    if op is None:
+        raise UnknownInstruction(inst.name, inst.address)
+    if op.layout.lanes != wave_size:
+        raise UnknownInstruction(inst.name, inst.address, f"in waves of {wave_size}")
+    shift_a, shift_b, shift_c = _accumulators(inst)
+    a, b = inst.fields["src0"] - VGPR, inst.fields["src1"] - VGPR
+    if a < 0 or b < 0:
+        raise UnknownInstruction(inst.name, inst.address, "a factor that is no vector register")
+    a, b, target = a + shift_a, b + shift_b, inst.fields["vdst"] + shift_c
+    modifiers = _modifiers(inst)
+    third, touched = _addend(inst, op, shift_c)
+    a_regs, b_regs, d_regs = op.a_regs, op.b_regs, op.d_regs
+
+    def run(g: Group) -> None:
+        # Matrix instructions take no notice of EXEC.
+        g.v[target : target + d_regs] = op(g.v[a : a + a_regs], g.v[b : b + b_regs], third(g), modifiers)
+
+    touched |= vgpr_bits(a, a_regs) | vgpr_bits(b, b_regs) | vgpr_bits(target, d_regs)
+    return run, touched, op.flops
+
+
+def _accumulators(inst: Decoded) -> tuple[int, int, int]:
+    if inst.family != "gfx94x":
+        return 0, 0, 0
+    raw = inst.raw
+    return ACC_BASE * (raw >> 59 & 1), ACC_BASE * (raw >> 60 & 1), ACC_BASE * (raw >> 15 & 1)
+
+
+def _modifiers(inst: Decoded) -> MatrixModifiers:
+    if inst.family == "gfx94x":
+        return MatrixModifiers(cbsz=inst.raw >> 8 & 7, abid=inst.raw >> 11 & 15, blgp=inst.raw >> 61 & 7)
+
+    def three(field: str) -> tuple[bool, bool, bool]:
+        value = inst.get(field)
+        return bool(value & 1), bool(value & 2), bool(value & 4)
+
+    return MatrixModifiers(three("neg"), three("neg_hi"), three("opsel"), bool(inst.get("clmp")))
+
+
+def _addend(inst: Decoded, op: MatrixOp, shift: int) -> tuple[Callable[[Group], Array], int]:
+    code, registers = inst.fields["src2"], op.d_regs
+    if code >= VGPR:
+        number = code - VGPR + shift
+        return (lambda g: g.v[number : number + registers]), vgpr_bits(number, registers)
+    value = constant(code, "b32", None)
+    if value is None or (value and ("f32" not in inst.name.split("_")[2] and "i32" not in inst.name.split("_")[2])):
+        raise UnknownInstruction(inst.name, inst.address, f"addend operand {code}")
+    return (lambda g: np.full((registers, g.width, g.lanes), value, np.uint32)), 0

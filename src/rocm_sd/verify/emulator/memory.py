@@ -16,7 +16,7 @@ from rocm_sd.verify.emulator.errors import MisalignedAccess, OutOfBounds, Uninit
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["BASE_ADDRESS", "Buffer", "Memory", "Region"]
+__all__ = ["BASE_ADDRESS", "REPEAT", "Buffer", "Memory", "Region", "views"]
 
 # Far from zero, so that a pointer that was never filled in does not land in a buffer.
 BASE_ADDRESS = 0x7F00_0000_0000
@@ -25,8 +25,13 @@ _ALIGNMENT = 256
 
 _MAPPED, _INITIALISED, _WRITTEN = 1, 2, 4
 _ALL = _MAPPED | _INITIALISED | _WRITTEN
-_REPEAT = {1: 0x01, 2: 0x0101, 4: 0x01010101}
-_VIEWS: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32}
+REPEAT = {1: 0x01, 2: 0x0101, 4: 0x01010101}
+"""A byte in every byte of an element, by the size of the element."""
+
+
+def views(base: NDArray[np.uint8]) -> dict[int, NDArray[Any]]:
+    """The same bytes as elements of 1, 2 and 4 bytes."""
+    return {width: base.view(f"u{width}") for width in REPEAT}
 
 
 @dataclass(eq=False)
@@ -78,8 +83,7 @@ class Memory:
         self.size = place + _up(kernarg_size, _ALIGNMENT) + _GAP
         self.data = np.zeros(self.size, np.uint8)
         self.shadow = np.zeros(self.size, np.uint8)
-        self._data = {width: self.data.view(kind) for width, kind in _VIEWS.items()}
-        self._shadow = {width: self.shadow.view(kind) for width, kind in _VIEWS.items()}
+        self._data, self._shadow = views(self.data), views(self.shadow)
         for region in self.regions:
             self._place(region)
 
@@ -118,14 +122,14 @@ class Memory:
                 raise UnwrittenOutput(
                     f"{len(missing)} of {region.size} bytes of {region.name} were never written, the first at offset "
                     f"{int(missing[0])}.",
-                    hint="Look for a mask or a grid that leaves out the tail.",
+                    hint="Look for a mask or a grid that misses the tail.",
                 )
 
     def load(self, addresses: NDArray[np.uint64], element: int, count: int, where: int) -> NDArray[np.unsignedinteger]:
         """Elements of 1, 2 or 4 bytes at `addresses` (any shape); the answer has a leading axis of `count`."""
         index = self._index(addresses, element, count, where)
         found: NDArray[Any] = self._data[element][index]
-        wanted = _REPEAT[element] * _INITIALISED
+        wanted = REPEAT[element] * _INITIALISED
         shadow = self._shadow[element][index]
         if ((shadow & wanted) != wanted).any():
             self._explain(addresses, element, count, where, "reads")
@@ -134,11 +138,11 @@ class Memory:
     def store(self, addresses: NDArray[np.uint64], values: NDArray[Any], element: int, where: int) -> None:
         """`values` has a leading axis: consecutive elements from each address on."""
         index = self._index(addresses, element, len(values), where)
-        wanted = _REPEAT[element] * _MAPPED
+        wanted = REPEAT[element] * _MAPPED
         if ((self._shadow[element][index] & wanted) != wanted).any():
             self._explain(addresses, element, len(values), where, "writes")
         self._data[element][index] = values
-        self._shadow[element][index] = _REPEAT[element] * _ALL
+        self._shadow[element][index] = REPEAT[element] * _ALL
 
     def _index(self, addresses: NDArray[np.uint64], element: int, count: int, where: int) -> NDArray[np.int64]:
         offsets: NDArray[np.int64] = addresses.view(np.int64) - BASE_ADDRESS

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rocm_sd.verify.emulator.errors import UnknownInstruction
-from rocm_sd.verify.emulator.wave import EXEC, sgpr_bits, vgpr_bits
+from rocm_sd.verify.emulator.wave import EXEC, VCC, sgpr_bits
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,17 +22,12 @@ if TYPE_CHECKING:
     from rocm_sd.verify.emulator.decode import Decoded
     from rocm_sd.verify.emulator.wave import Group
 
-__all__ = ["LITERAL", "VGPR", "constant", "scalar_bits", "scalar_reader", "scalar_writer"]
+__all__ = ["LITERAL", "VGPR", "constant", "scalar_bits", "scalar_source", "scalar_target", "signed_field"]
 
 VGPR, LITERAL = 256, 255
 _VCCZ, _EXECZ, _SCC = 251, 252, 253
 _FLOATS = {240: 0.5, 241: -0.5, 242: 1.0, 243: -1.0, 244: 2.0, 245: -2.0, 246: 4.0, 247: -4.0, 248: 0.15915494309189532}
 _FORMS = {"f16": "<e", "f32": "<f", "f64": "<d"}
-
-
-def null_code(family: str) -> int | None:
-    """The row that reads as zero and swallows writes; CDNA has M0 there instead."""
-    return None if family == "gfx94x" else 124
 
 
 def constant(code: int, kind: str, literal: int | None) -> int | None:  # noqa: PLR0911 - one a range of codes
@@ -61,19 +56,18 @@ def constant(code: int, kind: str, literal: int | None) -> int | None:  # noqa: 
     return None
 
 
-def scalar_reader(  # noqa: PLR0911 - one a range of codes
-    code: int, width: int, inst: Decoded, family: str
-) -> Callable[[Group], NDArray[Any]]:
-    """A function that gives uint32 or uint64 of shape [W], or [1] for a constant."""
+def scalar_source(inst: Decoded, code: int, width: int) -> tuple[Callable[[Group], NDArray[Any]], int]:
+    """A function that gives uint32 or uint64 of shape [W], or [1] for a constant, and the registers it reads."""
+    return _reader(inst, code, width), scalar_bits(inst, code, width)
+
+
+def _reader(inst: Decoded, code: int, width: int) -> Callable[[Group], NDArray[Any]]:
     value = constant(code, "i64" if width == 64 else "b32", inst.fields.get("literal"))
+    if code == inst.null:
+        value = 0
     if value is not None:
-        if width == 64 and code == LITERAL:
-            value &= 0xFFFFFFFF if not value >> 63 else (1 << 64) - 1
         fixed = np.array([value], np.uint64 if width == 64 else np.uint32)
         return lambda _: fixed
-    if code == null_code(family):
-        zero = np.zeros(1, np.uint64 if width == 64 else np.uint32)
-        return lambda _: zero
     if code < 128:
         if width == 64:
             return lambda g: g.s[code].astype(np.uint64) | g.s[code + 1].astype(np.uint64) << np.uint64(32)
@@ -83,43 +77,33 @@ def scalar_reader(  # noqa: PLR0911 - one a range of codes
     if code == _EXECZ:
         return lambda g: np.asarray(~g.exec.any(axis=1), np.uint32)
     if code == _VCCZ:
-        return lambda g: np.asarray(~g.mask(106).any(axis=1), np.uint32)
+        return lambda g: np.asarray(~g.mask(VCC).any(axis=1), np.uint32)
     raise UnknownInstruction(inst.name, inst.address, f"scalar operand code {code}")
 
 
-def scalar_writer(code: int, width: int, inst: Decoded, family: str) -> Callable[[Group, NDArray[Any]], None]:
-    if code == null_code(family):
-        return lambda _g, _value: None
+def scalar_target(inst: Decoded, code: int, width: int) -> tuple[Callable[[Group, NDArray[Any]], None], int]:
+    """A function that writes values of shape [W] or [1], and the registers it fills."""
+    if code == inst.null:
+        return lambda _g, _value: None, 0
     if code >= 128:
         raise UnknownInstruction(inst.name, inst.address, f"scalar destination code {code}")
     touches_exec = code in (EXEC, EXEC + 1) or (width == 64 and code == EXEC - 1)
 
-    def write32(g: Group, value: NDArray[Any]) -> None:
-        g.s[code] = value
+    def write(g: Group, value: NDArray[Any]) -> None:
+        if width == 64:
+            g.s[code] = value & np.uint64(0xFFFFFFFF)
+            g.s[code + 1] = value >> np.uint64(32)
+        else:
+            g.s[code] = value
+        if touches_exec:
+            g.exec_changed()
 
-    def write64(g: Group, value: NDArray[Any]) -> None:
-        g.s[code] = value & np.uint64(0xFFFFFFFF)
-        g.s[code + 1] = value >> np.uint64(32)
-
-    write = write64 if width == 64 else write32
-    if not touches_exec:
-        return write
-
-    def write_exec(g: Group, value: NDArray[Any]) -> None:
-        write(g, value)
-        g.exec_changed()
-
-    return write_exec
+    return write, sgpr_bits(code, width // 32)
 
 
-def scalar_bits(code: int, width: int, family: str) -> int:
-    if code < 128 and code != null_code(family):
-        return sgpr_bits(code, width // 32)
-    return 0
+def scalar_bits(inst: Decoded, code: int, width: int) -> int:
+    return sgpr_bits(code, width // 32) if code < 128 and code != inst.null else 0
 
 
-def operand_bits(code: int, registers: int, family: str) -> int:
-    """Which registers a vector instruction's operand touches."""
-    if code >= VGPR:
-        return vgpr_bits(code - VGPR, registers)
-    return scalar_bits(code, 32 * registers, family)
+def signed_field(value: int, bits: int) -> int:
+    return value - (1 << bits) if value >> (bits - 1) else value

@@ -8,7 +8,7 @@ import numpy as np
 
 from rocm_sd.verify.emulator import convert
 from rocm_sd.verify.emulator.errors import UnknownInstruction
-from rocm_sd.verify.emulator.operands import VGPR, null_code, scalar_bits, scalar_writer
+from rocm_sd.verify.emulator.operands import VGPR, scalar_bits, scalar_target
 from rocm_sd.verify.emulator.vector import zeroes_high_half
 from rocm_sd.verify.emulator.wave import EXEC, VCC, vgpr_bits
 
@@ -33,9 +33,8 @@ SHORT = frozenset({"VOP1", "VOP2", "VOPC"})
 class ResultBinder:
     """bind(...) gives write(g, value, lanes), where `lanes` limits EXEC further (None: it does not)."""
 
-    def __init__(self, gfx: str, family: str, wave_size: int) -> None:
-        self.gfx, self.family, self.wave_size = gfx, family, wave_size
-        self.null = null_code(family)
+    def __init__(self, gfx: str, wave_size: int) -> None:
+        self.gfx, self.wave_size = gfx, wave_size
 
     def bind(self, inst: Decoded, name: str, result: str, target: int) -> tuple[Write, int]:
         if result == "mask":
@@ -51,26 +50,25 @@ class ResultBinder:
         if not mask:
             return write, bits
         code = inst.fields.get("sdst", VCC)
-        null = self.null
 
         def write_both(g: Group, value: Any, where: Any) -> None:
             number, carry = value
             write(g, number, where)
-            if code != null:
+            if code != inst.null:
                 g.set_mask(code, np.broadcast_to(carry, g.exec.shape) & g.exec)
 
-        return write_both, bits | scalar_bits(code, self.wave_size, self.family)
+        return write_both, bits | scalar_bits(inst, code, self.wave_size)
 
     def _scalar_destination(self, inst: Decoded, result: str, target: int) -> tuple[Write, int]:
         """gfx12's transcendental functions of scalar registers; EXEC does not matter."""
         if result != "f32":
             raise UnknownInstruction(inst.name, inst.address, f"scalar result of type {result}")
-        store = scalar_writer(target, 32, inst, self.family)
+        store, bits = scalar_target(inst, target, 32)
 
         def write(g: Group, value: Any, _where: Any) -> None:
             store(g, np.asarray(value, np.float32)[:, 0].view(np.uint32))
 
-        return write, scalar_bits(target, 32, self.family)
+        return write, bits
 
     def _mask_destination(self, inst: Decoded, name: str, target: int) -> tuple[Write, int]:
         code = VCC
@@ -79,18 +77,18 @@ class ResultBinder:
         elif inst.get("sd"):
             code = inst.fields["sdst"]
         writes_exec = name.startswith("v_cmpx")
-        only_exec = writes_exec and self.family != "gfx94x"
+        only_exec = writes_exec and inst.family != "gfx94x"
 
         def write(g: Group, value: Any, where: Any) -> None:
             mask = np.broadcast_to(value, g.exec.shape) & g.exec
             if where is not None:
                 mask = mask & where
-            if not only_exec and code != self.null:
+            if not only_exec and code != inst.null:
                 g.set_mask(code, mask)
             if writes_exec:
                 g.set_mask(EXEC, mask)
 
-        return write, 0 if only_exec else scalar_bits(code, self.wave_size, self.family)
+        return write, 0 if only_exec else scalar_bits(inst, code, self.wave_size)
 
     def _swap_destination(self, inst: Decoded, target: int) -> tuple[Write, int]:
         other = inst.fields["src0"] - VGPR
@@ -133,7 +131,7 @@ class ResultBinder:
         keep = kind in HALVES or kind in BYTES or kind == "f16_high"
         if kind in HALVES:
             keep = high or not zeroes_high_half(name, self.gfx)
-            if self.family != "gfx94x":
+            if inst.family != "gfx94x":
                 if inst.form in SHORT:
                     high, target = bool(target >> 7), target & 0x7F
                 half = int(high)

@@ -6,12 +6,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from rocm_sd.verify.emulator.vector import FLOAT_ORDER, INTEGER_ORDER, VALU
+from rocm_sd.verify.emulator.vector_int import add_carry, reverse_bits, sub_borrow
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from numpy.typing import NDArray
 
-__all__ = ["ALIASES", "COMPARES", "ONE_SOURCE", "TWO_SOURCES", "add_signed", "fused"]
+__all__ = ["ALIASES", "COMPARES", "LOGIC", "ONE_SOURCE", "TWO_SOURCES", "add_signed", "fused"]
 
 _U = np.uint32
 _Q = np.uint64
@@ -58,15 +61,6 @@ def _f32(a: NDArray[Any]) -> NDArray[Any]:
 
 def _bits(a: NDArray[Any]) -> NDArray[Any]:
     return np.ascontiguousarray(a, np.float32).view(_U)
-
-
-def _add(a: Any, b: Any, carry: Any) -> Any:
-    total = a.astype(_Q) + b + carry
-    return total.astype(_U), total >> _Q(32) != 0
-
-
-def _sub(a: Any, b: Any, borrow: Any) -> Any:
-    return a - b - borrow, b.astype(_Q) + borrow > a
 
 
 def add_signed(a: Any, b: Any) -> Any:
@@ -117,85 +111,80 @@ def _mask_bits(a: Any, b: Any, bits: int) -> Any:
 
 
 def _nonzero(function: Callable[..., Any]) -> Callable[[Any, Any, Any], Any]:
-    def run(a: Any, b: Any, c: Any) -> Any:
-        result = function(a, b, c)
+    def run(a: Any, b: Any, _c: Any) -> Any:
+        result = function(a, b)
         return result, result != 0
 
     return run
 
 
 def _plain(function: Callable[..., Any]) -> Callable[[Any, Any, Any], Any]:
-    return lambda a, b, c: (function(a, b, c), None)
+    return lambda a, b, _c: (function(a, b), None)
 
 
-def _minmax(function: Any) -> Callable[[Any, Any, Any], Any]:
-    return _plain(lambda a, b, _c: _bits(function(_f32(a), _f32(b))))
+def _floats(function: Callable[..., Any]) -> Callable[[Any, Any, Any], Any]:
+    return _plain(lambda a, b: _bits(function(_f32(a), _f32(b))))
 
 
-def _logic(name: str, function: Callable[[Any, Any], Any]) -> dict[str, tuple[int, int, int, Any]]:
-    run = _nonzero(lambda a, b, _c: function(a, b))
-    return {f"{name}_b32": (32, 32, 32, run), f"{name}_b64": (64, 64, 64, run)}
-
+LOGIC: dict[str, Callable[[Any, Any], Any]] = {
+    "and": lambda a, b: a & b,
+    "or": lambda a, b: a | b,
+    "xor": lambda a, b: a ^ b,
+    "nand": lambda a, b: ~(a & b),
+    "nor": lambda a, b: ~(a | b),
+    "xnor": lambda a, b: ~(a ^ b),
+    "and_not0": lambda a, b: ~a & b,
+    "or_not0": lambda a, b: ~a | b,
+    "and_not1": lambda a, b: a & ~b,
+    "or_not1": lambda a, b: a | ~b,
+}
 
 # name: widths of both sources and of the result, and function(a, b, scc) -> (result, new scc or None to keep it).
-TWO_SOURCES: dict[str, tuple[int, int, int, Callable[[Any, Any, Any], Any]]] = {
-    "s_add_u32": (32, 32, 32, lambda a, b, _c: _add(a, b, _Q(0))),
-    "s_sub_u32": (32, 32, 32, lambda a, b, _c: _sub(a, b, _U(0))),
-    "s_addc_u32": (32, 32, 32, lambda a, b, c: _add(a, b, c.astype(_Q))),
-    "s_subb_u32": (32, 32, 32, lambda a, b, c: _sub(a, b, c.astype(_U))),
-    "s_add_i32": (32, 32, 32, lambda a, b, _c: add_signed(a, b)),
-    "s_sub_i32": (32, 32, 32, lambda a, b, _c: _sub_signed(a, b)),
-    "s_absdiff_i32": (32, 32, 32, _nonzero(lambda a, b, _c: np.abs(_i32(a - b)).view(_U))),
-    "s_lshl_b32": (32, 32, 32, _nonzero(lambda a, b, _c: a << (b & _U(31)))),
-    "s_lshl_b64": (64, 32, 64, _nonzero(lambda a, b, _c: a << (b & _U(63)).astype(_Q))),
-    "s_lshr_b32": (32, 32, 32, _nonzero(lambda a, b, _c: a >> (b & _U(31)))),
-    "s_lshr_b64": (64, 32, 64, _nonzero(lambda a, b, _c: a >> (b & _U(63)).astype(_Q))),
-    "s_ashr_i32": (32, 32, 32, _nonzero(lambda a, b, _c: (_i32(a) >> _i32(b & _U(31))).view(_U))),
-    "s_ashr_i64": (64, 32, 64, _nonzero(lambda a, b, _c: (_i64(a) >> (b & _U(63)).astype(np.int64)).view(_Q))),
-    "s_lshl1_add_u32": (32, 32, 32, _shift_add(1)),
-    "s_lshl2_add_u32": (32, 32, 32, _shift_add(2)),
-    "s_lshl3_add_u32": (32, 32, 32, _shift_add(3)),
-    "s_lshl4_add_u32": (32, 32, 32, _shift_add(4)),
-    "s_min_i32": (32, 32, 32, lambda a, b, _c: _pick(_i32(a) < _i32(b), a, b)),
-    "s_min_u32": (32, 32, 32, lambda a, b, _c: _pick(a < b, a, b)),
-    "s_max_i32": (32, 32, 32, lambda a, b, _c: _pick(_i32(a) >= _i32(b), a, b)),
-    "s_max_u32": (32, 32, 32, lambda a, b, _c: _pick(a >= b, a, b)),
-    **_logic("s_and", lambda a, b: a & b),
-    **_logic("s_or", lambda a, b: a | b),
-    **_logic("s_xor", lambda a, b: a ^ b),
-    **_logic("s_nand", lambda a, b: ~(a & b)),
-    **_logic("s_nor", lambda a, b: ~(a | b)),
-    **_logic("s_xnor", lambda a, b: ~(a ^ b)),
-    **_logic("s_and_not1", lambda a, b: a & ~b),
-    **_logic("s_or_not1", lambda a, b: a | ~b),
-    "s_bfe_u32": (32, 32, 32, _nonzero(lambda a, b, _c: _extract(a, b, 32, signed=False))),
-    "s_bfe_i32": (32, 32, 32, _nonzero(lambda a, b, _c: _extract(a, b, 32, signed=True))),
-    "s_bfe_u64": (64, 32, 64, _nonzero(lambda a, b, _c: _extract(a, b, 64, signed=False))),
-    "s_bfe_i64": (64, 32, 64, _nonzero(lambda a, b, _c: _extract(a, b, 64, signed=True))),
-    "s_bfm_b32": (32, 32, 32, _plain(lambda a, b, _c: _mask_bits(a, b, 32))),
-    "s_bfm_b64": (32, 32, 64, _plain(lambda a, b, _c: _mask_bits(a.astype(_Q), b.astype(_Q), 64))),
-    "s_mul_i32": (32, 32, 32, _plain(lambda a, b, _c: a * b)),
-    "s_mul_hi_u32": (32, 32, 32, _plain(lambda a, b, _c: (a.astype(_Q) * b >> _Q(32)).astype(_U))),
-    "s_mul_hi_i32": (
-        32,
-        32,
-        32,
-        _plain(lambda a, b, _c: (_i32(a).astype(np.int64) * _i32(b) >> np.int64(32)).astype(np.int32).view(_U)),
-    ),
-    "s_mul_u64": (64, 64, 64, _plain(lambda a, b, _c: a * b)),
-    "s_add_nc_u64": (64, 64, 64, _plain(lambda a, b, _c: a + b)),
-    "s_sub_nc_u64": (64, 64, 64, _plain(lambda a, b, _c: a - b)),
-    "s_cselect_b32": (32, 32, 32, _plain(lambda a, b, c: np.where(c, a, b))),
-    "s_cselect_b64": (64, 64, 64, _plain(lambda a, b, c: np.where(c, a, b))),
-    "s_pack_ll_b32_b16": (32, 32, 32, _plain(lambda a, b, _c: a & _U(0xFFFF) | b << _U(16))),
-    "s_pack_lh_b32_b16": (32, 32, 32, _plain(lambda a, b, _c: a & _U(0xFFFF) | b & _U(0xFFFF0000))),
-    "s_pack_hh_b32_b16": (32, 32, 32, _plain(lambda a, b, _c: a >> _U(16) | b & _U(0xFFFF0000))),
-    "s_pack_hl_b32_b16": (32, 32, 32, _plain(lambda a, b, _c: a >> _U(16) | b << _U(16))),
-    "s_add_f32": (32, 32, 32, _plain(lambda a, b, _c: _bits(_f32(a) + _f32(b)))),
-    "s_sub_f32": (32, 32, 32, _plain(lambda a, b, _c: _bits(_f32(a) - _f32(b)))),
-    "s_mul_f32": (32, 32, 32, _plain(lambda a, b, _c: _bits(_f32(a) * _f32(b)))),
-    "s_min_f32": (32, 32, 32, _minmax(np.fmin)),
-    "s_max_f32": (32, 32, 32, _minmax(np.fmax)),
+_W, _D = (32, 32, 32), (64, 64, 64)
+TWO_SOURCES: dict[str, tuple[tuple[int, int, int], Callable[[Any, Any, Any], Any]]] = {
+    "s_add_u32": (_W, lambda a, b, _c: add_carry(a, b)),
+    "s_sub_u32": (_W, lambda a, b, _c: sub_borrow(a, b)),
+    "s_addc_u32": (_W, add_carry),
+    "s_subb_u32": (_W, sub_borrow),
+    "s_add_i32": (_W, lambda a, b, _c: add_signed(a, b)),
+    "s_sub_i32": (_W, lambda a, b, _c: _sub_signed(a, b)),
+    "s_absdiff_i32": (_W, _nonzero(lambda a, b: np.abs(_i32(a - b)).view(_U))),
+    "s_lshl_b32": (_W, _nonzero(lambda a, b: a << (b & _U(31)))),
+    "s_lshl_b64": ((64, 32, 64), _nonzero(lambda a, b: a << (b & _U(63)).astype(_Q))),
+    "s_lshr_b32": (_W, _nonzero(lambda a, b: a >> (b & _U(31)))),
+    "s_lshr_b64": ((64, 32, 64), _nonzero(lambda a, b: a >> (b & _U(63)).astype(_Q))),
+    "s_ashr_i32": (_W, _nonzero(lambda a, b: (_i32(a) >> _i32(b & _U(31))).view(_U))),
+    "s_ashr_i64": ((64, 32, 64), _nonzero(lambda a, b: (_i64(a) >> (b & _U(63)).astype(np.int64)).view(_Q))),
+    **{f"s_lshl{n}_add_u32": (_W, _shift_add(n)) for n in (1, 2, 3, 4)},
+    "s_min_i32": (_W, lambda a, b, _c: _pick(_i32(a) < _i32(b), a, b)),
+    "s_min_u32": (_W, lambda a, b, _c: _pick(a < b, a, b)),
+    "s_max_i32": (_W, lambda a, b, _c: _pick(_i32(a) >= _i32(b), a, b)),
+    "s_max_u32": (_W, lambda a, b, _c: _pick(a >= b, a, b)),
+    **{f"s_{name}_b32": (_W, _nonzero(function)) for name, function in LOGIC.items() if "not0" not in name},
+    **{f"s_{name}_b64": (_D, _nonzero(function)) for name, function in LOGIC.items() if "not0" not in name},
+    "s_bfe_u32": (_W, _nonzero(lambda a, b: _extract(a, b, 32, signed=False))),
+    "s_bfe_i32": (_W, _nonzero(lambda a, b: _extract(a, b, 32, signed=True))),
+    "s_bfe_u64": ((64, 32, 64), _nonzero(lambda a, b: _extract(a, b, 64, signed=False))),
+    "s_bfe_i64": ((64, 32, 64), _nonzero(lambda a, b: _extract(a, b, 64, signed=True))),
+    "s_bfm_b32": (_W, _plain(lambda a, b: _mask_bits(a, b, 32))),
+    "s_bfm_b64": ((32, 32, 64), _plain(lambda a, b: _mask_bits(a.astype(_Q), b.astype(_Q), 64))),
+    "s_mul_i32": (_W, _plain(lambda a, b: a * b)),
+    "s_mul_hi_u32": (_W, _plain(lambda a, b: (a.astype(_Q) * b >> _Q(32)).astype(_U))),
+    "s_mul_hi_i32": (_W, _plain(lambda a, b: (_i32(a).astype(np.int64) * _i32(b) >> np.int64(32)).astype(_U))),
+    "s_mul_u64": (_D, _plain(lambda a, b: a * b)),
+    "s_add_nc_u64": (_D, _plain(lambda a, b: a + b)),
+    "s_sub_nc_u64": (_D, _plain(lambda a, b: a - b)),
+    "s_cselect_b32": (_W, lambda a, b, c: (np.where(c, a, b), None)),
+    "s_cselect_b64": (_D, lambda a, b, c: (np.where(c, a, b), None)),
+    "s_pack_ll_b32_b16": (_W, _plain(lambda a, b: a & _U(0xFFFF) | b << _U(16))),
+    "s_pack_lh_b32_b16": (_W, _plain(lambda a, b: a & _U(0xFFFF) | b & _U(0xFFFF0000))),
+    "s_pack_hh_b32_b16": (_W, _plain(lambda a, b: a >> _U(16) | b & _U(0xFFFF0000))),
+    "s_pack_hl_b32_b16": (_W, _plain(lambda a, b: a >> _U(16) | b << _U(16))),
+    "s_add_f32": (_W, _floats(np.add)),
+    "s_sub_f32": (_W, _floats(np.subtract)),
+    "s_mul_f32": (_W, _floats(np.multiply)),
+    "s_min_f32": (_W, _floats(np.fmin)),
+    "s_max_f32": (_W, _floats(np.fmax)),
 }
 
 
@@ -213,69 +202,51 @@ def _population(a: Any) -> Any:
     return np.unpackbits(np.ascontiguousarray(a)[:, None].view(np.uint8), axis=1).sum(axis=1, dtype=_U)
 
 
-def _reverse(a: Any, bits: int) -> Any:
-    raw = np.unpackbits(np.ascontiguousarray(a)[:, None].view(np.uint8), axis=1, bitorder="little")
-    return np.packbits(raw[:, ::-1], axis=1, bitorder="little").view(_Q if bits == 64 else _U)[:, 0]
-
-
-def _to_integer(a: Any, kind: Any) -> Any:
-    limits = np.iinfo(kind)
-    value = np.nan_to_num(np.trunc(_f32(a).astype(np.float64)), nan=0.0)
-    return np.clip(value, float(limits.min), float(limits.max)).astype(np.int64).astype(kind).view(_U)
+def _kept(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda a: (function(a), None)
 
 
 # name: widths of source and result, and function(a) -> (result, new scc or None).
 ONE_SOURCE: dict[str, tuple[int, int, Callable[[Any], Any]]] = {
-    "s_mov_b32": (32, 32, lambda a: (a, None)),
-    "s_mov_b64": (64, 64, lambda a: (a, None)),
+    "s_mov_b32": (32, 32, _kept(lambda a: a)),
+    "s_mov_b64": (64, 64, _kept(lambda a: a)),
     "s_not_b32": (32, 32, lambda a: (~a, ~a != 0)),
     "s_not_b64": (64, 64, lambda a: (~a, ~a != 0)),
-    "s_brev_b32": (32, 32, lambda a: (_reverse(a, 32), None)),
-    "s_brev_b64": (64, 64, lambda a: (_reverse(a, 64), None)),
-    "s_ctz_i32_b32": (32, 32, lambda a: (_find(a, 32, from_top=False), None)),
-    "s_ctz_i32_b64": (64, 32, lambda a: (_find(a, 64, from_top=False), None)),
-    "s_clz_i32_u32": (32, 32, lambda a: (_find(a, 32, from_top=True), None)),
-    "s_clz_i32_u64": (64, 32, lambda a: (_find(a, 64, from_top=True), None)),
-    "s_sext_i32_i8": (32, 32, lambda a: (a.astype(np.uint8).view(np.int8).astype(np.int32).view(_U), None)),
-    "s_sext_i32_i16": (32, 32, lambda a: (a.astype(np.uint16).view(np.int16).astype(np.int32).view(_U), None)),
+    "s_brev_b32": (32, 32, _kept(reverse_bits)),
+    "s_brev_b64": (64, 64, _kept(reverse_bits)),
+    "s_ctz_i32_b32": (32, 32, _kept(lambda a: _find(a, 32, from_top=False))),
+    "s_ctz_i32_b64": (64, 32, _kept(lambda a: _find(a, 64, from_top=False))),
+    "s_clz_i32_u32": (32, 32, _kept(lambda a: _find(a, 32, from_top=True))),
+    "s_clz_i32_u64": (64, 32, _kept(lambda a: _find(a, 64, from_top=True))),
+    "s_sext_i32_i8": (32, 32, _kept(lambda a: a.astype(np.int8).astype(_U))),
+    "s_sext_i32_i16": (32, 32, _kept(lambda a: a.astype(np.int16).astype(_U))),
     "s_abs_i32": (32, 32, lambda a: (np.abs(_i32(a)).view(_U), a != 0)),
     "s_bcnt1_i32_b32": (32, 32, lambda a: (_population(a), a != 0)),
     "s_bcnt1_i32_b64": (64, 32, lambda a: (_population(a), a != 0)),
     "s_bcnt0_i32_b32": (32, 32, lambda a: (_population(~a), ~a != 0)),
     "s_bcnt0_i32_b64": (64, 32, lambda a: (_population(~a), ~a != 0)),
-    "s_cvt_f32_i32": (32, 32, lambda a: (_bits(_i32(a).astype(np.float32)), None)),
-    "s_cvt_f32_u32": (32, 32, lambda a: (_bits(a.astype(np.float32)), None)),
-    "s_cvt_i32_f32": (32, 32, lambda a: (_to_integer(a, np.int32), None)),
-    "s_cvt_u32_f32": (32, 32, lambda a: (_to_integer(a, np.uint32), None)),
-    "s_ceil_f32": (32, 32, lambda a: (_bits(np.ceil(_f32(a))), None)),
-    "s_floor_f32": (32, 32, lambda a: (_bits(np.floor(_f32(a))), None)),
-    "s_trunc_f32": (32, 32, lambda a: (_bits(np.trunc(_f32(a))), None)),
-    "s_rndne_f32": (32, 32, lambda a: (_bits(np.rint(_f32(a))), None)),
+    "s_cvt_f32_i32": (32, 32, _kept(lambda a: _bits(_i32(a)))),
+    "s_cvt_f32_u32": (32, 32, _kept(_bits)),
+    "s_cvt_i32_f32": (32, 32, _kept(lambda a: VALU["v_cvt_i32_f32"].function(_f32(a)).view(_U))),
+    "s_cvt_u32_f32": (32, 32, _kept(lambda a: VALU["v_cvt_u32_f32"].function(_f32(a)))),
+    "s_ceil_f32": (32, 32, _kept(lambda a: _bits(np.ceil(_f32(a))))),
+    "s_floor_f32": (32, 32, _kept(lambda a: _bits(np.floor(_f32(a))))),
+    "s_trunc_f32": (32, 32, _kept(lambda a: _bits(np.trunc(_f32(a))))),
+    "s_rndne_f32": (32, 32, _kept(lambda a: _bits(np.rint(_f32(a))))),
 }
-
-_SIGNED = {"eq": np.equal, "lg": np.not_equal, "gt": np.greater, "ge": np.greater_equal, "lt": np.less}
-_SIGNED["le"] = np.less_equal
 
 
 def _compares() -> dict[str, tuple[int, int, Callable[[Any, Any], Any]]]:
+    """Vector compares under scalar names: an integer's `ne` is `lg` here."""
     table: dict[str, tuple[int, int, Callable[[Any, Any], Any]]] = {}
-
-    def add(word: str, function: Any) -> None:
-        table[f"s_cmp_{word}_i32"] = (32, 32, lambda a, b: function(_i32(a), _i32(b)))
+    for name, function in FLOAT_ORDER.items():
+        table[f"s_cmp_{name}_f32"] = (32, 32, lambda a, b, f=function: f(_f32(a), _f32(b)))  # type: ignore[misc]
+    for name, function in INTEGER_ORDER.items():
+        word = "lg" if name == "ne" else name
+        table[f"s_cmp_{word}_i32"] = (32, 32, lambda a, b, f=function: f(_i32(a), _i32(b)))  # type: ignore[misc]
         table[f"s_cmp_{word}_u32"] = (32, 32, function)
         if word in ("eq", "lg"):
             table[f"s_cmp_{word}_u64"] = (64, 64, function)
-        if word != "lg":
-            table[f"s_cmp_{word}_f32"] = (32, 32, lambda a, b: function(_f32(a), _f32(b)))
-            inverse = "neq" if word == "eq" else f"n{word}"
-            table[f"s_cmp_{inverse}_f32"] = (32, 32, lambda a, b: ~function(_f32(a), _f32(b)))
-
-    for word, function in _SIGNED.items():
-        add(word, function)
-    table["s_cmp_lg_f32"] = (32, 32, lambda a, b: (_f32(a) < _f32(b)) | (_f32(a) > _f32(b)))
-    table["s_cmp_nlg_f32"] = (32, 32, lambda a, b: ~((_f32(a) < _f32(b)) | (_f32(a) > _f32(b))))
-    table["s_cmp_u_f32"] = (32, 32, lambda a, b: np.isnan(_f32(a)) | np.isnan(_f32(b)))
-    table["s_cmp_o_f32"] = (32, 32, lambda a, b: ~(np.isnan(_f32(a)) | np.isnan(_f32(b))))
     table["s_bitcmp0_b32"] = (32, 32, lambda a, b: a >> (b & _U(31)) & _U(1) == 0)
     table["s_bitcmp1_b32"] = (32, 32, lambda a, b: a >> (b & _U(31)) & _U(1) != 0)
     table["s_bitcmp0_b64"] = (64, 32, lambda a, b: a >> (b & _U(63)).astype(_Q) & _Q(1) == 0)

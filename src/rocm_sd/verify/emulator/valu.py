@@ -13,7 +13,7 @@ import numpy as np
 
 from rocm_sd.verify.emulator import convert, lanes
 from rocm_sd.verify.emulator.errors import UnknownInstruction
-from rocm_sd.verify.emulator.operands import VGPR, constant, null_code, scalar_bits, scalar_reader
+from rocm_sd.verify.emulator.operands import VGPR, constant, scalar_bits, scalar_source
 from rocm_sd.verify.emulator.results import BYTES, HALVES, SHORT, WORDS, ResultBinder
 from rocm_sd.verify.emulator.vector import valu_for
 from rocm_sd.verify.emulator.wave import VCC, vgpr_bits
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from rocm_sd.verify.emulator.decode import Decoded
-    from rocm_sd.verify.emulator.vector_types import Vop
     from rocm_sd.verify.emulator.wave import Group
 
     Array = NDArray[Any]
@@ -65,12 +64,10 @@ class Bound:
 class VectorBinder:
     """Binds the vector instructions of one code object."""
 
-    def __init__(self, gfx: str, family: str, wave_size: int) -> None:
-        self.gfx, self.family, self.wave_size = gfx, family, wave_size
+    def __init__(self, gfx: str, wave_size: int) -> None:
+        self.wave_size = wave_size
         self._table = valu_for(gfx)
-        self._results = ResultBinder(gfx, family, wave_size)
-        self.null = null_code(family)
-        self._everywhere = np.arange(wave_size, dtype=np.uint32)
+        self._results = ResultBinder(gfx, wave_size)
 
     def bind(self, inst: Decoded) -> tuple[Callable[[Group], None], int]:
         if inst.form == "VOPD":
@@ -89,13 +86,10 @@ class VectorBinder:
         names = inst.name.split(" :: ")
         target = inst.get("vdstx")
         other = inst.get("vdsty") << 1 | (target & 1 ^ 1)
-        halves = [
-            self._bind_vop(
-                inst, name, self._vop(inst, name), (inst.get(f"src{axis}0"), VGPR + inst.get(f"vsrc{axis}1")), dst
-            )
-            for name, axis, dst in zip(names, "xy", (target, other), strict=True)
-        ]
-        x, y = halves
+        x, y = (
+            self._bind_vop(inst, name, (inst.get(f"src{axis}0"), VGPR + inst.get(f"vsrc{axis}1")), register)
+            for name, axis, register in zip(names, "xy", (target, other), strict=True)
+        )
         # A plain move hands on the register itself, which the first half may be about to overwrite.
         overwrites = bool(vgpr_bits(target) & y.touched)
 
@@ -109,12 +103,6 @@ class VectorBinder:
 
         return run, x.touched | y.touched
 
-    def _vop(self, inst: Decoded, name: str) -> Vop:
-        vop = self._table.get(name)
-        if vop is None:
-            raise UnknownInstruction(name, inst.address)
-        return vop
-
     def _bind_one(self, inst: Decoded) -> Bound:
         if inst.name.startswith("v_bitop3"):
             # The truth table stands where others have their modifiers.
@@ -127,22 +115,24 @@ class VectorBinder:
             codes.append(VGPR + inst.fields["vsrc1"])
         elif inst.form.startswith("VOP3"):
             codes += [inst.fields["src1"], inst.fields["src2"]]
-        return self._bind_vop(inst, inst.name, self._vop(inst, inst.name), tuple(codes), inst.get("vdst"))
+        return self._bind_vop(inst, inst.name, tuple(codes), inst.get("vdst"))
 
-    def _bind_vop(self, inst: Decoded, name: str, vop: Vop, codes: tuple[int, ...], target: int) -> Bound:
+    def _bind_vop(self, inst: Decoded, name: str, codes: tuple[int, ...], target: int) -> Bound:
+        vop = self._table.get(name)
+        if vop is None:
+            raise UnknownInstruction(name, inst.address)
         readers: list[Read] = []
         touched = 0
         spread: Callable[[Group], Array] | None = None
         for place, kind in enumerate(vop.sources):
             last = place == len(vop.sources) - 1
-            if kind == "lane":
-                readers.append(lambda _g: self._everywhere)
+            if kind in ("lane", "bitop3"):
+                lane = np.arange(self.wave_size, dtype=np.uint32)
+                readers.append(_fixed(lane if kind == "lane" else inst.fields["bitop3"]))
             elif kind == "mask":
                 code = codes[place] if inst.form.startswith("VOP3") and place < len(codes) else VCC
-                readers.append(self._mask_reader(code))
-                touched |= scalar_bits(code, self.wave_size, self.family)
-            elif kind == "bitop3":
-                readers.append(_fixed(inst.fields["bitop3"]))
+                readers.append(self._mask_reader(inst, code))
+                touched |= scalar_bits(inst, code, self.wave_size)
             elif vop.accumulates and last:
                 read, bits = self._source(inst, VGPR + target, kind, _Modifiers(op_sel=bool(inst.get("opsel") & 8)))
                 readers.append(read)
@@ -173,29 +163,16 @@ class VectorBinder:
     def _compute(
         function: Any, readers: list[Read], omod: int, clamp: bool, spread: Read | None, result: str
     ) -> Callable[[Any], tuple[Any, Any]]:
-        paired = "+" in result
+        if not omod and not clamp and spread is None:
+            return lambda g: (function(*[read(g) for read in readers]), None)
 
-        def adjust(value: Any) -> Any:
-            number, extra = value if paired else (value, None)
+        def compute(g: Group) -> tuple[Any, Any]:
+            value = function(*[read(g) for read in readers])
+            number, *mask = value if "+" in result else (value,)
             number = convert.omod(number, omod)
             if clamp:
                 number = convert.clamp(number)
-            return (number, extra) if paired else number
-
-        plain = not omod and not clamp and spread is None
-        if plain and len(readers) == 1:
-            first = readers[0]
-            return lambda g: (function(first(g)), None)
-        if plain and len(readers) == 2:
-            first, second = readers
-            return lambda g: (function(first(g), second(g)), None)
-        if plain and len(readers) == 3:
-            first, second, third = readers
-            return lambda g: (function(first(g), second(g), third(g)), None)
-
-        def compute(g: Group) -> tuple[Any, Any]:
-            value = function(*(read(g) for read in readers))
-            return (adjust(value) if omod or clamp else value), (None if spread is None else spread(g))
+            return (number, *mask) if mask else number, None if spread is None else spread(g)
 
         return compute
 
@@ -215,21 +192,16 @@ class VectorBinder:
             op_sel=bit("opsel"),
         )
 
-    def _mask_reader(self, code: int) -> Read:
-        if code == self.null:
-            none = np.zeros((1, self.wave_size), np.bool_)
-            return lambda _g: none
-        if 128 <= code < VGPR:
-            bits = constant(code, "b64", None)
-            if bits is not None:
-                fixed = np.array([[bits >> lane & 1 for lane in range(self.wave_size)]], np.bool_)
-                return lambda _g: fixed
-        return lambda g: g.mask(code)
+    def _mask_reader(self, inst: Decoded, code: int) -> Read:
+        bits = 0 if code == inst.null else constant(code, "b64", None)
+        if bits is None:
+            return lambda g: g.mask(code)
+        return _fixed(np.array([[bits >> lane & 1 for lane in range(self.wave_size)]], np.bool_))
 
     def _source(self, inst: Decoded, code: int, kind: str, mods: _Modifiers) -> tuple[Read, int]:
         """A reader of typed values of shape [W, L], [W, 1] or [1, 1]."""
         half = None
-        if (kind in HALVES or kind in _BYTE_PAIRS) and self.family != "gfx94x" and code >= VGPR:
+        if (kind in HALVES or kind in _BYTE_PAIRS) and inst.family != "gfx94x" and code >= VGPR:
             if inst.form in SHORT:
                 # Long encodings name the half by op_sel; short ones have no room and take the top bit of the number.
                 mods.op_sel = bool(code - VGPR >> 7 & 1)
@@ -252,8 +224,7 @@ class VectorBinder:
             }.get(kind, lambda g: g.v[number])
         value = constant(code, kind, inst.fields.get("literal"))
         if value is not None:
-            fixed = convert.to_type(np.array([[value]], np.uint32), kind)
-            return lambda _g: fixed
+            return _fixed(convert.to_type(np.array([[value]], np.uint32), kind))
         if kind in ("u32", "b32"):
             return raw
         return lambda g: raw(g).view(np.float32 if kind == "f32" else np.int32)
@@ -270,12 +241,12 @@ class VectorBinder:
             if 240 <= code <= 248 and kind.removeprefix("pk_") in _INTEGER_HALVES:
                 # The manuals do not say which width of float an integer instruction of 16 bits sees.
                 raise UnknownInstruction(inst.name, inst.address, "a float constant as a 16-bit integer")
-            fixed = np.array([[value]], np.uint64 if wide else np.uint32)
-            return lambda _g: fixed, 0
-        read = scalar_reader(code, 64 if wide else 32, inst, self.family)
-        return lambda g: read(g)[:, None], scalar_bits(code, 64 if wide else 32, self.family)
+            return _fixed(np.array([[value]], np.uint64 if wide else np.uint32)), 0
+        read, bits = scalar_source(inst, code, 64 if wide else 32)
+        return lambda g: read(g)[:, None], bits
 
-    def _typed(self, inst: Decoded, raw: Read, kind: str, mods: _Modifiers, code: int) -> Read:
+    @staticmethod
+    def _typed(inst: Decoded, raw: Read, kind: str, mods: _Modifiers, code: int) -> Read:
         if kind == "mix":
             # The upper negation bits of this encoding are the absolute-value bits here.
             return lambda g: convert.mix_source(
@@ -315,7 +286,7 @@ class VectorBinder:
             return (*self._selected(inst, code, kind, "src0"), None)
         mods = self._modifiers(inst, 0)
         number = inst.fields["vsrc0"]
-        if kind in HALVES and self.family != "gfx94x" and inst.form in SHORT:
+        if kind in HALVES and inst.family != "gfx94x" and inst.form in SHORT:
             mods.op_sel, number = bool(number >> 7), number & 0x7F
         state: list[Any] = [None]
 

@@ -1,6 +1,6 @@
 """Conversions between types. Integer results truncate towards zero and saturate; NaN gives 0.
 
-Left out, because AMD's text does not say how they round: v_cvt_pk_u8_f32 and the v_cvt_*norm_* family.
+v_cvt_pk_u8_f32 and the v_cvt_*norm_* family are missing, because AMD's text does not say how they round.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import numpy as np
 from rocm_sd.verify.emulator import float_formats
 from rocm_sd.verify.emulator.convert import from_type
 from rocm_sd.verify.emulator.float_formats import SmallFloat, float_to_f16_toward_zero
-from rocm_sd.verify.emulator.vector_types import Array, Vop, integer_limits
+from rocm_sd.verify.emulator.vector_types import Array, Vop, integer_dtype, integer_limits
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -22,7 +22,7 @@ __all__ = ["CONVERT", "EIGHT_BIT_FNUZ", "EIGHT_BIT_OCP"]
 
 def _to_integer(name: str, prepare: Callable[[Array], Array] = np.trunc) -> Callable[[Array], Array]:
     low, high = integer_limits(name)
-    kind = np.dtype(f"{name[0]}{int(name[1:]) // 8}")
+    kind = integer_dtype(name)
 
     def convert(value: Array) -> Array:
         # float64 holds every limit of a 32-bit integer exactly; float32 would round 2**31 - 1 up and wrap.
@@ -39,7 +39,7 @@ def _nearest_up(value: Array) -> Array:
 
 def _narrow(name: str) -> Callable[[Array], Array]:
     low, high = integer_limits(name)
-    kind = np.dtype(f"{name[0]}{int(name[1:]) // 8}")
+    kind = integer_dtype(name)
     return lambda value: np.clip(value, low, high).astype(kind)
 
 

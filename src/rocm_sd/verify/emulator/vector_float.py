@@ -9,6 +9,7 @@ by scaling; the same is done here so that code that forgot to scale is seen.
 from __future__ import annotations
 
 from fractions import Fraction
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,16 +20,22 @@ from rocm_sd.verify.emulator.vector_types import Array, Vop
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["FLOAT", "fma", "max_number", "min_number"]
+    _Two = Callable[[Array, Array], Array]
+
+__all__ = ["FLOAT", "extremes", "fma"]
 
 _F32_MIN_NORMAL = np.float64(2.0**-126)
 
 
+def _two_sum(a: Array, b: Array) -> tuple[Array, Array]:
+    total = a + b
+    virtual = total - a
+    return total, (a - (total - virtual)) + (b - virtual)
+
+
 def _odd_sum(product: Array, addend: Array) -> Array:
     """product + addend in float64, rounded to odd: rounding that once more to float32 or float16 is then exact."""
-    total = product + addend
-    virtual = total - product
-    error = (product - (total - virtual)) + (addend - virtual)
+    total, error = _two_sum(product, addend)
     bits = total.view(np.int64)
     inexact = (error != 0) & (bits & 1 == 0) & np.isfinite(total)
     if not inexact.any():
@@ -54,12 +61,6 @@ def _fma32(a: Array, b: Array, c: Array) -> Array:
 
 def _fma16(a: Array, b: Array, c: Array) -> Array:
     return _odd_sum(a.astype(np.float64) * b.astype(np.float64), c.astype(np.float64)).astype(np.float16)
-
-
-def _two_sum(a: Array, b: Array) -> tuple[Array, Array]:
-    total = a + b
-    virtual = total - a
-    return total, (a - (total - virtual)) + (b - virtual)
 
 
 def _split(a: Array) -> tuple[Array, Array]:
@@ -155,23 +156,11 @@ def _extreme(a: Array, b: Array, *, largest: bool, ieee: bool) -> Array:
     return np.asarray(result)
 
 
-def max_number(a: Array, b: Array) -> Array:
-    return _extreme(a, b, largest=True, ieee=True)
+max_number = partial(_extreme, largest=True, ieee=True)
+min_number = partial(_extreme, largest=False, ieee=True)
 
 
-def min_number(a: Array, b: Array) -> Array:
-    return _extreme(a, b, largest=False, ieee=True)
-
-
-def max_number_gfx12(a: Array, b: Array) -> Array:
-    return _extreme(a, b, largest=True, ieee=False)
-
-
-def min_number_gfx12(a: Array, b: Array) -> Array:
-    return _extreme(a, b, largest=False, ieee=False)
-
-
-def _propagating(pick: Callable[[Array, Array], Array]) -> Callable[[Array, Array], Array]:
+def _propagating(pick: _Two) -> _Two:
     """IEEE 754-2019 maximum and minimum: any NaN operand is the result, a signalling one first."""
 
     def extreme(a: Array, b: Array) -> Array:
@@ -185,7 +174,25 @@ def _propagating(pick: Callable[[Array, Array], Array]) -> Callable[[Array, Arra
     return extreme
 
 
-def median(largest: Callable[[Array, Array], Array], smallest: Callable[[Array, Array], Array]) -> Callable[..., Array]:
+def extremes(kind: str, high: _Two, low: _Two) -> dict[str, Vop]:
+    """The instructions on two and on three values of one type, by the words of their names."""
+    two, three = (kind, kind), (kind, kind, kind)
+    return {
+        "max": Vop(high, two, kind),
+        "min": Vop(low, two, kind),
+        "max3": Vop(_then(high, high), three, kind),
+        "min3": Vop(_then(low, low), three, kind),
+        "maxmin": Vop(_then(high, low), three, kind),
+        "minmax": Vop(_then(low, high), three, kind),
+        "med3": Vop(_median(high, low), three, kind),
+    }
+
+
+def _then(first: _Two, second: _Two) -> Callable[..., Array]:
+    return lambda a, b, c: second(first(a, b), c)
+
+
+def _median(largest: _Two, smallest: _Two) -> Callable[..., Array]:
     def middle(a: Array, b: Array, c: Array) -> Array:
         top = largest(largest(a, b), c)
         result = np.where(top == a, largest(b, c), np.where(top == b, largest(a, c), largest(a, b)))
@@ -347,67 +354,60 @@ def div_fixup(quotient: Array, denominator: Array, numerator: Array) -> Array:
     return np.select(conditions, choices, np.copysign(np.abs(quotient), sign))
 
 
+_UNARY: dict[str, Callable[..., Array]] = {
+    "exp": _approximation(np.exp2),
+    "log": _approximation(_log2),
+    "rcp": _approximation(lambda x: 1.0 / x),
+    "rsq": _approximation(lambda x: 1.0 / np.sqrt(x)),
+    "sqrt": _approximation(np.sqrt),
+    "sin": _approximation(_turns(np.sin)),
+    "cos": _approximation(_turns(np.cos)),
+    "floor": np.floor,
+    "ceil": np.ceil,
+    "trunc": np.trunc,
+    "rndne": np.rint,
+    "fract": _fract,
+    "frexp_mant": _frexp_mantissa,
+}
+_BINARY: dict[str, Callable[..., Array]] = {
+    "add": np.add,
+    "sub": np.subtract,
+    "subrev": lambda a, b: b - a,
+    "mul": np.multiply,
+}
+
+
+def _of_every_width(kind: str) -> dict[str, Vop]:
+    one, two, three = (kind,), (kind, kind), (kind, kind, kind)
+    table = {name: Vop(function, one, kind) for name, function in _UNARY.items()}
+    table |= {f"s_{name}": table[name] for name in ("exp", "log", "rcp", "rsq", "sqrt")}
+    table |= {name: Vop(function, two, kind) for name, function in _BINARY.items()}
+    table |= extremes(kind, max_number, min_number)
+    gfx12 = extremes(kind, partial(_extreme, largest=True, ieee=False), partial(_extreme, largest=False, ieee=False))
+    table |= {f"{name}_num": vop for name, vop in gfx12.items()}
+    for name, vop in extremes(kind, _propagating(max_number), _propagating(min_number)).items():
+        if name != "med3":
+            table[name.replace("max", "maximum").replace("min", "minimum")] = vop
+    table |= {
+        "fma": Vop(fma, three, kind),
+        "fmac": Vop(fma, three, kind, accumulates=True),
+        "fmaak": Vop(fma, three, kind),
+        "fmamk": Vop(lambda a, b, literal: fma(a, literal, b), three, kind),
+        "div_fixup": Vop(div_fixup, three, kind),
+    }
+    if kind != "f16":
+        table["div_scale"] = Vop(div_scale, three, f"{kind}+mask")
+        table["div_fmas"] = Vop(div_fmas, (*three, "mask"), kind)
+    return {f"v_{name}_{kind}": vop for name, vop in table.items()}
+
+
 def _build() -> dict[str, Vop]:
-    table: dict[str, Vop] = {}
-    maximum, minimum = _propagating(max_number), _propagating(min_number)
-    for kind in ("f16", "f32", "f64"):
-        one, two, three = (kind,), (kind, kind), (kind, kind, kind)
-        binary: dict[str, Callable[..., Array]] = {
-            "add": np.add,
-            "sub": np.subtract,
-            "subrev": lambda a, b: b - a,
-            "mul": np.multiply,
-            "max": max_number,
-            "min": min_number,
-            "max_num": max_number_gfx12,
-            "min_num": min_number_gfx12,
-            "maximum": maximum,
-            "minimum": minimum,
-        }
-        table |= {f"v_{name}_{kind}": Vop(function, two, kind) for name, function in binary.items()}
-        unary: dict[str, Callable[..., Array]] = {
-            "exp": _approximation(np.exp2),
-            "log": _approximation(_log2),
-            "rcp": _approximation(lambda x: 1.0 / x),
-            "rsq": _approximation(lambda x: 1.0 / np.sqrt(x)),
-            "sqrt": _approximation(np.sqrt),
-            "sin": _approximation(_turns(np.sin)),
-            "cos": _approximation(_turns(np.cos)),
-            "floor": np.floor,
-            "ceil": np.ceil,
-            "trunc": np.trunc,
-            "rndne": np.rint,
-            "fract": _fract,
-            "frexp_mant": _frexp_mantissa,
-        }
-        table |= {f"v_{name}_{kind}": Vop(function, one, kind) for name, function in unary.items()}
-        table |= {f"v_s_{name}_{kind}": table[f"v_{name}_{kind}"] for name in ("exp", "log", "rcp", "rsq", "sqrt")}
-        for suffix, high, low in (
-            ("", max_number, min_number),
-            ("_num", max_number_gfx12, min_number_gfx12),
-        ):
-            ternary = {
-                "max3": _then(high, high),
-                "min3": _then(low, low),
-                "maxmin": _then(high, low),
-                "minmax": _then(low, high),
-                "med3": median(high, low),
-            }
-            table |= {f"v_{name}{suffix}_{kind}": Vop(function, three, kind) for name, function in ternary.items()}
-        table |= {
-            f"v_maximum3_{kind}": Vop(_then(maximum, maximum), three, kind),
-            f"v_minimum3_{kind}": Vop(_then(minimum, minimum), three, kind),
-            f"v_maximumminimum_{kind}": Vop(_then(maximum, minimum), three, kind),
-            f"v_minimummaximum_{kind}": Vop(_then(minimum, maximum), three, kind),
-            f"v_fma_{kind}": Vop(fma, three, kind),
-            f"v_fmac_{kind}": Vop(fma, three, kind, accumulates=True),
-            f"v_fmaak_{kind}": Vop(fma, three, kind),
-            f"v_fmamk_{kind}": Vop(lambda a, b, literal: fma(a, literal, b), three, kind),
-            f"v_div_fixup_{kind}": Vop(div_fixup, three, kind),
-        }
-        if kind != "f16":
-            table[f"v_div_scale_{kind}"] = Vop(div_scale, three, f"{kind}+mask")
-            table[f"v_div_fmas_{kind}"] = Vop(div_fmas, (*three, "mask"), kind)
+    table = _of_every_width("f16") | _of_every_width("f32") | _of_every_width("f64")
+    three, mix = ("f32", "f32", "f32"), ("mix", "mix", "mix")
+
+    def fma_to_half(a: Array, b: Array, c: Array) -> Array:
+        return fma(a, b, c).astype(np.float16)
+
     table |= {
         "v_ldexp_f16": Vop(ldexp, ("f16", "i16"), "f16"),
         "v_ldexp_f32": Vop(ldexp, ("f32", "i32"), "f32"),
@@ -418,29 +418,25 @@ def _build() -> dict[str, Vop]:
         "v_rcp_iflag_f32": table["v_rcp_f32"],
         "v_mul_legacy_f32": Vop(mul_legacy, ("f32", "f32"), "f32"),
         "v_mul_dx9_zero_f32": Vop(mul_legacy, ("f32", "f32"), "f32"),
-        "v_fma_dx9_zero_f32": Vop(fma_legacy, ("f32", "f32", "f32"), "f32"),
-        "v_fmac_dx9_zero_f32": Vop(fma_legacy, ("f32", "f32", "f32"), "f32", accumulates=True),
+        "v_fma_dx9_zero_f32": Vop(fma_legacy, three, "f32"),
+        "v_fmac_dx9_zero_f32": Vop(fma_legacy, three, "f32", accumulates=True),
         "v_mad_f16": Vop(_mad, ("f16", "f16", "f16"), "f16"),
         "v_mac_f16": Vop(_mad, ("f16", "f16", "f16"), "f16", accumulates=True),
-        "v_mad_f32": Vop(_mad, ("f32", "f32", "f32"), "f32"),
-        "v_mac_f32": Vop(_mad, ("f32", "f32", "f32"), "f32", accumulates=True),
-        "v_madak_f32": Vop(_mad, ("f32", "f32", "f32"), "f32"),
-        "v_madmk_f32": Vop(lambda a, b, literal: _mad(a, literal, b), ("f32", "f32", "f32"), "f32"),
-        "v_fma_mix_f32": Vop(fma, ("mix", "mix", "mix"), "f32"),
-        "v_fma_mixlo_f16": Vop(lambda a, b, c: fma(a, b, c).astype(np.float16), ("mix", "mix", "mix"), "f16"),
-        "v_fma_mixhi_f16": Vop(lambda a, b, c: fma(a, b, c).astype(np.float16), ("mix", "mix", "mix"), "f16_high"),
+        "v_mad_f32": Vop(_mad, three, "f32"),
+        "v_mac_f32": Vop(_mad, three, "f32", accumulates=True),
+        "v_madak_f32": Vop(_mad, three, "f32"),
+        "v_madmk_f32": Vop(lambda a, b, literal: _mad(a, literal, b), three, "f32"),
     }
     # gfx9 spells the mix family v_mad_mix* in AMD's tables; from gfx906 on the hardware fuses it.
-    table |= {
-        name.replace("v_fma_mix", "v_mad_mix"): vop for name, vop in table.items() if name.startswith("v_fma_mix")
-    }
+    for name in ("v_fma", "v_mad"):
+        table |= {
+            f"{name}_mix_f32": Vop(fma, mix, "f32"),
+            f"{name}_mixlo_f16": Vop(fma_to_half, mix, "f16"),
+            f"{name}_mixhi_f16": Vop(fma_to_half, mix, "f16_high"),
+        }
     for name in ("v_mad", "v_fma", "v_div_fixup"):
         table[f"{name}_legacy_f16"] = table[f"{name}_f16"]
     return table
-
-
-def _then(first: Callable[[Array, Array], Array], second: Callable[[Array, Array], Array]) -> Callable[..., Array]:
-    return lambda a, b, c: second(first(a, b), c)
 
 
 FLOAT = _build()

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rocm_sd.verify.emulator.vector_float import median
-from rocm_sd.verify.emulator.vector_types import Array, Vop, saturate_to
+from rocm_sd.verify.emulator.vector_float import extremes
+from rocm_sd.verify.emulator.vector_types import Array, Vop, exact_vop
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["INTEGER"]
+__all__ = ["INTEGER", "add_carry", "reverse_bits", "sub_borrow"]
 
 _U5 = np.uint32(31)
 _ONE = np.uint32(1)
@@ -23,11 +24,11 @@ def _wide(value: Array) -> Array:
 
 
 def _low24(value: Array) -> Array:
-    return (value & np.uint32(0xFFFFFF)).astype(np.uint64)
+    return value.astype(np.int64) & 0xFFFFFF
 
 
 def _signed24(value: Array) -> Array:
-    return ((value << np.int32(8)) >> np.int32(8)).astype(np.int64)
+    return (_low24(value) ^ 0x800000) - 0x800000
 
 
 def _low32(value: Array) -> Array:
@@ -46,10 +47,8 @@ def count_ones(value: Array) -> Array:
 
 
 def reverse_bits(value: Array) -> Array:
-    for shift, mask in ((1, 0x55555555), (2, 0x33333333), (4, 0x0F0F0F0F), (8, 0x00FF00FF), (16, 0x0000FFFF)):
-        step, keep = np.uint32(shift), np.uint32(mask)
-        value = ((value >> step) & keep) | ((value & keep) << step)
-    return value
+    bits = np.unpackbits(np.ascontiguousarray(value)[..., None].view(np.uint8), axis=-1, bitorder="little")
+    return np.packbits(bits[..., ::-1], axis=-1, bitorder="little").view(value.dtype)[..., 0]
 
 
 def leading_zeros(value: Array) -> Array:
@@ -126,20 +125,16 @@ def permute_bytes(high: Array, low: Array, select: Array) -> Array:
     return chosen.view(np.uint32)[..., 0]
 
 
-def _add_carry(a: Array, b: Array, carry: Array | None = None) -> tuple[Array, Array]:
+def add_carry(a: Array, b: Array, carry: Array | None = None) -> tuple[Array, Array]:
     total = _wide(a) + _wide(b)
     if carry is not None:
         total = total + carry.astype(np.uint64)
     return _low32(total), total > np.uint64(0xFFFFFFFF)
 
 
-def _sub_borrow(a: Array, b: Array, borrow: Array | None = None) -> tuple[Array, Array]:
+def sub_borrow(a: Array, b: Array, borrow: Array | None = None) -> tuple[Array, Array]:
     taken = _wide(b) if borrow is None else _wide(b) + borrow.astype(np.uint64)
     return _low32(_wide(a) - taken), taken > _wide(a)
-
-
-def _sub_borrow_reversed(a: Array, b: Array, borrow: Array | None = None) -> tuple[Array, Array]:
-    return _sub_borrow(b, a, borrow)
 
 
 def _mad_u64_u32(a: Array, b: Array, c: Array) -> tuple[Array, Array]:
@@ -213,66 +208,50 @@ def _sources(kind: str, count: int) -> tuple[str, ...]:
     return (kind,) * count
 
 
+def _left(shift: Array, value: Array) -> Array:
+    return value << (shift & shift.dtype.type(8 * value.itemsize - 1)).astype(value.dtype)
+
+
+def _right(shift: Array, value: Array) -> Array:
+    return value >> (shift & shift.dtype.type(8 * value.itemsize - 1)).astype(value.dtype)
+
+
 def _shifts() -> dict[str, Vop]:
     table: dict[str, Vop] = {}
     for bits in (16, 32, 64):
-        mask = np.uint32(bits - 1)
         count = f"u{min(bits, 32)}"
-
-        def left(shift: Array, value: Array, mask: np.uint32 = mask) -> Array:
-            return value << (shift & shift.dtype.type(mask)).astype(value.dtype)
-
-        def right(shift: Array, value: Array, mask: np.uint32 = mask) -> Array:
-            return value >> (shift & shift.dtype.type(mask)).astype(value.dtype)
-
         table |= {
-            f"v_lshlrev_b{bits}": Vop(left, (count, f"u{bits}"), f"u{bits}"),
-            f"v_lshrrev_b{bits}": Vop(right, (count, f"u{bits}"), f"u{bits}"),
-            f"v_ashrrev_i{bits}": Vop(right, (count, f"i{bits}"), f"i{bits}"),
+            f"v_lshlrev_b{bits}": Vop(_left, (count, f"u{bits}"), f"u{bits}"),
+            f"v_lshrrev_b{bits}": Vop(_right, (count, f"u{bits}"), f"u{bits}"),
+            f"v_ashrrev_i{bits}": Vop(_right, (count, f"i{bits}"), f"i{bits}"),
         }
     return table
 
 
 def _sums() -> dict[str, Vop]:
-    """Additions and subtractions under every name: gfx9 says v_add_u32, later families v_add_nc_u32."""
+    """Sums, and extremes of the same types. gfx9 says v_add_u32, later families v_add_nc_u32."""
     table: dict[str, Vop] = {}
     operations: dict[str, Callable[..., Array]] = {"add": np.add, "sub": np.subtract, "subrev": lambda a, b: b - a}
     for kind in ("u16", "i16", "u32", "i32"):
         for name, function in operations.items():
-            vop = Vop(function, _sources(kind, 2), kind, saturating=saturate_to(kind, function))
+            vop = replace(exact_vop((kind, kind), kind, function), function=function)
             table |= {f"v_{name}_{kind}": vop, f"v_{name}_nc_{kind}": vop}
         if kind.endswith("16"):
-
-            def mad(a: Array, b: Array, c: Array) -> Array:
-                return a * b + c
-
-            vop = Vop(mad, _sources(kind, 3), kind, saturating=saturate_to(kind, mad))
+            vop = exact_vop((kind, kind, kind), kind, _mad)
             table |= {f"v_mad_{kind}": vop, f"v_mad_legacy_{kind}": vop}
-    pair, carried = _sources("u32", 2), ("u32", "u32", "mask")
-    for names, with_carry, carrying in (
-        (("v_add_co_u32",), ("v_add_co_ci_u32", "v_addc_co_u32"), _add_carry),
-        (("v_sub_co_u32",), ("v_sub_co_ci_u32", "v_subb_co_u32"), _sub_borrow),
-        (("v_subrev_co_u32",), ("v_subrev_co_ci_u32", "v_subbrev_co_u32"), _sub_borrow_reversed),
+        table |= {f"v_{name}_{kind}": vop for name, vop in extremes(kind, np.maximum, np.minimum).items()}
+    for name, with_carry, carrying in (
+        ("v_add_co_u32", ("v_add_co_ci_u32", "v_addc_co_u32"), add_carry),
+        ("v_sub_co_u32", ("v_sub_co_ci_u32", "v_subb_co_u32"), sub_borrow),
+        ("v_subrev_co_u32", ("v_subrev_co_ci_u32", "v_subbrev_co_u32"), lambda a, b, *carry: sub_borrow(b, a, *carry)),
     ):
-        table |= {name: Vop(carrying, pair, "u32+mask") for name in names}
-        table |= {name: Vop(carrying, carried, "u32+mask") for name in with_carry}
+        table[name] = Vop(carrying, ("u32", "u32"), "u32+mask")
+        table |= dict.fromkeys(with_carry, Vop(carrying, ("u32", "u32", "mask"), "u32+mask"))
     return table
 
 
-def _extremes() -> dict[str, Vop]:
-    table: dict[str, Vop] = {}
-    for kind in ("u16", "i16", "u32", "i32"):
-        two, three = _sources(kind, 2), _sources(kind, 3)
-        table |= {
-            f"v_max_{kind}": Vop(np.maximum, two, kind),
-            f"v_min_{kind}": Vop(np.minimum, two, kind),
-            f"v_max3_{kind}": Vop(lambda a, b, c: np.maximum(np.maximum(a, b), c), three, kind),
-            f"v_min3_{kind}": Vop(lambda a, b, c: np.minimum(np.minimum(a, b), c), three, kind),
-            f"v_maxmin_{kind}": Vop(lambda a, b, c: np.minimum(np.maximum(a, b), c), three, kind),
-            f"v_minmax_{kind}": Vop(lambda a, b, c: np.maximum(np.minimum(a, b), c), three, kind),
-            f"v_med3_{kind}": Vop(median(np.maximum, np.minimum), three, kind),
-        }
-    return table
+def _mad(a: Array, b: Array, c: Array) -> Array:
+    return a * b + c
 
 
 def _logic() -> dict[str, Vop]:
@@ -334,50 +313,19 @@ def _logic() -> dict[str, Vop]:
 
 def _products() -> dict[str, Vop]:
     pair_u, pair_i = _sources("u32", 2), _sources("i32", 2)
-
-    def mad_u24(a: Array, b: Array, c: Array) -> Array:
-        return _low32(_low24(a) * _low24(b) + _wide(c))
-
-    def mad_u24_exact(a: Array, b: Array, c: Array) -> Array:
-        return np.minimum(_low24(a) * _low24(b) + _wide(c), np.uint64(0xFFFFFFFF)).astype(np.uint32)
-
-    def mad_i24_wide(a: Array, b: Array, c: Array) -> Array:
-        return _signed24(a) * _signed24(b) + c
-
-    def mad_i24_exact(a: Array, b: Array, c: Array) -> Array:
-        return np.clip(mad_i24_wide(a, b, c), -(2**31), 2**31 - 1).astype(np.int32)
-
-    def mad_i16_wide(a: Array, b: Array, c: Array) -> Array:
-        return a.astype(np.int64) * b.astype(np.int64) + c
-
     table = {
         "v_mul_lo_u32": Vop(np.multiply, pair_u, "u32"),
         "v_mul_lo_u16": Vop(np.multiply, _sources("u16", 2), "u16"),
         "v_mul_hi_u32": Vop(lambda a, b: _high32(_wide(a) * _wide(b)), pair_u, "u32"),
         "v_mul_hi_i32": Vop(lambda a, b: _high32(a.astype(np.int64) * b.astype(np.int64)), pair_i, "i32"),
         "v_mul_u32_u24": Vop(lambda a, b: _low32(_low24(a) * _low24(b)), pair_u, "u32"),
-        "v_mul_hi_u32_u24": Vop(lambda a, b: _high32(_low24(a) * _low24(b)), pair_u, "u32"),
+        "v_mul_hi_u32_u24": Vop(lambda a, b: _low32(_high32(_low24(a) * _low24(b))), pair_u, "u32"),
         "v_mul_i32_i24": Vop(lambda a, b: (_signed24(a) * _signed24(b)).astype(np.int32), pair_i, "i32"),
         "v_mul_hi_i32_i24": Vop(lambda a, b: _high32(_signed24(a) * _signed24(b)), pair_i, "i32"),
-        "v_mad_u32_u24": Vop(mad_u24, _sources("u32", 3), "u32", saturating=mad_u24_exact),
-        "v_mad_i32_i24": Vop(
-            lambda a, b, c: mad_i24_wide(a, b, c).astype(np.int32),
-            _sources("i32", 3),
-            "i32",
-            saturating=mad_i24_exact,
-        ),
-        "v_mad_u32_u16": Vop(
-            lambda a, b, c: a.astype(np.uint32) * b.astype(np.uint32) + c,
-            ("u16", "u16", "u32"),
-            "u32",
-            saturating=saturate_to("u32", lambda a, b, c: a * b + c),
-        ),
-        "v_mad_i32_i16": Vop(
-            lambda a, b, c: mad_i16_wide(a, b, c).astype(np.int32),
-            ("i16", "i16", "i32"),
-            "i32",
-            saturating=saturate_to("i32", lambda a, b, c: a * b + c),
-        ),
+        "v_mad_u32_u24": exact_vop(_sources("u32", 3), "u32", lambda a, b, c: _low24(a) * _low24(b) + c),
+        "v_mad_i32_i24": exact_vop(_sources("i32", 3), "i32", lambda a, b, c: _signed24(a) * _signed24(b) + c),
+        "v_mad_u32_u16": exact_vop(("u16", "u16", "u32"), "u32", _mad),
+        "v_mad_i32_i16": exact_vop(("i16", "i16", "i32"), "i32", _mad),
     }
     for unsigned, signed in (("v_mad_u64_u32", "v_mad_i64_i32"), ("v_mad_co_u64_u32", "v_mad_co_i64_i32")):
         table[unsigned] = Vop(_mad_u64_u32, ("u32", "u32", "u64"), "u64+mask")
@@ -385,4 +333,4 @@ def _products() -> dict[str, Vop]:
     return table
 
 
-INTEGER: dict[str, Vop] = _shifts() | _sums() | _extremes() | _logic() | _products()
+INTEGER: dict[str, Vop] = _shifts() | _sums() | _logic() | _products()

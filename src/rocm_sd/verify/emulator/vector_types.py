@@ -10,7 +10,7 @@ import numpy as np
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["Array", "Vop", "integer_limits"]
+__all__ = ["Array", "Vop", "exact_vop", "integer_dtype", "integer_limits"]
 
 # An ndarray. The dtype is chosen at run time, and numpy types every expression over such arrays as Any: a narrower name
 # would only move casts into the arithmetic.
@@ -40,13 +40,19 @@ def integer_limits(name: str) -> tuple[int, int]:
     return (-(1 << (width - 1)), (1 << (width - 1)) - 1) if name[0] == "i" else (0, (1 << width) - 1)
 
 
-def saturate_to(name: str, wide: Callable[..., Array]) -> Callable[..., Array]:
-    """`wide` evaluated on int64 copies of its sources, then limited to the range of type `name`."""
-    low, high = integer_limits(name)
-    kind = np.dtype(f"{name[0]}{int(name[1:]) // 8}")
+def exact_vop(sources: tuple[str, ...], result: str, wide: Callable[..., Array], *, accumulates: bool = False) -> Vop:
+    """An integer instruction: `wide` is exact on int64 copies of the sources, and the result wraps or saturates."""
+    low, high = integer_limits(result)
+    kind = integer_dtype(result)
 
-    def saturated(*sources: Array) -> Array:
-        exact = wide(*(source.astype(np.int64) for source in sources))
-        return np.clip(exact, low, high).astype(kind)
+    def wrapped(*values: Array) -> Array:
+        return wide(*(value.astype(np.int64) for value in values)).astype(kind)
 
-    return saturated
+    def saturated(*values: Array) -> Array:
+        return np.clip(wide(*(value.astype(np.int64) for value in values)), low, high).astype(kind)
+
+    return Vop(wrapped, sources, result, accumulates, saturated)
+
+
+def integer_dtype(name: str) -> Any:
+    return np.dtype(f"{name[0]}{int(name[1:]) // 8}")

@@ -1,4 +1,4 @@
-"""Loads and stores of vector registers: global, flat, buffer and scratch instructions, and LDS instructions."""
+"""Loads, stores and atomics of vector registers: global, flat, buffer and scratch instructions."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rocm_sd.verify.emulator.access import Transfer, parse_transfer
-from rocm_sd.verify.emulator.atomics import parse_atomic
-from rocm_sd.verify.emulator.counters import CACHE_LINE, bank_conflicts, cache_lines
+from rocm_sd.verify.emulator.access import Transfer, parse_atomic, parse_transfer
+from rocm_sd.verify.emulator.counters import CACHE_LINE, cache_lines
 from rocm_sd.verify.emulator.errors import OutOfBounds, UnknownInstruction
-from rocm_sd.verify.emulator.lds import Access
-from rocm_sd.verify.emulator.operands import null_code, scalar_bits, scalar_reader
+from rocm_sd.verify.emulator.lds import LdsAccess
+from rocm_sd.verify.emulator.operands import scalar_source, signed_field
 from rocm_sd.verify.emulator.wave import ACC_BASE, Outstanding, sgpr_bits, vgpr_bits
 
 if TYPE_CHECKING:
@@ -27,17 +26,13 @@ if TYPE_CHECKING:
     Run = Callable[[Group], None]
     Addresses = Callable[[Group], Array]
 
-__all__ = ["MemoryBinder", "signed_field"]
+__all__ = ["MemoryBinder", "extend", "put", "take"]
 
 _COUNTERS = {
     "gfx11": {"load": "vmcnt", "store": "vscnt", "lds": "lgkmcnt", "smem": "lgkmcnt"},
     "gfx94x": {"load": "vmcnt", "store": "vmcnt", "lds": "lgkmcnt", "smem": "lgkmcnt"},
     "gfx12": {"load": "loadcnt", "store": "storecnt", "lds": "dscnt", "smem": "kmcnt"},
 }
-
-
-def signed_field(value: int, bits: int) -> int:
-    return value - (1 << bits) if value >> (bits - 1) else value
 
 
 def extend(found: Array, transfer: Transfer) -> Array:
@@ -53,10 +48,10 @@ def extend(found: Array, transfer: Transfer) -> Array:
 
 
 def put(g: Group, target: int, words: Array, transfer: Transfer) -> None:
-    """Write loaded words, [count, W, L] or [count, active lanes], under EXEC."""
+    """Write loaded words, [count, active lanes], under EXEC."""
     for place in range(transfer.count):
         register = g.v[target + place]
-        value = words[place]
+        value = words[place].reshape(register.shape) if g.full else words[place]
         if transfer.half is not None:
             old = register if g.full else register[g.exec]
             value = old & np.uint32(0xFFFF0000) | value if transfer.half == 0 else old & np.uint32(0xFFFF) | value << 16
@@ -67,9 +62,9 @@ def put(g: Group, target: int, words: Array, transfer: Transfer) -> None:
 
 
 def take(g: Group, source: int, transfer: Transfer) -> Array:
-    """Register values to store, as elements: [count, W, L] or [count, active lanes]."""
+    """Register values to store, as elements: [count, active lanes]."""
     block = g.v[source : source + transfer.count]
-    block = block if g.full else block[:, g.exec]
+    block = block.reshape(transfer.count, -1) if g.full else block[:, g.exec]
     if transfer.element == 4:
         return block
     if transfer.half == 1:
@@ -82,8 +77,6 @@ class MemoryBinder:
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
-        self.family = machine.family
-        self.null = null_code(machine.family)
         self.counters = _COUNTERS[machine.family]
 
     def bind(self, inst: Decoded) -> tuple[Run, int, str]:
@@ -107,10 +100,6 @@ class MemoryBinder:
         number = next(inst.fields[name] for name in fields if name in inst.fields)
         return number + ACC_BASE if inst.get("acc") else number
 
-    def _registers(self, register: int, transfer: Transfer) -> int:
-        half = transfer.half if self.family != "gfx94x" else None
-        return vgpr_bits(register, transfer.count, half)
-
     def _issue(self, inst: Decoded, verb: str, registers: int) -> Callable[[Group], None]:
         queues = [self.counters[verb]]
         if inst.name.startswith("flat"):
@@ -123,41 +112,69 @@ class MemoryBinder:
 
         return issue
 
-    def _global(self, inst: Decoded, verb: str, transfer: Transfer) -> tuple[Run, int, str]:
-        addresses, touched = self._global_addresses(inst)
+    def _transfer(
+        self,
+        inst: Decoded,
+        verb: str,
+        transfer: Transfer,
+        touched: int,
+        load: Callable[[Group], Array],
+        store: Callable[[Group, Array], None],
+    ) -> tuple[Run, int, str]:
+        """`load` gives the elements that the active lanes ask for, `store` takes them: [count, active lanes]."""
         register = self._data_register(inst, verb)
-        registers = self._registers(register, transfer)
+        registers = transfer.registers(register, inst.family)
         issue = self._issue(inst, verb, registers)
-        memory, count = self.machine.memory, self._traffic(transfer, verb)
 
-        def load(g: Group) -> None:
-            where = addresses(g)
-            count(g.exec, where)
-            found = memory.load(where if g.full else where[g.exec], transfer.element, transfer.count, inst.address)
-            put(g, register, extend(found, transfer), transfer)
+        def run(g: Group) -> None:
+            if verb == "load":
+                put(g, register, extend(load(g), transfer), transfer)
+            else:
+                store(g, take(g, register, transfer))
             issue(g)
 
-        def store(g: Group) -> None:
+        return run, touched | registers, f"vmem_{verb}"
+
+    def _global(self, inst: Decoded, verb: str, transfer: Transfer) -> tuple[Run, int, str]:
+        place, touched = self._global_place(inst, transfer, verb)
+        memory = self.machine.memory
+
+        def load(g: Group) -> Array:
+            return memory.load(place(g), transfer.element, transfer.count, inst.address)
+
+        def store(g: Group, values: Array) -> None:
+            memory.store(place(g), values, transfer.element, inst.address)
+
+        return self._transfer(inst, verb, transfer, touched, load, store)
+
+    def _global_place(self, inst: Decoded, transfer: Transfer, verb: str) -> tuple[Addresses, int]:
+        """Addresses of the active lanes; what they move is counted."""
+        addresses, touched = self._global_addresses(inst)
+        count = self._traffic(transfer, verb)
+
+        def place(g: Group) -> Array:
             where = addresses(g)
             count(g.exec, where)
-            active = where if g.full else where[g.exec]
-            memory.store(active, take(g, register, transfer), transfer.element, inst.address)
-            issue(g)
+            return where.reshape(-1) if g.full else where[g.exec]
 
-        return (load if verb == "load" else store), touched | registers, f"vmem_{verb}"
+        return place, touched
+
+    @staticmethod
+    def _address_fields(inst: Decoded) -> tuple[int, int | None, int]:
+        """The vector register, the scalar one or None, and the constant that make an address."""
+        number = inst.fields["addr"] if "addr" in inst.fields else inst.fields["vaddr"]
+        base: int | None = inst.fields["saddr"]
+        if base == (127 if inst.null is None else inst.null) or inst.form in ("FLAT", "VFLAT"):
+            base = None
+        if inst.family == "gfx12":
+            return number, base, signed_field(inst.fields["ioffset"], 24)
+        offset = inst.fields["offset"]
+        return number, base, offset & 0xFFF if inst.form == "FLAT" else signed_field(offset, 13)
 
     def _global_addresses(self, inst: Decoded) -> tuple[Addresses, int]:
-        number = inst.fields["addr"] if "addr" in inst.fields else inst.fields["vaddr"]
-        base = inst.fields["saddr"]
-        off = base == (127 if self.null is None else self.null)
-        if self.family == "gfx12":
-            offset = signed_field(inst.fields["ioffset"], 24)
-        elif inst.form == "FLAT":
-            offset = inst.fields["offset"] & 0xFFF
-        else:
-            offset = signed_field(inst.fields["offset"], 13)
+        number, base, offset = self._address_fields(inst)
         constant = np.uint64(offset & 0xFFFFFFFFFFFFFFFF)
-        if off or inst.form in ("FLAT", "VFLAT"):
+        if base is None:
 
             def vector(g: Group) -> Array:
                 address: Array = g.v[number + 1].astype(np.uint64)
@@ -167,13 +184,13 @@ class MemoryBinder:
                 return address
 
             return vector, vgpr_bits(number, 2)
-        read = scalar_reader(base, 64, inst, self.family)
+        read, touched = scalar_source(inst, base, 64)
 
         def scalar(g: Group) -> Array:
             address: Array = g.v[number] + (read(g)[:, None] + constant)
             return address
 
-        return scalar, vgpr_bits(number) | sgpr_bits(base, 2)
+        return scalar, vgpr_bits(number) | touched
 
     def _traffic(self, transfer: Transfer, verb: str) -> Callable[[Array, Array], None]:
         totals = self.machine.counters
@@ -206,7 +223,7 @@ class MemoryBinder:
             raise UnknownInstruction(inst.name, inst.address, "idxen")
         resource = inst.fields["rsrc"] if "rsrc" in inst.fields else 4 * inst.fields["srsrc"]
         constant = signed_field(inst.fields["ioffset"], 24) if "ioffset" in inst.fields else inst.fields["offset"]
-        scalar = scalar_reader(inst.fields["soffset"], 32, inst, self.family)
+        scalar, touched = scalar_source(inst, inst.fields["soffset"], 32)
         number = inst.fields["vaddr"] if inst.get("offen") else None
         count, element = self._traffic(transfer, verb), np.uint64(transfer.element)
         steps = (transfer.element * np.arange(transfer.count, dtype=np.uint64))[:, None]
@@ -227,32 +244,25 @@ class MemoryBinder:
             count(allowed, address)
             return address[g.exec] + steps, inside
 
-        touched = sgpr_bits(resource, 4) | scalar_bits(inst.fields["soffset"], 32, self.family)
+        touched |= sgpr_bits(resource, 4)
         return place, touched if number is None else touched | vgpr_bits(number)
 
     def _buffer(self, inst: Decoded, verb: str, transfer: Transfer) -> tuple[Run, int, str]:
         """What lies beyond the descriptor reads as zero and is not written: that is how masks are compiled."""
         place, touched = self._buffer_place(inst, transfer, verb)
-        register = self._data_register(inst, verb)
-        registers = self._registers(register, transfer)
-        issue = self._issue(inst, verb, registers)
         memory, element = self.machine.memory, transfer.element
 
-        def load(g: Group) -> None:
+        def load(g: Group) -> Array:
             address, inside = place(g)
             found = np.zeros(inside.shape, np.uint8 if element == 1 else np.uint16 if element == 2 else np.uint32)
             found[inside] = memory.load(address[inside], element, 1, inst.address)[0]
-            words = extend(found, transfer)
-            put(g, register, words.reshape(transfer.count, g.width, g.lanes) if g.full else words, transfer)
-            issue(g)
+            return found
 
-        def store(g: Group) -> None:
+        def store(g: Group, values: Array) -> None:
             address, inside = place(g)
-            values = take(g, register, transfer).reshape(inside.shape)
             memory.store(address[inside], values[inside][None], element, inst.address)
-            issue(g)
 
-        return (load if verb == "load" else store), touched | registers, f"vmem_{verb}"
+        return self._transfer(inst, verb, transfer, touched, load, store)
 
     def _atomic(self, inst: Decoded, words: str) -> tuple[Run, int, str]:
         atomic = parse_atomic(words)
@@ -269,10 +279,14 @@ class MemoryBinder:
         if inst.name.startswith("buffer"):
             place, touched = self._buffer_place(inst, transfer, "store")
         else:
-            place, touched = self._global_place(inst, transfer)
+            where, touched = self._global_place(inst, transfer, "store")
 
         def run(g: Group) -> None:
-            address, inside = place(g)
+            if inst.name.startswith("buffer"):
+                address, inside = place(g)
+            else:
+                address = where(g)[None]
+                inside = np.ones(address.shape, np.bool_)
             chosen: Array = np.atleast_1d(inside.all(axis=0))
             given = g.v[data : data + operands][:, g.exec]
             before = np.zeros((dwords, len(chosen)), np.uint32)
@@ -284,67 +298,27 @@ class MemoryBinder:
         kind = "vmem_load" if returns else "vmem_store"
         return run, touched | vgpr_bits(data, operands) | filled, kind
 
-    def _global_place(self, inst: Decoded, transfer: Transfer) -> tuple[Callable[[Group], tuple[Array, Array]], int]:
-        addresses, touched = self._global_addresses(inst)
-        count = self._traffic(transfer, "store")
-
-        def place(g: Group) -> tuple[Array, Array]:
-            where = addresses(g)
-            count(g.exec, where)
-            active = where[g.exec][None]
-            return active, np.ones(active.shape, np.bool_)
-
-        return place, touched
-
     def _scratch(self, inst: Decoded, verb: str, transfer: Transfer) -> tuple[Run, int, str]:
-        bits = 24 if self.family == "gfx12" else 13
-        offset = signed_field(inst.fields["ioffset" if self.family == "gfx12" else "offset"], bits)
-        number = inst.fields["addr"] if "addr" in inst.fields else inst.fields["vaddr"]
-        base = inst.fields["saddr"]
-        fixed = base == (127 if self.null is None else self.null)
-        read = None if fixed else scalar_reader(base, 32, inst, self.family)
-        register = self._data_register(inst, verb)
-        registers = self._registers(register, transfer)
-        issue = self._issue(inst, verb, registers)
+        number, base, offset = self._address_fields(inst)
+        # 128 is the constant zero.
+        read, touched = scalar_source(inst, 128 if base is None else base, 32)
         scratch, size, vector = self.machine.scratch, self.machine.scratch_bytes, bool(inst.get("sve"))
 
-        def access(g: Group) -> Access:
+        def access(g: Group) -> LdsAccess:
             address = np.full(g.exec.shape, offset, np.int64)
             if vector:
                 address += g.v[number].view(np.int32)
-            if read is not None:
-                address += read(g).view(np.int32)[:, None]
+            address += read(g).view(np.int32)[:, None]
             if ((address < 0) | (address + transfer.size > size))[g.exec].any():
                 raise OutOfBounds(f"A scratch access is outside of the {size} bytes of a lane.", address=inst.address)
             place = (g.waves[:, None] * g.lanes + np.arange(g.lanes))[g.exec]
-            return Access(
-                place, np.zeros_like(place), address[g.exec], transfer.element, transfer.count, verb == "store"
-            )
+            stores = verb == "store"
+            return LdsAccess(place, np.zeros_like(place), address[g.exec], transfer.element, transfer.count, stores)
 
-        def load(g: Group) -> None:
-            words = extend(scratch.load(access(g), inst.address), transfer)
-            put(g, register, words.reshape(transfer.count, g.width, g.lanes) if g.full else words, transfer)
-            issue(g)
+        def load(g: Group) -> Array:
+            return scratch.load(access(g), inst.address)
 
-        def store(g: Group) -> None:
-            values = take(g, register, transfer)
-            scratch.store(access(g), values.reshape(transfer.count, -1), inst.address)
-            issue(g)
+        def store(g: Group, values: Array) -> None:
+            scratch.store(access(g), values, inst.address)
 
-        touched = registers | (vgpr_bits(number) if vector else 0)
-        touched |= 0 if read is None else sgpr_bits(base)
-        return (load if verb == "load" else store), touched, f"vmem_{verb}"
-
-
-def conflicts_counter(totals: Any, dwords: int) -> Callable[[Group, Array], None]:
-    last: list[Any] = [None, None, 0]
-
-    def count(g: Group, addresses: Array) -> None:
-        # A pattern that moves as a whole meets the same conflicts: banks only rotate.
-        pattern = addresses - addresses[:, :1]
-        if not (last[0] is not None and last[1] is g.exec and np.array_equal(last[0], pattern)):
-            last[:] = pattern, g.exec, bank_conflicts(pattern, g.exec, dwords)
-        totals.lds_accesses += g.width
-        totals.lds_bank_conflicts += last[2]
-
-    return count
+        return self._transfer(inst, verb, transfer, touched | (vgpr_bits(number) if vector else 0), load, store)

@@ -7,7 +7,7 @@ vector instruction asks for it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -170,10 +170,7 @@ class Group:
                     continue
                 if waves is not None and waves.all():
                     waves = None
-                part.issue(
-                    counter,
-                    Outstanding(entry.name, entry.address, entry.registers, entry.in_order, waves, entry.lds_bytes),
-                )
+                part.issue(counter, replace(entry, waves=waves))
         part.signalled = self.signalled[place]
         return part
 
@@ -200,17 +197,20 @@ def _interleave(first: Group, second: Group, counter: str) -> list[Outstanding]:
     left, right = list(first.queues.get(counter, [])), list(second.queues.get(counter, []))
     merged: list[Outstanding] = []
     while left or right:
-        if left and right and left[0].address == right[0].address:
-            merged.append(_joined(left.pop(0), right.pop(0), first.width, second.width))
-        elif left and not (right and any(entry.address == right[0].address for entry in left)):
-            merged.append(_joined(left.pop(0), None, first.width, second.width))
-        elif left and right and any(entry.address == left[0].address for entry in right):
-            merged.append(_joined(None, right.pop(0), first.width, second.width))
-        elif left:
-            merged.append(_joined(left.pop(0), None, first.width, second.width))
-        else:
-            merged.append(_joined(None, right.pop(0), first.width, second.width))
+        same = crossed = False
+        if left and right:
+            same = left[0].address == right[0].address
+            # Each has the other's first further back: the right one goes first.
+            crossed = not same and _has(left, right[0]) and _has(right, left[0])
+        takes_left = bool(left) and not crossed
+        takes_right = same or not takes_left
+        pair = left.pop(0) if takes_left else None, right.pop(0) if takes_right else None
+        merged.append(_joined(*pair, first.width, second.width))
     return merged
+
+
+def _has(queue: list[Outstanding], entry: Outstanding) -> bool:
+    return any(each.address == entry.address for each in queue)
 
 
 def _joined(left: Outstanding | None, right: Outstanding | None, first: int, second: int) -> Outstanding:
@@ -223,14 +223,8 @@ def _joined(left: Outstanding | None, right: Outstanding | None, first: int, sec
     assert kept is not None
     together = np.concatenate([waves(left, first), waves(right, second)])
     lds = [entry.lds_bytes for entry in (left, right) if entry is not None and entry.lds_bytes is not None]
-    return Outstanding(
-        kept.name,
-        kept.address,
-        kept.registers,
-        kept.in_order,
-        None if together.all() else together,
-        [part for parts in lds for part in parts] if lds else None,
-    )
+    together_lds = [part for parts in lds for part in parts] if lds else None
+    return replace(kept, waves=None if together.all() else together, lds_bytes=together_lds)
 
 
 def _register(bits: int) -> str:
