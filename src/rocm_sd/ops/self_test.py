@@ -107,7 +107,8 @@ def note(op: OpCandidates, dtype: str, device: torch.device) -> None:
     What a model asks for after its first call is tested on its own then, and would be compiled on its own, too.
     """
     assert op.verification is not None
-    for candidate in dict.fromkeys(op.verification.proven):
+    # Those in HIP are not noted: they are compiled where they are used.
+    for candidate in dict.fromkeys(op.verification.proven) if op.verification.kernels else ():
         if _remembered((op.name, candidate, current(device), op.kernel_hash(candidate)), dtype) is None:
             _note_launches(op, candidate, dtype, device)
 

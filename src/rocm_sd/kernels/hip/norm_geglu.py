@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rocm_sd.errors import Unsupported
-from rocm_sd.kernels.hip.launch import Kernel, element_of
+from rocm_sd.kernels.hip.launch import HipRefused, Kernel, element_of
 from rocm_sd.kernels.hip.linear_geglu import DOT_WAVE64 as PLAIN_DOT_WAVE64
 from rocm_sd.kernels.hip.linear_geglu import TILES, LinearGegluConfig
 from rocm_sd.kernels.hip.norm_linear import norm_arguments
@@ -41,7 +40,7 @@ def launch(
     """Fill `y`, [M, F], of x: [M, K] and weight: [2F, K]; all else as in `norm_linear`."""
     M, F = y.shape
     if (F + config.block_n) * weight.stride(0) * weight.element_size() >= 2**32:
-        raise Unsupported("norm_geglu (hip)", f"gates {F} rows of {weight.stride(0)} values after their values")
+        raise HipRefused("norm_geglu (hip)", f"gates {F} rows of {weight.stride(0)} values after their values")
     arguments = norm_arguments("norm_geglu", x, moments, norm, weight, bias, y)
     parameters = (("element", element_of(x)), *config.parameters, ("has_bias", int(bias is not None)))
     grid = (config.tiles(M, 2 * F), 1, 1)

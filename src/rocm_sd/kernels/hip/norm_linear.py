@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from rocm_sd.arch import MatrixUnit
-from rocm_sd.errors import Unsupported
 from rocm_sd.kernels.hip.gemm import WIDEST
-from rocm_sd.kernels.hip.launch import Kernel, access_width, element_of
+from rocm_sd.kernels.hip.launch import HipRefused, Kernel, access_width, element_of
 from rocm_sd.kernels.hip.linear_residual import DOT_WAVE64 as PLAIN_DOT_WAVE64
 from rocm_sd.kernels.hip.linear_residual import TILES as PLAIN_TILES
 from rocm_sd.kernels.hip.linear_residual import LinearResidualConfig
@@ -61,7 +60,7 @@ def norm_arguments(
     strides = (x.stride(0), weight.stride(0), y.stride(0))
     tensors = (x, norm.weight, norm.bias, weight, bias, y)
     if access_width(x.element_size(), K, N, *strides, tensors=tensors) != WIDEST:
-        raise Unsupported(f"{op} (hip)", f"[{M}, {K}] to {N}: rows do not begin at multiples of 16 bytes")
+        raise HipRefused(f"{op} (hip)", f"[{M}, {K}] to {N}: rows do not begin at multiples of 16 bytes")
     return (
         x, moments.data, norm.weight, norm.bias, weight, bias, y, M, N, K, *strides,
         moments.parts, moments.span, 1.0 / K, norm.eps,

@@ -10,13 +10,14 @@ three compositions alike. Attention is one kernel in all three, since stock torc
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from rocm_sd.arch import MatrixUnit, roofline
-from rocm_sd.errors import Unsupported
+from rocm_sd.kernels.config import Config
 from rocm_sd.kernels.hip import attention, norm_geglu, norm_linear
-from rocm_sd.kernels.hip.launch import ceil_div
+from rocm_sd.kernels.hip.launch import HipRefused, ceil_div
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from rocm_sd.kernels.hip.linear_geglu import LinearGegluConfig
     from rocm_sd.kernels.hip.linear_residual import LinearResidualConfig
 
-__all__ = ["Composition", "Plan", "Step", "TransformerBlockConfig", "config_for", "plan"]
+__all__ = ["BlockPlan", "BlockStep", "Composition", "FoldConfig", "TransformerBlockConfig", "config_for", "plan"]
 
 _BYTES = 2  # of a value
 _PAIR = 8  # bytes of the two moments of one part of a row
@@ -59,7 +60,21 @@ class TransformerBlockConfig:
 
 
 @dataclass(frozen=True)
-class Step:
+class FoldConfig(Config):
+    """Whether each of the three norms is applied on the way into its product: 1, 0, or -1 for what the model says."""
+
+    first: int = -1
+    second: int = -1
+    third: int = -1
+
+    def over(self, config: TransformerBlockConfig) -> TransformerBlockConfig:
+        folds = zip(astuple(self), config.fold, strict=True)
+        first, second, third = (by_model if asked < 0 else bool(asked) for asked, by_model in folds)
+        return replace(config, fold=(first, second, third))
+
+
+@dataclass(frozen=True)
+class BlockStep:
     """One kernel: bytes read and written, FLOP of its products, values that it applies a norm to on their way."""
 
     name: str
@@ -79,7 +94,7 @@ class Step:
         if not self.normed:
             return bound.seconds
         if unit is None or unit not in NORM_OPERATIONS or peak is None:
-            raise Unsupported("transformer_block (hip)", f"the architecture {arch.name}")
+            raise HipRefused("transformer_block (hip)", f"the architecture {arch.name}")
         rate = peak * 1e12 / _FLOP_PER_INSTRUCTION.get(unit, 4)
         vector = self.normed * NORM_OPERATIONS[unit] / rate
         if unit is MatrixUnit.MFMA:
@@ -89,7 +104,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Composition:
-    steps: tuple[Step, ...]
+    steps: tuple[BlockStep, ...]
 
     @property
     def bytes(self) -> int:
@@ -100,7 +115,7 @@ class Composition:
 
 
 @dataclass(frozen=True)
-class Plan:
+class BlockPlan:
     """Four compositions of the same block, and why the last two are not fused further on this architecture.
 
     `folded` has every norm in its product, which moves the fewest bytes; `template` has those of `config.fold`.
@@ -142,6 +157,7 @@ class _Sizes:
         return 4 * self.rows * keys * self.width
 
 
+@lru_cache(maxsize=256)
 def config_for(rows: int, width: int, heads: int, arch: Arch) -> TransformerBlockConfig:
     """The largest tiles that give every compute unit one, or the smallest; norms folded where the model gains by it.
 
@@ -150,7 +166,7 @@ def config_for(rows: int, width: int, heads: int, arch: Arch) -> TransformerBloc
     choices = attention.configs(width // heads, arch)
     linear, geglu = norm_linear.tiles(arch), norm_geglu.tiles(arch)
     if not linear or arch.compute_units is None:
-        raise Unsupported("transformer_block (hip)", f"the architecture {arch.name}")
+        raise HipRefused("transformer_block (hip)", f"the architecture {arch.name}")
     config = TransformerBlockConfig(
         # The products with the fewest tiles, C columns wide, decide for all.
         next((tile for tile in linear if tile.tiles(rows, width) >= arch.compute_units), linear[-1]),
@@ -166,11 +182,11 @@ def config_for(rows: int, width: int, heads: int, arch: Arch) -> TransformerBloc
     return replace(config, fold=(gains(0), gains(1), gains(2)))
 
 
-def plan(tokens: int, width: int, heads: int, arch: Arch, *, batch: int = 2, text: int = 77) -> Plan:
+def plan(tokens: int, width: int, heads: int, arch: Arch, *, batch: int = 2, text: int = 77) -> BlockPlan:
     """For `tokens` tokens, of a whole batch of `batch`, and `text` tokens for each item of it."""
     sizes = _Sizes(tokens, width, batch * text, tokens // batch)
     config = config_for(tokens, width, heads, arch)
-    return Plan(
+    return BlockPlan(
         Composition(_naive(sizes, text)),
         Composition(_epilogues(sizes, text)),
         Composition(_template(sizes, text, replace(config, fold=(True, True, True)))),
@@ -180,51 +196,51 @@ def plan(tokens: int, width: int, heads: int, arch: Arch, *, batch: int = 2, tex
     )
 
 
-def _attentions(s: _Sizes, text: int) -> tuple[Step, Step]:
+def _attentions(s: _Sizes, text: int) -> tuple[BlockStep, BlockStep]:
     return (
-        Step("attention", 3 * s.x, s.x, s.scores(s.tokens)),
-        Step("attention to the text", s.x + 2 * s.text, s.x, s.scores(text)),
+        BlockStep("attention", 3 * s.x, s.x, s.scores(s.tokens)),
+        BlockStep("attention to the text", s.x + 2 * s.text, s.x, s.scores(text)),
     )
 
 
-def _naive(s: _Sizes, text: int) -> tuple[Step, ...]:
+def _naive(s: _Sizes, text: int) -> tuple[BlockStep, ...]:
     x = s.x
     itself, to_text = _attentions(s, text)
 
-    def linear(name: str, *, text_rows: bool = False) -> Step:
+    def linear(name: str, *, text_rows: bool = False) -> BlockStep:
         rows = s.keys if text_rows else s.rows
         side = s.text if text_rows else x
         # The text's own width is taken to be the block's: it is between 768 and 2048.
-        return Step(name, side + s.weight(1), side, s.product(1, rows))
+        return BlockStep(name, side + s.weight(1), side, s.product(1, rows))
 
-    add, norm = Step("add", 2 * x, x), Step("norm", x, x)
+    add, norm = BlockStep("add", 2 * x, x), BlockStep("norm", x, x)
     return (
         norm, linear("q"), linear("k"), linear("v"), itself, linear("projection"), add,
         norm, linear("q"), linear("k of the text", text_rows=True), linear("v of the text", text_rows=True), to_text,
         linear("projection"), add,
         norm,
-        Step("values and gates", x + s.weight(8), 8 * x, s.product(8)),
-        Step("gelu", 4 * x, 4 * x),
-        Step("values times gates", 8 * x, 4 * x),
-        Step("feed-forward's last", 4 * x + s.weight(4), x, s.product(4)),
+        BlockStep("values and gates", x + s.weight(8), 8 * x, s.product(8)),
+        BlockStep("gelu", 4 * x, 4 * x),
+        BlockStep("values times gates", 8 * x, 4 * x),
+        BlockStep("feed-forward's last", 4 * x + s.weight(4), x, s.product(4)),
         add,
     )  # fmt: skip
 
 
-def _epilogues(s: _Sizes, text: int) -> tuple[Step, ...]:
+def _epilogues(s: _Sizes, text: int) -> tuple[BlockStep, ...]:
     """As rewrite/transformer.py composes it: packed products, adds inside norms, the gate in its product."""
     x = s.x
     itself, to_text = _attentions(s, text)
-    one = Step("projection", x + s.weight(1), x, s.product(1))
-    add_and_norm = Step("add and norm", 2 * x, 2 * x)
+    one = BlockStep("projection", x + s.weight(1), x, s.product(1))
+    add_and_norm = BlockStep("add and norm", 2 * x, 2 * x)
     return (
-        Step("norm", x, x),
-        Step("q, k, v", x + s.weight(3), 3 * x, s.product(3)),
+        BlockStep("norm", x, x),
+        BlockStep("q, k, v", x + s.weight(3), 3 * x, s.product(3)),
         itself, one, add_and_norm,
-        Step("q", x + s.weight(1), x, s.product(1)),
+        BlockStep("q", x + s.weight(1), x, s.product(1)),
         to_text, one, add_and_norm,
-        Step("gated values", x + s.weight(8), 4 * x, s.product(8)),
-        Step("feed-forward's last, add", 5 * x + s.weight(4), x, s.product(4)),
+        BlockStep("gated values", x + s.weight(8), 4 * x, s.product(8)),
+        BlockStep("feed-forward's last, add", 5 * x + s.weight(4), x, s.product(4)),
     )  # fmt: skip
 
 
@@ -233,25 +249,25 @@ def _pairs(s: _Sizes, config: TransformerBlockConfig) -> int:
     return _PAIR * s.rows * ceil_div(s.width, config.linear.block_n)
 
 
-def _into(s: _Sizes, config: TransformerBlockConfig, which: int, *, fold: bool) -> tuple[Step, ...]:
+def _into(s: _Sizes, config: TransformerBlockConfig, which: int, *, fold: bool) -> tuple[BlockStep, ...]:
     """A norm and the product after it; the first norm's rows are measured by a pass of their own."""
     name, columns, results = (("q, k, v", 3, 3), ("q", 1, 1), ("gated values", 8, 4))[which]
     x, block_n = s.x, (config.geglu if which == 2 else config.linear).block_n
     if not fold:
-        plain = Step(name, x + s.weight(columns), results * x, s.product(columns))
-        return Step("norm", x, x), plain
+        plain = BlockStep(name, x + s.weight(columns), results * x, s.product(columns))
+        return BlockStep("norm", x, x), plain
     moments = _PAIR * s.rows if which == 0 else _pairs(s, config)
     normed = ceil_div(columns * s.width, block_n) * s.rows * s.width
-    product = Step(f"norm, {name}", x + moments + s.weight(columns), results * x, s.product(columns), normed)
-    return (Step("moments", x, moments), product) if which == 0 else (product,)
+    product = BlockStep(f"norm, {name}", x + moments + s.weight(columns), results * x, s.product(columns), normed)
+    return (BlockStep("moments", x, moments), product) if which == 0 else (product,)
 
 
-def _template(s: _Sizes, text: int, config: TransformerBlockConfig) -> tuple[Step, ...]:
+def _template(s: _Sizes, text: int, config: TransformerBlockConfig) -> tuple[BlockStep, ...]:
     itself, to_text = _attentions(s, text)
 
-    def added(name: str, columns: int) -> Step:
+    def added(name: str, columns: int) -> BlockStep:
         reads = (columns + 1) * s.x + s.weight(columns)
-        return Step(f"{name}, add, moments", reads, s.x + _pairs(s, config), s.product(columns))
+        return BlockStep(f"{name}, add, moments", reads, s.x + _pairs(s, config), s.product(columns))
 
     into = [_into(s, config, which, fold=config.fold[which]) for which in range(3)]
     projection = added("projection", 1)
@@ -261,7 +277,7 @@ def _template(s: _Sizes, text: int, config: TransformerBlockConfig) -> tuple[Ste
 
 def _reasons(s: _Sizes, arch: Arch, config: TransformerBlockConfig) -> tuple[str, ...]:
     if arch.lds_per_workgroup is None or arch.vgprs_per_wave is None or arch.compute_units is None:
-        raise Unsupported("transformer_block (hip)", f"the architecture {arch.name}: its LDS is not known")
+        raise HipRefused("transformer_block (hip)", f"the architecture {arch.name}: its LDS is not known")
     lds, width = arch.lds_per_workgroup, s.width
     hidden = 4 * width * _BYTES
     fits = lds // hidden // _FRAGMENT * _FRAGMENT

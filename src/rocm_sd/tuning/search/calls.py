@@ -103,7 +103,7 @@ def describe(
 
 
 def _std(name: str, shape: tuple[int, ...]) -> float:
-    if name != "weight" or len(shape) < 2:
+    if not name.endswith("weight") or len(shape) < 2:
         return 1.0
     fan_in = 1
     for size in shape[1:]:
@@ -113,7 +113,7 @@ def _std(name: str, shape: tuple[int, ...]) -> float:
 
 @lru_cache(maxsize=64)
 def argument_names(run: Callable[..., Any]) -> tuple[str, ...]:
-    """Of an implementation's positional arguments: what is named `weight` is drawn as one."""
+    """Of an implementation's positional arguments: what is named a `weight` is drawn as one."""
     return tuple(name for name, given in inspect.signature(run).parameters.items() if given.kind != given.KEYWORD_ONLY)
 
 
