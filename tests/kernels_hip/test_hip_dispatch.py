@@ -78,7 +78,7 @@ def said(caplog):
 def test_what_has_hip_declares_what_dispatch_and_the_ladder_need():
     assert set(NAMES) == {
         "attention", "conv2d", "group_norm_silu", "layer_norm_residual", "layout_copy", "linear_geglu",
-        "linear_residual", "upsample", "upsample_conv2d",
+        "linear_residual", "transformer_block", "upsample", "upsample_conv2d",
     }  # fmt: skip
     for name in NAMES:
         op, kernels = OPS[name], OPS[name].implementation("hip").kernels
@@ -323,8 +323,11 @@ def test_hip_has_a_hash_of_its_launcher_its_source_and_every_header(monkeypatch)
     read = environment._bytes
     own = ("layer_norm_residual.hip", "wave.hpp", "launch.py", "layer_norm_residual.py")
     several = ("conv2d.hip", "conv2d_split.hip", "conv2d_finish.hip", "conv2d_finish.py")
-    parts = ("linear_residual.hip", "linear_split.hip", "linear_split.py", "conv2d_finish.hip")
-    changes = ((OP, own), (OPS["conv2d"], several), (OPS["linear_residual"], parts))
+    parts = ("linear_residual.hip", "linear_split.hip", "batched_linear.hip", "linear_residual.py", "conv2d_finish.hip")
+    of_block = ("norm_geglu.hip", "attention.hip", "row_moments.hip", "linear_moments.py", "transformer_plan.py")
+    changes = (
+        (OP, own), (OPS["conv2d"], several), (OPS["linear_residual"], parts), (OPS["transformer_block"], of_block),
+    )  # fmt: skip
     for op, changed in ((op, name) for op, names in changes for name in names):
         monkeypatch.setattr(environment, "_bytes", lambda path, end=changed: read(path) + b"/" * (path.name == end))
         kernel_hash.cache_clear()
@@ -343,6 +346,7 @@ def test_what_each_op_cannot_take_is_told(file):
         "layer_norm_residual": {"m": 1, "c": 8193, "residual": 0, **half},
         "layout_copy": {"n": 1, "c": 128, "hw": 2**24, "channels_last": 1, **half},
         "linear_residual": {"m": 1, "n": 1, "k": 1, "bias": 0, "residual": 0, "dtype": "float32"},
+        "transformer_block": {"b": 1, "s": 4, "t": 4, "c": 72, "h": 1, "f": 288, **half},
         "upsample": {"n": 1, "c": 1, "hw": 1, "scale": 9, "mode": "nearest", **half},
     }
     assert refused.keys() == set(NAMES)

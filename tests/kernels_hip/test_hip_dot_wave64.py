@@ -22,7 +22,6 @@ from rocm_sd import arch as archs
 from rocm_sd.kernels import hip as hip_kernels
 from rocm_sd.kernels.hip import (
     attention,
-    batched_linear,
     conv2d,
     linear_geglu,
     linear_residual,
@@ -150,7 +149,7 @@ def test_every_source_passes_the_gates_for_gfx906():
     x = draw(1, 37, 80)
     transformer_block.launch(x, keys_and_values(draw, 1, 13, 80, 2), block, torch.empty_like(x), SMALL, launcher)
     given = batched_arguments(2, 8, 8, 64)
-    batched_linear.launch(*given, torch.empty_like(given[-1]), linear_residual.DOT_WAVE64[-1], launcher)
+    linear_residual.launch_batched(*given, torch.empty_like(given[-1]), linear_residual.DOT_WAVE64[-1], launcher)
     x, weight, bias, *_ = conv2d_arguments((1, 128, 4, 4), 64, 3)
     out = torch.empty(1, 64, 4, 4, dtype=x.dtype).contiguous(memory_format=torch.channels_last)
     parts = replace(conv2d.DOT_WAVE64[-1], split_k=4)

@@ -16,8 +16,10 @@ from typing import TYPE_CHECKING
 
 from rocm_sd.arch import MatrixUnit, roofline
 from rocm_sd.kernels.config import Config
-from rocm_sd.kernels.hip import attention, norm_geglu, norm_linear
+from rocm_sd.kernels.hip.attention import configs as attention_configs
 from rocm_sd.kernels.hip.launch import HipRefused, ceil_div
+from rocm_sd.kernels.hip.norm_geglu import tiles as geglu_tiles
+from rocm_sd.kernels.hip.norm_linear import tiles as linear_tiles
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -163,8 +165,8 @@ def config_for(rows: int, width: int, heads: int, arch: Arch) -> TransformerBloc
 
     `rows` counts the tokens of the whole batch. By the architecture's table, and not timed.
     """
-    choices = attention.configs(width // heads, arch)
-    linear, geglu = norm_linear.tiles(arch), norm_geglu.tiles(arch)
+    choices = attention_configs(width // heads, arch)
+    linear, geglu = linear_tiles(arch), geglu_tiles(arch)
     if not linear or arch.compute_units is None:
         raise HipRefused("transformer_block (hip)", f"the architecture {arch.name}")
     config = TransformerBlockConfig(
