@@ -220,7 +220,7 @@ def test_tensors_that_a_launcher_refuses_go_to_stock_torch_with_a_sentence_and_o
     pixels, weight = 2**20, torch.ones(1, 256, 1, 1).half()
     line = torch.zeros(1, 1, 1, 1).half().expand(1, 256, 1, pixels)
     monkeypatch.setattr(OPS["conv2d"].implementation("torch").run.__globals__["F"], "conv2d", lambda *_: line[:, :1])
-    monkeypatch.setitem(conv.implementation("hip").run.__globals__, "channels_last", lambda tensor: tensor)
+    monkeypatch.setitem(conv.implementation("torch").run.__globals__, "channels_last", lambda tensor: tensor)
     with hip_kernels.launched_by(launcher):
         for _ in range(2):
             ops.conv2d(line, weight)

@@ -8,8 +8,7 @@ Nine kernels, or eight where the moments of x are known: no normalised tensor, n
 no gate goes to memory. Each product that ends a part adds the residual and measures the rows that it writes
 (`linear_moments`); the product that begins the next applies the norm to what it reads (`norm_linear`, `norm_geglu`).
 A wide product applies it once for each of many columns of tiles: where the model says that this costs more than a pass
-over memory, the norm is a kernel of its own (`TransformerBlockConfig.fold`). `plan` counts what is saved, and says what
-stops it from going further.
+over memory, the norm is a kernel of its own (`TransformerBlockConfig.fold`).
 
 It is the `hip` implementation of the op `transformer_block`. Nothing here has been timed on AMD: the op chooses it
 where `rocm-sd tune` has measured it as the fastest.
@@ -33,7 +32,7 @@ from rocm_sd.kernels.hip.norm_linear import Norm
 from rocm_sd.kernels.hip.norm_linear import launch as norm_linear
 from rocm_sd.kernels.hip.row_moments import allocate
 from rocm_sd.kernels.hip.row_moments import launch as measure
-from rocm_sd.kernels.hip.transformer_plan import TransformerBlockConfig, config_for, plan
+from rocm_sd.kernels.hip.transformer_plan import TransformerBlockConfig, config_for
 
 if TYPE_CHECKING:
     import torch
@@ -52,7 +51,6 @@ __all__ = [
     "config_for",
     "keys_values",
     "launch",
-    "plan",
 ]
 
 _BYTES = 2  # of a value

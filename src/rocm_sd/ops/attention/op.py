@@ -183,14 +183,12 @@ def _library_why_not(problem: Problem, device: torch.device, *, library: librari
 
 
 def _triton(q: Tensor, k: Tensor, v: Tensor, scale: float | None, *, config: AttentionConfig) -> Tensor:
-    from rocm_sd.kernels.triton.attention import launch  # noqa: PLC0415 -- needs Triton
-
     out = _allocate(q)
     if q.numel():
         q, scale = _positive(q, scale)
         q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
         units = arch.device_facts(q.device).compute_units or 1
-        launch(q, k, v, out, scale, config, units)
+        triton.launch_op("attention", q.device, q, k, v, out, scale, config, units)
     return out
 
 
@@ -296,13 +294,11 @@ _half_by_triton = where(triton, HALVES)
 
 
 def _hip(q: Tensor, k: Tensor, v: Tensor, scale: float | None, *, config: HipConfig) -> Tensor:
-    from rocm_sd.kernels.hip.attention import launch  # noqa: PLC0415 -- only where used
-
     out = _allocate(q)
     if q.numel():
         q, scale = _positive(q, scale)
         q, k, v = (t if _in_whole_vectors(t) else t.clone(memory_format=torch.contiguous_format) for t in (q, k, v))
-        launch(q, k, v, out, scale, config, hip.launcher_for(q.device))
+        hip.launch_op("attention", q.device, q, k, v, out, scale, config)
     return out
 
 

@@ -94,12 +94,11 @@ def _library_why_not(problem: Problem, device: torch.device, *, library: librari
 
 
 def _triton(x: Tensor, weight: Tensor, bias: Part, residual: Part, *, config: LinearResidualConfig) -> Tensor:
-    from rocm_sd.kernels.triton.linear_residual import launch  # noqa: PLC0415 -- needs Triton
-
     y = _allocate(x, weight)
     if y.numel():
-        added = None if residual is None else as_rows(residual)
-        launch(as_rows(x), as_rows(weight), dense(bias), added, y.view(-1, y.shape[-1]), config)
+        added, rows = None if residual is None else as_rows(residual), y.view(-1, y.shape[-1])
+        given = (as_rows(x), as_rows(weight), dense(bias), added, rows, config)
+        triton.launch_op("linear_residual", x.device, *given)
     return y
 
 

@@ -72,20 +72,20 @@ def transformer_block(
     without it the tuning data decides.
     """
     if x.dim() != 3 or keys.dim() != 4 or not x.shape[-1]:
-        shapes = f"x of shape {tuple(x.shape)} with keys of {tuple(keys.shape)}"
-        raise Unsupported(OP.name, f"{shapes}: it takes [B, S, C] with [B, T, H, D]")
+        both = f"x of shape {tuple(x.shape)} with keys of {tuple(keys.shape)}"
+        raise Unsupported(OP.name, f"{both}: it takes [B, S, C] with [B, T, H, D]")
     B, _, C = x.shape
     T, H, D = keys.shape[1:]
-    if H * D != C or not T:
-        raise Unsupported(OP.name, f"keys of shape {tuple(keys.shape)}: x has {C} columns, which are H * D")
+    if keys.shape[0] != B or H * D != C or not T:
+        raise Unsupported(OP.name, f"keys of shape {tuple(keys.shape)}: it takes [{B}, T, H, D], H * D of them {C}")
     F = ff_weight.shape[-1]
     parts = (
         keys, values, norm1_weight, norm1_bias, qkv_weight, out1_weight, out1_bias, norm2_weight, norm2_bias,
         q_weight, out2_weight, out2_bias, norm3_weight, norm3_bias, gate_weight, gate_bias, ff_weight, ff_bias,
     )  # fmt: skip
-    text, added = (B, T, H, D), ((C, C), (C,))
-    attentions = ((C,), (C,), (3 * C, C), *added, (C,), (C,), (C, C), *added)
-    shapes = (text, text, *attentions, (C,), (C,), (2 * F, C), (2 * F,), (C, F), (C,))
+    norm: tuple[tuple[int, ...], ...] = ((C,), (C,))
+    attentions = (*norm, (3 * C, C), (C, C), (C,), *norm, (C, C), (C, C), (C,))
+    shapes = ((B, T, H, D), (B, T, H, D), *attentions, *norm, (2 * F, C), (2 * F,), (C, F), (C,))
     for name, part, shape in zip(_PARTS, parts, shapes, strict=True):
         OP.require_shape(name, part, shape)
     return OP.call(x, *parts, eps, implementation=implementation)
