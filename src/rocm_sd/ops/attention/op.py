@@ -29,7 +29,7 @@ from rocm_sd.ops.definition import HALVES, Implementation, where
 from rocm_sd.tuning.choice import STOCK
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from torch import Tensor
 
@@ -142,14 +142,15 @@ def _backend_takes(
 def _stock_why_not(problem: Problem, device: torch.device, *, backend: SDPBackend) -> str | None:
     if device.type != "cuda":
         return f"a tensor on {device.type}: this backend of torch is for GPUs"
-    reason = _kept_from_fused(int(problem["d"]), device)
-    if reason:
-        return reason
+    missing = f"torch {torch.__version__} has no {backend.name.lower()} kernel"
+    return _kept_from_fused(int(problem["d"]), device) or _unless(_backend_takes, backend, problem, device, missing)
+
+
+def _unless(takes: Callable[..., bool], by: Any, problem: Problem, device: torch.device, missing: str) -> str | None:
     sizes = {name: int(problem[name]) for name in ("b", "s", "t", "h", "d")}
-    if not _backend_takes(backend, **sizes, dtype=str(problem["dtype"]), device=device):
-        shown = ", ".join(f"{name}={value}" for name, value in problem.items())
-        return f"{shown}: torch {torch.__version__} has no {backend.name.lower()} kernel for it on this GPU"
-    return None
+    if takes(by, **sizes, dtype=str(problem["dtype"]), device=device):
+        return None
+    return f"{', '.join(f'{name}={value}' for name, value in problem.items())}: {missing} for it on this GPU"
 
 
 def _backend(name: str, backend: SDPBackend) -> Implementation:
@@ -173,13 +174,7 @@ def _library_takes(
 
 def _library_why_not(problem: Problem, device: torch.device, *, library: libraries.Library) -> str | None:
     reason = libraries.why_not(library, device) or _kept_from_fused(int(problem["d"]), device)
-    if reason:
-        return reason
-    sizes = {name: int(problem[name]) for name in ("b", "s", "t", "h", "d")}
-    if not _library_takes(library, **sizes, dtype=str(problem["dtype"]), device=device):
-        shown = ", ".join(f"{name}={value}" for name, value in problem.items())
-        return f"{shown}: {library.title} has no kernel for it on this GPU"
-    return None
+    return reason or _unless(_library_takes, library, problem, device, f"{library.title} has no kernel")
 
 
 def _triton(q: Tensor, k: Tensor, v: Tensor, scale: float | None, *, config: AttentionConfig) -> Tensor:
