@@ -1,4 +1,4 @@
-"""HIP in dispatch: chosen where the data or the database name it, left out with one sentence where it cannot run.
+"""HIP in dispatch: chosen where the data or the database name it, skipped with one sentence where it cannot run.
 
 The CPU stands for a card here: a driver that notes calls, or the emulator, runs the kernels on its memory.
 """
@@ -166,7 +166,7 @@ def refuse(_kernel, _arch):
 
 
 @pytest.mark.parametrize(
-    ("compile_", "failure", "told"),
+    ("compile_", "failure", "reason"),
     [
         (refuse, ("", 0), "HipCompilationFailed: clang-19 refused layer_norm_residual.hip for gfx1100: error: wrong."),
         (None, ("load", 209), f"LoadFailed: {LOADING} failed: ErrorNoBinaryForGpu"),
@@ -175,8 +175,8 @@ def refuse(_kernel, _arch):
     ids=["a compiler that fails", "a code object for another gfx", "no memory to load it"],
 )  # fmt: skip
 @pytest.mark.parametrize("tested", [True, False], ids=["in the self-test", "after it"])
-def test_what_cannot_be_compiled_or_loaded_is_left_out_for_this_process(
-    hip_by_data, file, monkeypatch, caplog, compile_, failure, told, tested
+def test_what_cannot_be_compiled_or_loaded_is_skipped_for_this_process(
+    hip_by_data, file, monkeypatch, caplog, compile_, failure, reason, tested
 ):
     if not tested:
         monkeypatch.setattr(registry, "SELF_TESTED", frozenset())
@@ -187,7 +187,7 @@ def test_what_cannot_be_compiled_or_loaded_is_left_out_for_this_process(
         for rows in (3, 3, 4):
             call(rows)
         (sentence,) = said(caplog)
-        assert (told if tested else told.split(": ", 1)[1].rstrip(".")) in sentence
+        assert (reason if tested else reason.split(": ", 1)[1].rstrip(".")) in sentence
         # What a machine's set-up is to blame for is no lasting fault of the kernel.
         assert not user_database().quarantined()
         with pytest.raises(hip_kernels.launch.HipUnavailable):
@@ -335,7 +335,7 @@ def test_hip_has_a_hash_of_its_launcher_its_source_and_every_header(monkeypatch)
     kernel_hash.cache_clear()
 
 
-def test_what_each_op_cannot_take_is_told(file):
+def test_each_op_says_what_it_cannot_take(file):
     half = {"dtype": "float16"}
     refused = {
         "attention": {"b": 1, "s": 4, "t": 4, "h": 1, "d": 72, **half},

@@ -51,7 +51,7 @@ class LoadFailed(HipUnavailable):
 
 
 class LaunchFailed(RocmSdError):
-    """The driver refused a launch, or told of a fault of an earlier one."""
+    """The driver refused a launch, or reported a fault of an earlier one."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ _MAPS = Path("/proc/self/maps")
 
 
 class Driver:
-    """Each call is checked: what the driver answers is told in a sentence."""
+    """Each call is checked: what the driver answers becomes a sentence."""
 
     def __init__(self, api: Api, library: ctypes.CDLL) -> None:
         self.api = api
@@ -102,7 +102,7 @@ class Driver:
     def load(self, image: bytes, what: str) -> int:
         """A module of machine code, or of PTX text that ends with a zero, on the device that is current.
 
-        `what` is told where it fails. The driver may read the image for as long as the module is loaded: keep it.
+        `what` is named where it fails. The driver may read the image for as long as the module is loaded: keep it.
         """
         module = c_void_p()
         self._loaded(self._load(byref(module), image), self.api.load, what)
@@ -219,5 +219,5 @@ def torch_folders() -> list[Path]:
     if spec is None or spec.origin is None:
         return []
     torch = Path(spec.origin).parent
-    beside = (torch.parent / "nvidia").glob("*/lib")
-    return [torch / "lib", *sorted(beside), torch.parent / "_rocm_sdk_core" / "lib"]
+    of_vendors = (torch.parent / "nvidia").glob("*/lib")
+    return [torch / "lib", *sorted(of_vendors), torch.parent / "_rocm_sdk_core" / "lib"]

@@ -44,11 +44,11 @@ _WIDEST = 16  # bytes that one lane moves at once
 class HipUnavailable(RocmSdError):
     """A kernel could not be compiled or loaded, so nothing of it has run: another implementation can take the call.
 
-    `lasting`: it will not be otherwise at the next call. `told`: a user is to hear of it.
+    `lasting`: it will not be otherwise at the next call. `reported`: a user is to hear of it.
     """
 
     lasting: ClassVar[bool] = True
-    told: ClassVar[bool] = True
+    reported: ClassVar[bool] = True
 
 
 class HipRefused(Unsupported, HipUnavailable):

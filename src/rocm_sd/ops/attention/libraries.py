@@ -13,13 +13,13 @@ from rocm_sd.ops import library_switch
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
-__all__ = ["LIBRARIES", "Library", "preferred", "why_not"]
+__all__ = ["LIBRARIES", "AttentionLibrary", "preferred", "why_not"]
 
 _SWITCH = "preferred_rocm_fa_library"
 
 
 @dataclass(frozen=True)
-class Library:
+class AttentionLibrary:
     """`switch` is torch's word for it, `title` its own name."""
 
     name: str
@@ -28,17 +28,17 @@ class Library:
 
 
 LIBRARIES = (
-    Library("sdpa_aotriton", "aotriton", "AOTriton"),
-    Library("sdpa_ck", "ck", "Composable Kernel"),
+    AttentionLibrary("sdpa_aotriton", "aotriton", "AOTriton"),
+    AttentionLibrary("sdpa_ck", "ck", "Composable Kernel"),
 )
 
 
-def preferred(library: Library) -> AbstractContextManager[None]:
+def preferred(library: AttentionLibrary) -> AbstractContextManager[None]:
     return library_switch.preferred(_SWITCH, library.switch)
 
 
 @cache
-def _refusal(library: Library) -> str | None:
+def _refusal(library: AttentionLibrary) -> str | None:
     # An older torch has no switch; a newer one may be built without Composable Kernel, and says so.
     if not hasattr(torch.backends.cuda, _SWITCH):
         return f"{library.title}: torch {torch.__version__} has no switch between libraries of attention"
@@ -48,5 +48,5 @@ def _refusal(library: Library) -> str | None:
     return library_switch.refusal(_SWITCH, library.switch, library.title)
 
 
-def why_not(library: Library, device: torch.device) -> str | None:
+def why_not(library: AttentionLibrary, device: torch.device) -> str | None:
     return library_switch.why_not_built(library.title, "ROCm", device) or _refusal(library)

@@ -157,7 +157,7 @@ def _backend(name: str, backend: SDPBackend) -> Implementation:
     return Implementation(name, partial(_stock, backend=backend), partial(_stock_why_not, backend=backend))
 
 
-def _library(q: Tensor, k: Tensor, v: Tensor, scale: float | None, *, library: libraries.Library) -> Tensor:
+def _library(q: Tensor, k: Tensor, v: Tensor, scale: float | None, *, library: libraries.AttentionLibrary) -> Tensor:
     """Torch's flash attention by one named library."""
     with libraries.preferred(library):
         return _stock(q, k, v, scale, backend=SDPBackend.FLASH_ATTENTION)
@@ -165,14 +165,14 @@ def _library(q: Tensor, k: Tensor, v: Tensor, scale: float | None, *, library: l
 
 @lru_cache(maxsize=1024)
 def _library_takes(
-    library: libraries.Library, b: int, s: int, t: int, h: int, d: int, dtype: str, device: torch.device
+    library: libraries.AttentionLibrary, b: int, s: int, t: int, h: int, d: int, dtype: str, device: torch.device
 ) -> bool:
     """As `_backend_takes`, which does not know that torch asks the library that is preferred."""
     with libraries.preferred(library):
         return _backend_takes.__wrapped__(SDPBackend.FLASH_ATTENTION, b, s, t, h, d, dtype, device)
 
 
-def _library_why_not(problem: Problem, device: torch.device, *, library: libraries.Library) -> str | None:
+def _library_why_not(problem: Problem, device: torch.device, *, library: libraries.AttentionLibrary) -> str | None:
     reason = libraries.why_not(library, device) or _kept_from_fused(int(problem["d"]), device)
     return reason or _unless(_library_takes, library, problem, device, f"{library.title} has no kernel")
 
