@@ -136,7 +136,12 @@ def test_of_a_chain_every_block_is_one_op_and_what_is_pending_is_added_first(cal
     measured(picture.flatten(2).mT, text, 5.0)
     # As stock computes it, the middle one step by step: what it leaves to add is in the sum that the third reads.
     stock = OP.own["torch"].run
-    monkeypatch.setitem(OP.own["hip"].__dict__, "run", lambda *arguments, config: stock(*arguments))  # noqa: ARG005
+
+    def computed(*arguments, config):
+        assert config == OP.own["hip"].default
+        return stock(*arguments)
+
+    monkeypatch.setitem(OP.own["hip"].__dict__, "run", computed)
     module.transformer_blocks[1].ff.register_forward_hook(lambda *_: None)
     with hip.launched_by(Launches()):
         y = module(picture, encoder_hidden_states=text).sample
