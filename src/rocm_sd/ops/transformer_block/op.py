@@ -6,6 +6,7 @@ asks what is chosen here, and calls this op where that is another than stock.
 
 from __future__ import annotations
 
+from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -98,6 +99,8 @@ def _allocate(x: Tensor) -> Tensor:
 _OPS = reference.Steps(attention, layer_norm_residual, linear_geglu, linear_residual)
 
 
+# By the names of the arguments a search knows which of them are weights.
+@wraps(transformer_block)
 def _stock(x: Tensor, keys: Tensor, values: Tensor, *rest: Any) -> Tensor:
     return reference.composed(_OPS, x, keys, values, *rest)
 

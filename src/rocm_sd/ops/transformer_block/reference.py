@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rocm_sd.ops.attention.reference import attention
 from rocm_sd.ops.layer_norm_residual.reference import layer_norm_residual
@@ -28,46 +28,29 @@ class Steps(NamedTuple):
     linear_residual: Callable[..., Tensor]
 
 
-def composed(
-    steps: Steps,
-    x: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    norm1_weight: Tensor,
-    norm1_bias: Tensor,
-    qkv_weight: Tensor,
-    out1_weight: Tensor,
-    out1_bias: Tensor,
-    norm2_weight: Tensor,
-    norm2_bias: Tensor,
-    q_weight: Tensor,
-    out2_weight: Tensor,
-    out2_bias: Tensor,
-    norm3_weight: Tensor,
-    norm3_bias: Tensor,
-    gate_weight: Tensor,
-    gate_bias: Tensor,
-    ff_weight: Tensor,
-    ff_bias: Tensor,
-    eps: float,
-) -> Tensor:
-    """The steps of rewrite/transformer.py, in its order: the same kernels run, whichever of the two calls them."""
+def composed(steps: Steps, x: Tensor, keys: Tensor, values: Tensor, *rest: Any) -> Tensor:
+    """The steps of rewrite/transformer.py, in its order: the same kernels run, whichever of the two calls them.
+
+    `rest` are the op's other arguments: weight and bias of a norm, of what comes after it, and of what ends the part.
+    """
+    *itself, norm2, bias2, q_weight, out2, out2_bias, norm3, bias3, gate, gate_bias, ff, ff_bias, eps = rest
+    norm1, bias1, qkv_weight, out1, out1_bias = itself
     heads = keys.shape[2]
-    h, _ = steps.layer_norm_residual(x, None, norm1_weight, norm1_bias, eps)
+    h, _ = steps.layer_norm_residual(x, None, norm1, bias1, eps)
     own = split_heads(steps.linear_residual(h, qkv_weight), 3, heads)
-    h = steps.linear_residual(steps.attention(*own).flatten(2), out1_weight, out1_bias)
-    h, x = steps.layer_norm_residual(h, x, norm2_weight, norm2_bias, eps)
+    h = steps.linear_residual(steps.attention(*own).flatten(2), out1, out1_bias)
+    h, x = steps.layer_norm_residual(h, x, norm2, bias2, eps)
     (q,) = split_heads(steps.linear_residual(h, q_weight), 1, heads)
-    h = steps.linear_residual(steps.attention(q, keys, values).flatten(2), out2_weight, out2_bias)
-    h, x = steps.layer_norm_residual(h, x, norm3_weight, norm3_bias, eps)
-    return steps.linear_residual(steps.linear_geglu(h, gate_weight, gate_bias), ff_weight, ff_bias, x)
+    h = steps.linear_residual(steps.attention(q, keys, values).flatten(2), out2, out2_bias)
+    h, x = steps.layer_norm_residual(h, x, norm3, bias3, eps)
+    return steps.linear_residual(steps.linear_geglu(h, gate, gate_bias), ff, ff_bias, x)
 
 
-def transformer_block(x: torch.Tensor, *rest: torch.Tensor | float) -> torch.Tensor:
+def transformer_block(x: torch.Tensor, *rest: Any) -> torch.Tensor:
     """Attention to itself, attention to the text, gated feed-forward, each after a norm and added to what it read.
 
     What one step hands to the next is rounded to x's dtype; within a step the arithmetic is float32, or float64 where x
     is.
     """
     steps = Steps(attention, layer_norm_residual, linear_geglu, linear_residual)
-    return composed(steps, x, *rest)  # type: ignore[arg-type]  # the eps comes last
+    return composed(steps, x, *rest)
