@@ -216,7 +216,7 @@ def test_the_space_has_what_the_model_folds_all_norms_and_none():
     hip_kernels = OP.implementation("hip").kernels
     for gfx in toolchain.TARGETS:
         for sample in OP.tuning.timed:
-            problem = OP.verification.problem(*sample.make("meta", filled=False))
+            problem = OP.verification.problem(*sample.make(filled=False))
             configs = list(hip_kernels.space(problem, registry.arch.get(gfx)))
             assert configs[0] == OP.implementation("hip").default
             assert 2 <= len(configs) <= 3
@@ -228,7 +228,7 @@ def test_what_is_composed_is_searched_after_its_steps(tmp_path):
 
     calls = [describe(op.name, op.verification.problem(*(s := op.verification.small[0].make())), s) for op in
              (OP, OPS["layer_norm_residual"])]  # fmt: skip
-    tuner = Tuner(CPU, Database(tmp_path / "t.sqlite3"), TunerOptions())
+    tuner = Tuner(CPU, Database(tmp_path / "t.sqlite3"), TunerOptions(budget_s=60.0))
     order = [search.op.name for search in tuner._searches([Traced(call, 1) for call in calls])]
     assert order == ["layer_norm_residual", OP.name]
 

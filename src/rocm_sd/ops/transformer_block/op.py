@@ -79,7 +79,7 @@ def transformer_block(
     T, H, D = keys.shape[1:]
     if keys.shape[0] != B or H * D != C or not T:
         raise Unsupported(OP.name, f"keys of shape {tuple(keys.shape)}: it takes [{B}, T, H, D], H * D of them {C}")
-    F = ff_weight.shape[-1]
+    F = gate_weight.shape[0] // 2
     parts = (
         keys, values, norm1_weight, norm1_bias, qkv_weight, out1_weight, out1_bias, norm2_weight, norm2_bias,
         q_weight, out2_weight, out2_bias, norm3_weight, norm3_bias, gate_weight, gate_bias, ff_weight, ff_bias,
