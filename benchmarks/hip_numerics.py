@@ -75,7 +75,7 @@ def _of_op(name):
 
 def _finish(parts, like, bias, add, residual):
     out = torch.empty_like(like, memory_format=torch.channels_last)
-    conv2d_finish.launch(parts, out, bias, add, residual, hip_kernels.launcher_for(like.device))
+    conv2d_finish.launch(parts, out, bias, add, residual, out.shape[0], hip_kernels.launcher_for(like.device))
     return out
 
 

@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 import docs_ops
+import transformer_plan
 from rocm_sd import arch, errors
 from rocm_sd.arch.types import UNCONFIRMED
 from rocm_sd.bench.ablation import ROWS
 from rocm_sd.bench.records import Record
 from rocm_sd.cli.main import app
-from rocm_sd.kernels.hip import transformer_block
 from rocm_sd.ops import OPS
 from rocm_sd.settings import VARIABLES, Settings
 from rocm_sd.verify.compiler import targets
@@ -103,7 +103,9 @@ def _proofs(*, linked: bool) -> str:
         for proof in rungs["tested"]:
             text = _measured(proof.evidence) or proof.arch
             ran.append(f"[{text}]({proof.evidence})" if linked else text)
-        rows.append((f"`{op}`", *cells, ", ".join(ran)))
+        # An op whose kernels all are in HIP has a line for those alone.
+        if ran or any(cells):
+            rows.append((f"`{op}`", *cells, ", ".join(ran)))
     meanings = [f"- **{rung}**: {RUNG_MEANINGS[rung]}." for rung in ("compiled", "emulated", "tested")]
     table = _table(("op", "emulated", "compiled", "tested"), rows)
     names = ", ".join(a.name for a in targets())
@@ -378,7 +380,7 @@ def _transformer_block() -> str:
     for tokens, width, heads in ((8192, 320, 8), (2048, 640, 8), (512, 1280, 8), (8192, 640, 10), (2048, 1280, 20)):
         for name in ("gfx1030", "gfx90a", "gfx942", "gfx1100", "gfx1201"):
             value = arch.get(name)
-            found = transformer_block.plan(tokens, width, heads, value)
+            found = transformer_plan.plan(tokens, width, heads, value)
             all_four = (found.naive, found.epilogues, found.folded, found.template)
             folded = ", ".join(str(place + 1) for place in range(3) if found.config.fold[place]) or "none"
             sizes = (f"{each.bytes / 1e6:.0f}" for each in all_four)
@@ -390,7 +392,7 @@ def _transformer_block() -> str:
 
 
 def _transformer_block_steps() -> str:
-    found = transformer_block.plan(8192, 320, 8, arch.get("gfx1201"))
+    found = transformer_plan.plan(8192, 320, 8, arch.get("gfx1201"))
     kinds = (("single", found.naive), ("epilogues", found.epilogues), ("folded", found.folded))
     rows = [
         (kind if not place else "", step.name, f"{step.reads / 1e6:.1f}", f"{step.writes / 1e6:.1f}")
@@ -402,9 +404,7 @@ def _transformer_block_steps() -> str:
 
 def _transformer_block_reasons() -> str:
     shapes = ((8192, 320, 8), (2048, 640, 8), (512, 1280, 8))
-    found = {
-        width: transformer_block.plan(tokens, width, heads, arch.get("gfx1100")) for tokens, width, heads in shapes
-    }
+    found = {width: transformer_plan.plan(tokens, width, heads, arch.get("gfx1100")) for tokens, width, heads in shapes}
     return _table(("width", "why not further"), [(width, reason) for width in found for reason in found[width].reasons])
 
 

@@ -15,7 +15,6 @@ from rocm_sd import arch
 from rocm_sd.arch import MatrixUnit
 from rocm_sd.kernels.hip import (
     attention,
-    batched_linear,
     conv2d,
     linear_geglu,
     linear_moments,
@@ -45,11 +44,18 @@ def _by_name(tiles: Mapping[MatrixUnit, T], dot_wave64: T) -> Mapping[str, T]:
 
 # For a library the first and the last: the largest tile, and the one for what does not fill a card with it.
 PRODUCTS: Mapping[str, Mapping[str, tuple[GemmConfig, ...]]] = {
-    module.__name__.rpartition(".")[2]: _by_name(module.TILES, module.DOT_WAVE64)
-    for module in (
-        linear_residual, batched_linear, linear_geglu, linear_moments, norm_linear, norm_geglu, conv2d, upsample_conv2d,
-    )
-}  # fmt: skip
+    family: _by_name(module.TILES, module.DOT_WAVE64)
+    for family, module in {
+        "linear_residual": linear_residual,
+        "batched_linear": linear_residual,
+        "linear_geglu": linear_geglu,
+        "linear_moments": linear_moments,
+        "norm_linear": norm_linear,
+        "norm_geglu": norm_geglu,
+        "conv2d": conv2d,
+        "upsample_conv2d": upsample_conv2d,
+    }.items()
+}
 _ABOUT = """\
 # Written by tools/hip_tiles.py from the tiles of the Python launchers; a test holds the two together.
 #

@@ -8,7 +8,7 @@ from benchmarks.hip_compiled import NAIVE
 from test_hip_kernels import EMULATED, EmulatedLauncher, executed, lines
 
 from rocm_sd import arch as archs
-from rocm_sd.kernels.hip import batched_linear, toolchain
+from rocm_sd.kernels.hip import linear_residual, toolchain
 from rocm_sd.kernels.hip.launch import Kernel
 from rocm_sd.numerics import in_float64, require
 from rocm_sd.ops import OPS
@@ -19,7 +19,7 @@ PROMISE = OPS["linear_residual"].verification.promises["_product"]
 
 
 def configs(gfx):
-    return batched_linear.TILES[archs.get(gfx).matrix_unit]
+    return linear_residual.TILES[archs.get(gfx).matrix_unit]
 
 
 def arguments(B, M, N, K, dtype=torch.float16):
@@ -42,7 +42,7 @@ def run(gfx, config, given, *, execute=True):
     x, weight, *_ = given
     with launcher.run._allocations:
         y = x.new_empty(x.shape[0], x.shape[1], weight.shape[1])
-        batched_linear.launch(*given, y, config, launcher)
+        linear_residual.launch_batched(*given, y, config, launcher)
     (call,) = launcher.run.calls
     if execute:
         launcher.run.require_written(y)

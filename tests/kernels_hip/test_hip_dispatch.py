@@ -1,4 +1,4 @@
-"""HIP in dispatch: chosen where the data or the database name it, left out with one sentence where it cannot run.
+"""HIP in dispatch: chosen where the data or the database name it, skipped with one sentence where it cannot run.
 
 The CPU stands for a card here: a driver that notes calls, or the emulator, runs the kernels on its memory.
 """
@@ -78,7 +78,7 @@ def said(caplog):
 def test_what_has_hip_declares_what_dispatch_and_the_ladder_need():
     assert set(NAMES) == {
         "attention", "conv2d", "group_norm_silu", "layer_norm_residual", "layout_copy", "linear_geglu",
-        "linear_residual", "upsample", "upsample_conv2d",
+        "linear_residual", "transformer_block", "upsample", "upsample_conv2d",
     }  # fmt: skip
     for name in NAMES:
         op, kernels = OPS[name], OPS[name].implementation("hip").kernels
@@ -166,7 +166,7 @@ def refuse(_kernel, _arch):
 
 
 @pytest.mark.parametrize(
-    ("compile_", "failure", "told"),
+    ("compile_", "failure", "reason"),
     [
         (refuse, ("", 0), "HipCompilationFailed: clang-19 refused layer_norm_residual.hip for gfx1100: error: wrong."),
         (None, ("load", 209), f"LoadFailed: {LOADING} failed: ErrorNoBinaryForGpu"),
@@ -175,8 +175,8 @@ def refuse(_kernel, _arch):
     ids=["a compiler that fails", "a code object for another gfx", "no memory to load it"],
 )  # fmt: skip
 @pytest.mark.parametrize("tested", [True, False], ids=["in the self-test", "after it"])
-def test_what_cannot_be_compiled_or_loaded_is_left_out_for_this_process(
-    hip_by_data, file, monkeypatch, caplog, compile_, failure, told, tested
+def test_what_cannot_be_compiled_or_loaded_is_skipped_for_this_process(
+    hip_by_data, file, monkeypatch, caplog, compile_, failure, reason, tested
 ):
     if not tested:
         monkeypatch.setattr(registry, "SELF_TESTED", frozenset())
@@ -187,7 +187,7 @@ def test_what_cannot_be_compiled_or_loaded_is_left_out_for_this_process(
         for rows in (3, 3, 4):
             call(rows)
         (sentence,) = said(caplog)
-        assert (told if tested else told.split(": ", 1)[1].rstrip(".")) in sentence
+        assert (reason if tested else reason.split(": ", 1)[1].rstrip(".")) in sentence
         # What a machine's set-up is to blame for is no lasting fault of the kernel.
         assert not user_database().quarantined()
         with pytest.raises(hip_kernels.launch.HipUnavailable):
@@ -220,7 +220,7 @@ def test_tensors_that_a_launcher_refuses_go_to_stock_torch_with_a_sentence_and_o
     pixels, weight = 2**20, torch.ones(1, 256, 1, 1).half()
     line = torch.zeros(1, 1, 1, 1).half().expand(1, 256, 1, pixels)
     monkeypatch.setattr(OPS["conv2d"].implementation("torch").run.__globals__["F"], "conv2d", lambda *_: line[:, :1])
-    monkeypatch.setitem(conv.implementation("hip").run.__globals__, "channels_last", lambda tensor: tensor)
+    monkeypatch.setitem(conv.implementation("torch").run.__globals__, "channels_last", lambda tensor: tensor)
     with hip_kernels.launched_by(launcher):
         for _ in range(2):
             ops.conv2d(line, weight)
@@ -323,8 +323,11 @@ def test_hip_has_a_hash_of_its_launcher_its_source_and_every_header(monkeypatch)
     read = environment._bytes
     own = ("layer_norm_residual.hip", "wave.hpp", "launch.py", "layer_norm_residual.py")
     several = ("conv2d.hip", "conv2d_split.hip", "conv2d_finish.hip", "conv2d_finish.py")
-    parts = ("linear_residual.hip", "linear_split.hip", "linear_split.py", "conv2d_finish.hip")
-    changes = ((OP, own), (OPS["conv2d"], several), (OPS["linear_residual"], parts))
+    parts = ("linear_residual.hip", "linear_split.hip", "batched_linear.hip", "linear_residual.py", "conv2d_finish.hip")
+    of_block = ("norm_geglu.hip", "attention.hip", "row_moments.hip", "linear_moments.py", "transformer_plan.py")
+    changes = (
+        (OP, own), (OPS["conv2d"], several), (OPS["linear_residual"], parts), (OPS["transformer_block"], of_block),
+    )  # fmt: skip
     for op, changed in ((op, name) for op, names in changes for name in names):
         monkeypatch.setattr(environment, "_bytes", lambda path, end=changed: read(path) + b"/" * (path.name == end))
         kernel_hash.cache_clear()
@@ -332,7 +335,7 @@ def test_hip_has_a_hash_of_its_launcher_its_source_and_every_header(monkeypatch)
     kernel_hash.cache_clear()
 
 
-def test_what_each_op_cannot_take_is_told(file):
+def test_each_op_says_what_it_cannot_take(file):
     half = {"dtype": "float16"}
     refused = {
         "attention": {"b": 1, "s": 4, "t": 4, "h": 1, "d": 72, **half},
@@ -343,6 +346,7 @@ def test_what_each_op_cannot_take_is_told(file):
         "layer_norm_residual": {"m": 1, "c": 8193, "residual": 0, **half},
         "layout_copy": {"n": 1, "c": 128, "hw": 2**24, "channels_last": 1, **half},
         "linear_residual": {"m": 1, "n": 1, "k": 1, "bias": 0, "residual": 0, "dtype": "float32"},
+        "transformer_block": {"b": 1, "s": 4, "t": 4, "c": 72, "h": 1, "f": 288, **half},
         "upsample": {"n": 1, "c": 1, "hw": 1, "scale": 9, "mode": "nearest", **half},
     }
     assert refused.keys() == set(NAMES)

@@ -12,7 +12,8 @@ import docs_tables
 from rocm_sd import arch as archs
 from rocm_sd.errors import Unsupported
 from rocm_sd.kernels.hip import toolchain, transformer_block
-from rocm_sd.kernels.hip.transformer_block import Attended, FeedForward, Linear, Norm, TransformerBlock, plan
+from rocm_sd.kernels.hip.transformer_block import Attended, FeedForward, Linear, Norm, TransformerBlock
+from transformer_plan import plan
 
 # Tokens of two pictures, width and heads: SD 1.5 from 64x64 latents down, then SDXL.
 SHAPES = [(8192, 320, 8), (2048, 640, 8), (512, 1280, 8), (8192, 640, 10), (2048, 1280, 20)]

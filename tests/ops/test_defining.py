@@ -52,7 +52,7 @@ def test_what_never_reaches_torch_comes_last():
         Signature.of(function, ("bias",))
 
 
-def test_a_backward_pass_that_reads_what_was_not_saved_is_told_so():
+def test_a_backward_pass_that_reads_what_was_not_saved_says_so():
     saved = Saved({"x": 1}, {"x"})
     assert saved.x == 1
     with pytest.raises(AttributeError, match="weight was not saved"):

@@ -11,7 +11,7 @@ from rocm_sd.ops import library_scratch
 
 @pytest.fixture
 def cleared(monkeypatch):
-    """How often torch was told to give scratch back."""
+    """How often torch was asked to give scratch back."""
     times = []
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: times.append(1), raising=False)

@@ -149,7 +149,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("wrong", WRONG, ids=lambda wrong: wrong.__name__)
-def test_a_wrong_one_is_set_aside_stock_runs_instead_and_it_is_told_once(wrong, caplog):
+def test_a_wrong_one_is_set_aside_stock_runs_instead_and_it_is_said_once(wrong, caplog):
     op = make_op(wrong)
     with caplog.at_level(logging.WARNING, "rocm_sd"):
         for n in range(3):

@@ -23,6 +23,8 @@ pytest.importorskip("triton", reason="AMD code is compiled by Triton")
 
 DATA = Path(rocm_sd.tuning.__file__).parent / "data"
 TARGETS = [a.name for a in targets()]
+# The kernels of the others are in HIP alone: test_hip_ladder.py.
+IN_TRITON = [name for name, op in OPS.items() if op.verification.kernels]
 
 
 @cache
@@ -55,7 +57,7 @@ def test_what_is_not_known_is_refused_with_the_choices(named, choice):
         ladder.plan(**named)
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", IN_TRITON)
 def test_every_op_has_data_and_a_proof_for_every_gfx_that_triton_compiles_for(op):
     # What Triton does not compile for may have data for HIP.
     named = {file.parent.name for file in DATA.glob(f"gfx*/{op}.json")}
@@ -74,7 +76,7 @@ def test_every_op_declares_what_the_ladder_needs():
 
 
 @pytest.mark.parametrize("gfx", TARGETS)
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", IN_TRITON)
 def test_every_kernel_passes_every_gate_on_every_gfx(op, gfx):
     outcome = climbed(op, gfx, 3)
     assert outcome.state == "passed", outcome.sentence
@@ -85,7 +87,7 @@ def test_every_kernel_passes_every_gate_on_every_gfx(op, gfx):
 
 
 @pytest.mark.parametrize("gfx", ladder.EMULATED)
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", IN_TRITON)
 def test_every_kernel_computes_the_right_numbers_on_the_emulator(op, gfx):
     outcome = climbed(op, gfx, 4)
     assert outcome.state == "passed", outcome.sentence
@@ -111,6 +113,13 @@ def test_the_reference_and_the_interpreted_kernels_are_as_near_to_float64_as_sto
     for outcome in outcomes:
         assert outcome.figures["largest_error"] <= outcome.figures["allowed"]
         assert outcome.figures["samples"] == len(OPS["group_norm_silu"].verification.small)
+
+
+def test_an_op_without_a_kernel_in_triton_has_its_reference_alone():
+    (name,) = set(OPS) - set(IN_TRITON)
+    outcomes = ladder.verify(ladder.plan([name], ["gfx1100"], [1, 2, 3, 4, 5]))
+    assert [outcome.state for outcome in outcomes] == ["passed", *["skipped"] * 4]
+    assert {outcome.sentence for outcome in outcomes[1:]} == {f"it has no kernel in Triton: see {name}:hip"}
 
 
 def test_where_nothing_runs_the_reason_is_given(monkeypatch):

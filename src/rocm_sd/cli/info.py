@@ -122,7 +122,7 @@ def _ops(device: torch.device) -> list[dict[str, Any]]:
     for op in OPS.values():
         assert op.tuning is not None
         assert op.verification is not None
-        typical = op.tuning.buckets[0].sample
+        typical = op.tuning.buckets[0].sample if op.tuning.buckets else op.tuning.timed[0]
         problem = op.verification.problem(*typical.make(filled=False))
         plugged = [plug_in.implementation for plug_in in plugins.of_op(op.name)]
         choice = op.named(problem, device)

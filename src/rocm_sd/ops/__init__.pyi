@@ -9,6 +9,7 @@ from rocm_sd.ops.layout_copy import layout_copy
 from rocm_sd.ops.linear_geglu import linear_geglu
 from rocm_sd.ops.linear_residual import linear_residual, pack_linears, split_columns, split_heads
 from rocm_sd.ops.registry import OPS
+from rocm_sd.ops.transformer_block import transformer_block
 from rocm_sd.ops.upsample import upsample
 from rocm_sd.ops.upsample_conv2d import parity_weights, upsample_conv2d
 
@@ -27,6 +28,7 @@ __all__ = [
     "parity_weights",
     "split_columns",
     "split_heads",
+    "transformer_block",
     "upsample",
     "upsample_conv2d",
 ]

@@ -28,7 +28,7 @@ class OpCandidates:
     """`implementations` are the op's own, stock torch first.
 
     `derived` has the arguments that follow from others, by name, and how: a caller may keep them, and at random they
-    would be wrong.
+    would be wrong. `composed`: its stock implementation calls other ops, which are to be tuned before it.
     """
 
     name: str
@@ -38,6 +38,7 @@ class OpCandidates:
     tuning: Tuning | None = None
     family: Family | None = None
     derived: Mapping[str, Callable[..., torch.Tensor]] = field(default_factory=dict)
+    composed: bool = False
     own: Mapping[str, Implementation] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

@@ -156,6 +156,7 @@ def define(
     results: tuple[str, ...] = ("y",),
     eager_only: tuple[str, ...] = (),
     derived: Mapping[str, Callable[..., torch.Tensor]] | None = None,
+    composed: bool = False,
 ) -> DefinedOp[R]:
     """The op of that function, registered here and with torch.
 
@@ -164,7 +165,8 @@ def define(
     `backward(saved, *gradients)` gives the gradients of arguments by name, in any dtype; those that it does not name
     have none. `saves` are the tensors, arguments or `results`, that it reads: all arguments where nothing is said.
     `same_dtype` are the tensors that must be of the first one's dtype. `eager_only` are arguments that never reach
-    torch's dispatcher: the function has to do without them there. `derived`: as of `OpCandidates`.
+    torch's dispatcher: the function has to do without them there. `derived` and `composed`: as of
+    `OpCandidates`.
     """
     name, signature = function.__name__, Signature.of(function, eager_only)
     at_once, problem_of = _refusals(name, signature, same_dtype), verification.problem
@@ -185,6 +187,7 @@ def define(
             tuning,
             family,
             derived or {},
+            composed,
             signature=signature,
             call=call,
             at_once=at_once,

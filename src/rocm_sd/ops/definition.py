@@ -152,7 +152,8 @@ class Verification:
     `small` samples are computed on every rung, odd sizes among them; `real` ones are compiled only. `tiny` ones are
     so small that each derivative can be checked: with every optional part, and without. `empty` ones have nothing to
     compute. The reference returns a tensor or a tuple of them. `problem(*arguments)` is what tuning data is keyed by;
-    it has a `dtype`. `promises` has an entry for every kernel.
+    it has a `dtype`. `promises` has an entry for every kernel. `kernels` is the module of those in Triton; it is empty
+    where there are none, and the implementation has `Kernels` of its own.
     """
 
     implementation: str

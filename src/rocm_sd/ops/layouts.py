@@ -6,7 +6,7 @@ import torch
 
 from rocm_sd.errors import Unsupported
 
-__all__ = ["Part", "as_dtype", "as_rows", "channels_last", "dense", "joined", "require_alike"]
+__all__ = ["Part", "as_dtype", "as_rows", "channels_last", "dense", "has_gaps", "joined", "require_alike"]
 
 Part = torch.Tensor | None  # of a call that may do without it: a bias, a residual
 
@@ -26,6 +26,14 @@ def as_rows(x: torch.Tensor) -> torch.Tensor:
     """[M, K] with the values of a row side by side; a view where that can be."""
     rows = x.reshape(-1, x.shape[-1])
     return rows if rows.stride(1) == 1 else rows.contiguous()
+
+
+def has_gaps(x: torch.Tensor) -> bool:
+    """Whether the samples of x, [B, S, K], lie apart, though the values of each row lie together.
+
+    So lie the picture's tokens, and the text's, of what was computed of both at once.
+    """
+    return x.dim() == 3 and x.shape[0] > 1 and x.stride(2) == 1 and x.stride(0) != x.shape[1] * x.stride(1)
 
 
 def channels_last(x: torch.Tensor) -> torch.Tensor:

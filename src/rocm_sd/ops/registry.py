@@ -202,7 +202,7 @@ class Op(OpCandidates):
     def _run_stock(self, error: HipUnavailable, problem: Problem, device: torch.device, *arguments: Any) -> Any:
         """In place of a kernel that was trusted, but is of another size than the one tested, and cannot be had."""
         architecture, reason = arch.detect(device).name, error.message.rstrip(".")
-        if error.told:
+        if error.reported:
             _say_once(f"{self.name}: stock torch on {architecture}, because {reason}")
         if error.lasting:
             self._settle_on_stock(problem, device, reason)

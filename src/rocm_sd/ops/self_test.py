@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     _Key = tuple[str, str, Environment, str]
 
-__all__ = ["Verdict", "catch_up", "forget", "note", "verdict"]
+__all__ = ["SelfTestVerdict", "catch_up", "forget", "note", "verdict"]
 
 log = logging.getLogger("rocm_sd")
 
@@ -52,7 +52,7 @@ _SET_UP = (ImportError, OSError, SubprocessError, MemoryError, torch.OutOfMemory
 
 
 @dataclass(frozen=True)
-class Verdict:
+class SelfTestVerdict:
     """`later`: it cannot be tested now, since a graph is captured or a call is traced, and must not be used yet.
 
     `unseen`: what is launched now is only compiled, and nobody looks at the result: it is to be used, and tested later.
@@ -62,7 +62,7 @@ class Verdict:
     reason: str = ""
 
 
-_known: dict[tuple[Any, ...], Verdict] = {}
+_known: dict[tuple[Any, ...], SelfTestVerdict] = {}
 _noted: set[tuple[str, str, str]] = set()
 # What a model has used without a test, since its launches were only noted: op, candidate, dtype and device.
 _unseen: dict[tuple[str, str, str, torch.device], OpCandidates] = {}
@@ -88,7 +88,7 @@ def catch_up() -> None:
             verdict(op, candidate, {"dtype": dtype}, device)
 
 
-def verdict(op: OpCandidates, candidate: str, problem: Problem, device: torch.device) -> Verdict:
+def verdict(op: OpCandidates, candidate: str, problem: Problem, device: torch.device) -> SelfTestVerdict:
     """From memory, else from the database, else by a test now."""
     dtype = str(problem.get("dtype", ""))
     known_as = (user_database().path, op.name, candidate, device, dtype)
@@ -107,27 +107,28 @@ def note(op: OpCandidates, dtype: str, device: torch.device) -> None:
     What a model asks for after its first call is tested on its own then, and would be compiled on its own, too.
     """
     assert op.verification is not None
-    for candidate in dict.fromkeys(op.verification.proven):
+    # Those in HIP are not noted: they are compiled where they are used.
+    for candidate in dict.fromkeys(op.verification.proven) if op.verification.kernels else ():
         if _remembered((op.name, candidate, current(device), op.kernel_hash(candidate)), dtype) is None:
             _note_launches(op, candidate, dtype, device)
 
 
-def _remembered(key: _Key, dtype: str) -> Verdict | None:
+def _remembered(key: _Key, dtype: str) -> SelfTestVerdict | None:
     database = user_database()
     reason = database.why_quarantined(*key)
     if reason is not None:
-        return Verdict("failed", reason)
-    return Verdict("passed") if database.has_passed(*key, dtype) else None
+        return SelfTestVerdict("failed", reason)
+    return SelfTestVerdict("passed") if database.has_passed(*key, dtype) else None
 
 
-def _now(op: OpCandidates, candidate: str, dtype: str, device: torch.device, key: _Key) -> Verdict:
+def _now(op: OpCandidates, candidate: str, dtype: str, device: torch.device, key: _Key) -> SelfTestVerdict:
     busy = _why_not_now(device)
     if busy:
-        return Verdict("later", busy)
+        return SelfTestVerdict("later", busy)
     if triton_kernels.skips_launches():
         _note_launches(op, candidate, dtype, device)
         _unseen[op.name, candidate, dtype, device] = op
-        return Verdict("unseen")
+        return SelfTestVerdict("unseen")
     database, lasting = user_database(), True
     deaths = database.begin_trial(*key)
     try:
@@ -142,10 +143,10 @@ def _now(op: OpCandidates, candidate: str, dtype: str, device: torch.device, key
         database.end_trial(*key)
     if reason is None:
         database.passed(*key, dtype)
-        return Verdict("passed")
+        return SelfTestVerdict("passed")
     if lasting:
         database.quarantine(*key, reason)
-    return Verdict("failed", reason)
+    return SelfTestVerdict("failed", reason)
 
 
 def _note_launches(op: OpCandidates, candidate: str, dtype: str, device: torch.device) -> None:
@@ -170,8 +171,8 @@ def _why_not_now(device: torch.device) -> str | None:
         return "a call is being traced"
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return "a graph is being captured"
-    # Tensors may be fake in there, and calls are being counted or recorded.
-    return "calls are being recorded" if is_in_torch_dispatch_mode() else None
+    # Tensors may be fake in there, and calls are being counted or noted.
+    return "calls are being noted" if is_in_torch_dispatch_mode() else None
 
 
 def _why_wrong(op: OpCandidates, candidate: str, dtype: str, device: torch.device) -> str | None:

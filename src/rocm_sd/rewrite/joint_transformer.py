@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from rocm_sd.ops import attention, linear_residual
+from rocm_sd.ops.layouts import has_gaps
 from rocm_sd.ops.linear_residual.packing import split_columns
 from rocm_sd.rewrite.apply import Rule
 from rocm_sd.rewrite.convolutions import is_diffusers, of_kind
@@ -258,8 +259,8 @@ def project(x: torch.Tensor, *layers: Any) -> list[torch.Tensor]:
 
 def linear(layer: Any, x: torch.Tensor) -> torch.Tensor:
     if _is_product(layer, x):
-        # Of rows with gaps between samples torch makes a product, and adds the bias in a pass of its own.
-        return linear_residual(x.contiguous(), layer.weight, layer.bias)
+        # Samples with gaps between them are for the op to read as they lie, or to copy.
+        return linear_residual(x if has_gaps(x) else x.contiguous(), layer.weight, layer.bias)
     y: torch.Tensor = layer(x)
     return y
 

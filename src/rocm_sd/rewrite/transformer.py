@@ -2,7 +2,7 @@
 the feed-forward's first linear and GEGLU as one op.
 
 Each piece (an attention, a norm, the feed-forward) asks at every call whether it is what the ops compute; where it is
-not, the piece itself is called, as stock does.
+not, the piece itself is called, as stock does. A block whose pieces all are is one op where that is measured as faster.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from rocm_sd.ops import attention, geglu, layer_norm_residual, linear_geglu, linear_residual
+from rocm_sd.ops import OPS, attention, geglu, layer_norm_residual, linear_geglu, linear_residual, transformer_block
+from rocm_sd.ops.transformer_block.workload import problem_of
 from rocm_sd.rewrite import conditioning
 from rocm_sd.rewrite.apply import Rule
 from rocm_sd.rewrite.layers import idle, is_plain, untouched
-from rocm_sd.rewrite.packing import unpack
+from rocm_sd.rewrite.packing import packed_linear, unpack
 from rocm_sd.rewrite.tokens import projected
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ __all__ = ["RULE", "chain", "hoistable", "keys_values", "one_dtype", "stock_proc
 
 _KIND = "BasicTransformerBlock"
 _PROCESSORS = "diffusers.models.attention_processor"
+_NORMS = ("norm1", "norm2", "norm3")
 
 
 def _applies(module: nn.Module) -> bool:
@@ -80,6 +82,11 @@ def forward(
             cross_attention_kwargs, class_labels, added_cond_kwargs,
         )  # fmt: skip
         return stock
+    whole = None
+    if attention_mask is None and encoder_attention_mask is None:
+        whole = _as_one_op(self, None, x, text)
+    if whole is not None:
+        return whole
     h, x = _before_feed_forward(self, None, x, text, attention_mask, encoder_attention_mask)
     return _feed_forward(self.ff, h, x)
 
@@ -91,11 +98,15 @@ def chain(blocks: Iterable[Any], x: torch.Tensor, text: torch.Tensor | None) -> 
         return None
     pending = None
     for block in every:
+        whole = _as_one_op(block, pending, x, text)
+        if whole is not None:
+            pending, x = None, whole
+            continue
         h, x = _before_feed_forward(block, pending, x, text, None, None)
         if block is every[-1]:
             return _feed_forward(block.ff, h, x)
         pending = _feed_forward(block.ff, h, None)
-    return None
+    return x
 
 
 def _is_ours(block: Any) -> bool:
@@ -108,6 +119,60 @@ def _is_ours(block: Any) -> bool:
 def _known(block: Any, x: torch.Tensor) -> bool:
     # Token merging (tomesd) gives a block another class when it is switched on.
     return type(block).__name__ == _KIND and block._chunk_size is None and x.dim() == 3 and one_dtype(x)  # noqa: SLF001
+
+
+def _as_one_op(
+    block: Any, pending: torch.Tensor | None, x: torch.Tensor, text: torch.Tensor | None
+) -> torch.Tensor | None:
+    """The block of the tokens x, or pending + x, by `transformer_block`; None where its steps are to run one by one.
+
+    They are where the op chooses stock, which is these steps; where a gradient may be wanted, which each has by itself;
+    and where one of them is not what the op computes.
+    """
+    # What an op chooses cannot be asked for while it is traced.
+    if text is None or block.attn2 is None or torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return None
+    attn, attn2, (gate, _, ff, *_) = block.attn1, block.attn2, block.ff.net
+    asked = problem_of(x, text.shape[1], attn2.heads, getattr(ff, "in_features", 0))
+    if OPS["transformer_block"].choose(asked, x.device).is_stock or not _all_plain(block):
+        return None
+    packed = packed_linear(attn.to_q, attn.to_k, attn.to_v)
+    if packed is None:
+        return None
+    one, two, three = (getattr(block, name) for name in _NORMS)
+    (out, _), (out2, _) = attn.to_out, attn2.to_out
+    keys, values = conditioning.keys_values(attn2) or keys_values(attn2, text)
+    return transformer_block(
+        x if pending is None else pending + x, keys, values,
+        one.weight, one.bias, packed[0], out.weight, out.bias,
+        two.weight, two.bias, attn2.to_q.weight, out2.weight, out2.bias,
+        three.weight, three.bias, gate.proj.weight, gate.proj.bias, ff.weight, ff.bias, one.eps,
+    )  # fmt: skip
+
+
+def _all_plain(block: Any) -> bool:
+    """Whether the block is what `transformer_block` computes, now: no masks, no LoRA, biases where the op has them."""
+    (gate, dropout, ff, *last), attentions = block.ff.net, (block.attn1, block.attn2)
+    (out, dropout1), (out2, dropout2) = (attn.to_out for attn in attentions)
+    norms = [getattr(block, name) for name in _NORMS]
+    biased = (out, out2, gate.proj, ff)
+    bare = [layer for attn in attentions for layer in (attn.to_q, attn.to_k, attn.to_v)]
+    return (
+        not block.only_cross_attention
+        and all(_is_default(attn) and _scale(attn) is None and attn.heads == block.attn1.heads for attn in attentions)
+        and all(type(norm) is nn.LayerNorm and norm.bias is not None and norm.eps == norms[0].eps for norm in norms)
+        and untouched(*attentions, block.ff, gate, *norms)
+        and idle(dropout, dropout1, dropout2, *last)
+        and all(is_plain(layer) and layer.bias is not None for layer in biased)
+        and all(is_plain(layer) and layer.bias is None for layer in bare)
+    )
+
+
+def _scale(attn: Any) -> float | None:
+    """What scores are multiplied by; None for what all heads of this size are. The default processor reads none."""
+    own: float = attn.scale
+    is_read = type(attn.processor).__name__ == "AttnProcessor" and own != (attn.inner_dim // attn.heads) ** -0.5
+    return own if is_read else None
 
 
 def _before_feed_forward(
@@ -155,8 +220,7 @@ def _attend(attn: Any, x: torch.Tensor, text: torch.Tensor | None, mask: torch.T
     else:
         (q,) = _project(x, heads, to_q)
         k, v = conditioning.keys_values(attn) or keys_values(attn, text)
-    scale = attn.scale if type(attn.processor).__name__ == "AttnProcessor" else None
-    return _linear(out, attention(q, k, v, scale).flatten(2))
+    return _linear(out, attention(q, k, v, _scale(attn)).flatten(2))
 
 
 def stock_processor(processor: object) -> type:

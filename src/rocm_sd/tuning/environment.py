@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["Environment", "current", "driver", "kernel_hash"]
 
 _IMPORTED = re.compile(rb"^\s*(?:from|import)\s+(rocm_sd\.kernels\.[\w.]+)", re.MULTILINE)
+_LAUNCHED = re.compile(rb'\bKernel\(\s*"(\w+)"')
 _ROOT = Path("/")
 
 
@@ -110,9 +111,9 @@ def driver(vendor: arch.Vendor, root: Path = _ROOT) -> str | None:
 def kernel_hash(module: str) -> str:
     """The hash of a kernel module's source and of every kernel module that it imports; nothing is imported for it.
 
-    A HIP launcher's has the device code of its name and every header, too. The dataclass of its configs stands in the
-    same file. Where there are no sources (a frozen program), the version
-    of rocm-sd stands for them.
+    A HIP launcher's has the device code that it names in `Kernel(...)` and every header, too. The dataclass of its
+    configs stands in the same file. Where there are no sources (a frozen program), the version of rocm-sd stands for
+    them.
     """
     digest = hashlib.sha256()
     waiting, seen = [module], set()
@@ -127,15 +128,16 @@ def kernel_hash(module: str) -> str:
         if file is None or source is None:
             return f"rocm-sd {host.installed('rocm-sd')}"
         digest.update(name.encode() + b"\0" + source + b"\0")
-        for part in _device_code(file):
+        for part in _device_code(file, source):
             digest.update(part.name.encode() + b"\0" + (_bytes(part) or b"") + b"\0")
         waiting += sorted({found.decode() for found in _IMPORTED.findall(source)})
     return digest.hexdigest()[:16]
 
 
-def _device_code(launcher: Path) -> list[Path]:
-    source = launcher.parent / "sources" / f"{launcher.stem}.hip"
-    return [source, *sorted((launcher.parent / "include").rglob("*.hpp"))] if source.is_file() else []
+def _device_code(launcher: Path, source: bytes) -> list[Path]:
+    named = dict.fromkeys(launcher.parent / "sources" / f"{name.decode()}.hip" for name in _LAUNCHED.findall(source))
+    found = [file for file in named if file.is_file()]
+    return [*found, *sorted((launcher.parent / "include").rglob("*.hpp"))] if found else []
 
 
 def _bytes(path: Path) -> bytes | None:

@@ -132,8 +132,11 @@ def _without_running(task: Task) -> Outcome | None:
         return Outcome(task.op, task.arch, task.rung_name, state, sentence)
 
     name, _, implementation = task.op.partition(":")
-    if OPS[name].verification is None:
+    verification = OPS[name].verification
+    if verification is None:
         return outcome("failed", f"{task.op} declares no verification: see docs/adding-an-op.md")
+    if task.rung > 1 and not implementation and not verification.kernels:
+        return outcome("skipped", f"it has no kernel in Triton: see {name}:{verification.implementation}")
     if task.rung == 5:
         evidence = _recorded_run(name, implementation, task.arch)
         return outcome("passed", f"recorded in {evidence}") if evidence else outcome("skipped", "never ran there")

@@ -8,7 +8,8 @@ arguments it runs, and hands both to a `Launcher`: a card's runtime, or the proo
 from __future__ import annotations
 
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
     from rocm_sd.kernels.hip.launch import Launcher
 
-__all__ = ["launched_by", "launcher_for", "why_not"]
+__all__ = ["launch_op", "launched_by", "launcher_for", "why_not"]
 
 _instead: list[Launcher] = []
 
@@ -30,6 +31,11 @@ def launched_by(launcher: Launcher) -> Iterator[None]:
         yield
     finally:
         _instead.pop()
+
+
+def launch_op(op: str, device: torch.device, *arguments: Any) -> None:
+    """Call the launcher of an op, whose module is imported at its first use, with what runs kernels on the device."""
+    import_module(f"{__name__}.{op}").launch(*arguments, launcher_for(device))
 
 
 def launcher_for(device: torch.device) -> Launcher:

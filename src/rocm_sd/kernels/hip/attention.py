@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from rocm_sd.arch import MatrixUnit
 from rocm_sd.kernels.config import Config
-from rocm_sd.kernels.hip.launch import HipRefused, Kernel, access_width, ceil_div, element_of
-from rocm_sd.kernels.hip.tiles import tiles_of
+from rocm_sd.kernels.hip.gemm import tiles_of
+from rocm_sd.kernels.hip.launch import HipRefused, Kernel, access_width, ceil_div, parameters_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -166,21 +166,6 @@ def launch(
         raise HipRefused("attention (hip)", f"a head that spans {longest} bytes: offsets have 31 bits")
     if not config.block_m:
         config = configs(D, launcher.arch)[0]
-    kernel = Kernel(
-        "attention",
-        "attend",
-        (
-            ("element", element_of(q)),
-            ("head", D),
-            ("block_m", config.block_m),
-            ("block_n", config.block_n),
-            ("waves_m", config.waves_m),
-            ("waves_d", config.waves_d),
-            ("fragment", config.fragment),
-            ("chunk", config.chunk),
-            ("queries_in_lds", config.queries_in_lds),
-            ("values_ahead", config.values_ahead),
-        ),
-    )
+    kernel = Kernel("attention", "attend", parameters_of(q, (("head", D), *config.to_dict().items())))
     grid = (ceil_div(S, config.block_m), H, B)
     launcher.launch(kernel, grid, (q, k, v, out, S, T, H, *strides, scale * LOG2_E))

@@ -1,20 +1,22 @@
-"""y = conv2d(x, weight) + bias + add + residual, channels-last, 1x1 and 3x3; float32 accumulation, one rounding."""
+"""y = conv2d(x, weight) + bias + add + residual, channels-last, 1x1 and 3x3; float32 accumulation, one rounding.
+
+Where the depth is cut into parts, their sums go to memory as float32, and are added up in their order.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
+
 from rocm_sd.arch import MatrixUnit
-from rocm_sd.kernels.hip.conv2d_split import launch as launch_parts
-from rocm_sd.kernels.hip.gemm import WIDEST, GemmConfig
-from rocm_sd.kernels.hip.launch import HipRefused, Kernel, access_width, ceil_div, element_of
-from rocm_sd.kernels.hip.tiles import tiles_of
+from rocm_sd.kernels.hip.conv2d_finish import launch as finish
+from rocm_sd.kernels.hip.gemm import WIDEST, GemmConfig, tiles_of
+from rocm_sd.kernels.hip.launch import HipRefused, Kernel, access_width, ceil_div, has, parameters_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-    import torch
 
     from rocm_sd.arch import Arch
     from rocm_sd.kernels.hip.launch import Launcher
@@ -80,29 +82,26 @@ def launch(
     # Loads of eight values; 0 is one by one.
     wide = {WIDEST: 1, WIDEST // 2: 2}.get(access_width(x.element_size(), Cin, tensors=(x, weight)), 0)
     wide_out = access_width(x.element_size(), Cout, tensors=(bias, add, residual, out)) == WIDEST
-    parameters: tuple[tuple[str, int | str], ...] = (
-        ("element", element_of(x)),
-        *config.parameters,
-        ("kernel_size", size),
-        ("padded", int(padding > 0)),
-        ("wide", wide),
-        ("wide_out", int(wide_out)),
-        ("has_bias", int(bias is not None)),
-        ("has_add", int(add is not None)),
-        ("has_residual", int(residual is not None)),
-    )
+    parameters = parameters_of(x, config.parameters, kernel_size=size, padded=padding > 0, wide=wide, wide_out=wide_out)
     # As `steps` in conv.hpp: where channels come 16 bytes at a time, each tap ends with a step of its own.
     depth = size * size
     steps = depth * ceil_div(Cin, config.block_k) if wide == 1 else ceil_div(depth * Cin, config.block_k)
     # Every part must have work: of 9 steps in 4 parts of 3 the fourth would have none, and there are 3 parts.
     of_part = ceil_div(steps, config.split_k)
-    if (splits := ceil_div(steps, of_part)) > 1:
-        launch_parts(
-            x, weight, out, bias, add, residual, stride, padding, of_part, splits, config, parameters, launcher
-        )
-        return
     pixels = N * Ho * Wo
-    arguments = (x, weight, bias, add, residual, out, pixels, Cout, H, W, Cin, Ho, Wo, stride, padding, config.group_m)
+    sizes = (pixels, Cout, H, W, Cin, Ho, Wo, stride, padding)
+    if (splits := ceil_div(steps, of_part)) > 1:
+        parts = x.new_empty((splits, pixels, Cout), dtype=torch.float32)
+        # What is added is of the last kernel alone: parts of several convolutions share this one.
+        launcher.launch(
+            Kernel("conv2d_split", "conv2d_split", parameters),
+            (config.tiles(pixels, Cout), splits, 1),
+            (x, weight, parts, *sizes, of_part, config.group_m),
+        )
+        finish(parts, out, bias, add, residual, N, launcher)
+        return
+    parameters = (*parameters, *has(bias=bias, add=add, residual=residual))
+    arguments = (x, weight, bias, add, residual, out, *sizes, config.group_m)
     launcher.launch(Kernel("conv2d", "conv2d", parameters), (config.tiles(pixels, Cout), 1, 1), arguments)
 
 

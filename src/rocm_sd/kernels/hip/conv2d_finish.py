@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rocm_sd.kernels.hip.launch import Kernel, access_width, ceil_div, element_of
+from rocm_sd.kernels.hip.launch import Kernel, access_width, ceil_div, has, parameters_of
 
 if TYPE_CHECKING:
     import torch
 
     from rocm_sd.kernels.hip.launch import Launcher
 
-__all__ = ["launch", "launch_rows"]
+__all__ = ["launch"]
 
 _THREADS = 256  # as in conv2d_finish.hip
 _WIDEST = 4  # float32 values in 16 bytes
@@ -23,46 +23,24 @@ def launch(
     bias: torch.Tensor | None,
     add: torch.Tensor | None,
     residual: torch.Tensor | None,
+    pictures: int,
     launcher: Launcher,
 ) -> None:
     """Fill `out`, [N, Cout, H, W]; out and residual are dense channels-last, `add` is dense [N, Cout].
 
-    `parts` are dense float32, the rest is of one dtype.
+    Or fill [M, N] from parts of a product: its rows are the pixels of one of the `pictures`. `parts` are dense float32,
+    the rest is of one dtype.
     """
-    N, _, H, W = out.shape
-    _launch(parts, out, bias, add, residual, N, H * W, launcher)
-
-
-def launch_rows(
-    parts: torch.Tensor, y: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None, launcher: Launcher
-) -> None:
-    """Fill `y`, [M, N], from parts of a product: rows are the pixels of one picture. y and residual are dense."""
-    _launch(parts, y, bias, None, residual, 1, y.shape[0], launcher)
-
-
-def _launch(
-    parts: torch.Tensor,
-    out: torch.Tensor,
-    bias: torch.Tensor | None,
-    add: torch.Tensor | None,
-    residual: torch.Tensor | None,
-    pictures: int,
-    pixels: int,
-    launcher: Launcher,
-) -> None:
-    channels = parts.shape[2]
+    splits, pixels, channels = parts.shape
     width = access_width(parts.element_size(), channels, tensors=(parts, bias, add, residual, out))
     width = width if width == _WIDEST else 1
-    parameters = (
-        ("element", element_of(out)),
-        ("splits", parts.shape[0]),
-        ("width", width),
-        ("has_bias", int(bias is not None)),
-        ("has_add", int(add is not None)),
-        ("has_residual", int(residual is not None)),
-    )
+    parameters = (("splits", splits), ("width", width))
     launcher.launch(
-        Kernel("conv2d_finish", "conv2d_finish", parameters),
-        (ceil_div(pixels * channels, _THREADS * width), pictures, 1),
-        (parts, bias, add, residual, out, pixels, pictures * pixels, channels),
+        Kernel(
+            "conv2d_finish",
+            "conv2d_finish",
+            (*parameters_of(out, parameters), *has(bias=bias, add=add, residual=residual)),
+        ),
+        (ceil_div(pixels // pictures * channels, _THREADS * width), pictures, 1),
+        (parts, bias, add, residual, out, pixels // pictures, pixels, channels),
     )

@@ -51,7 +51,7 @@ class LoadFailed(HipUnavailable):
 
 
 class LaunchFailed(RocmSdError):
-    """The driver refused a launch, or told of a fault of an earlier one."""
+    """The driver refused a launch, or reported a fault of an earlier one."""
 
 
 @dataclass(frozen=True)
@@ -61,44 +61,30 @@ class Api:
     name: str
     stem: str
     versions: tuple[str, ...]
-    load: str
-    function: str
+    prefix: str
     launch: str
-    unload: str
-    error_name: str
-    error_text: str
     returns_text: bool
 
+    @property
+    def load(self) -> str:
+        return f"{self.prefix}ModuleLoadData"
 
-HIP = Api(
-    "HIP",
-    "libamdhip64",
-    ("", ".7", ".6", ".5"),
-    load="hipModuleLoadData",
-    function="hipModuleGetFunction",
-    launch="hipModuleLaunchKernel",
-    unload="hipModuleUnload",
-    error_name="hipGetErrorName",
-    error_text="hipGetErrorString",
-    returns_text=True,
-)
-CUDA = Api(
-    "CUDA",
-    "libcuda",
-    (".1",),
-    load="cuModuleLoadData",
-    function="cuModuleGetFunction",
-    launch="cuLaunchKernel",
-    unload="cuModuleUnload",
-    error_name="cuGetErrorName",
-    error_text="cuGetErrorString",
-    returns_text=False,
-)
+    @property
+    def function(self) -> str:
+        return f"{self.prefix}ModuleGetFunction"
+
+    @property
+    def unload(self) -> str:
+        return f"{self.prefix}ModuleUnload"
+
+
+HIP = Api("HIP", "libamdhip64", ("", ".7", ".6", ".5"), "hip", "hipModuleLaunchKernel", returns_text=True)
+CUDA = Api("CUDA", "libcuda", (".1",), "cu", "cuLaunchKernel", returns_text=False)
 _MAPS = Path("/proc/self/maps")
 
 
 class Driver:
-    """Each call is checked: what the driver answers is told in a sentence."""
+    """Each call is checked: what the driver answers becomes a sentence."""
 
     def __init__(self, api: Api, library: ctypes.CDLL) -> None:
         self.api = api
@@ -108,7 +94,7 @@ class Driver:
             sizes = (c_uint,) * 7
             self._launch = _typed(library, api.launch, c_void_p, *sizes, c_void_p, POINTER(c_void_p), c_void_p)
             self._unload = _typed(library, api.unload, c_void_p)
-            self._texts = [_text_function(library, name, api) for name in (api.error_name, api.error_text)]
+            self._texts = [_text_function(library, name, api) for name in ("GetErrorName", "GetErrorString")]
             self._context = None if api is HIP else _Context(library)
         except AttributeError as error:
             raise NoDriver(f"The library {library._name} is no {api.name} driver: {error}.") from None  # noqa: SLF001
@@ -116,7 +102,7 @@ class Driver:
     def load(self, image: bytes, what: str) -> int:
         """A module of machine code, or of PTX text that ends with a zero, on the device that is current.
 
-        `what` is told where it fails. The driver may read the image for as long as the module is loaded: keep it.
+        `what` is named where it fails. The driver may read the image for as long as the module is loaded: keep it.
         """
         module = c_void_p()
         self._loaded(self._load(byref(module), image), self.api.load, what)
@@ -188,7 +174,7 @@ def _typed(library: ctypes.CDLL, name: str, *arguments: Any) -> Any:
 
 
 def _text_function(library: ctypes.CDLL, name: str, api: Api) -> Any:
-    function = getattr(library, name)
+    function = getattr(library, api.prefix + name)
     if api.returns_text:
         function.argtypes, function.restype = (c_int,), c_char_p
         return lambda code: (function(code) or b"").decode(errors="replace")
@@ -233,5 +219,5 @@ def torch_folders() -> list[Path]:
     if spec is None or spec.origin is None:
         return []
     torch = Path(spec.origin).parent
-    beside = (torch.parent / "nvidia").glob("*/lib")
-    return [torch / "lib", *sorted(beside), torch.parent / "_rocm_sdk_core" / "lib"]
+    of_vendors = (torch.parent / "nvidia").glob("*/lib")
+    return [torch / "lib", *sorted(of_vendors), torch.parent / "_rocm_sdk_core" / "lib"]

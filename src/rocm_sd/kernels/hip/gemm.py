@@ -1,14 +1,22 @@
-"""What every kernel that stands on gemm.hpp is told of its tiles."""
+"""The tiles of every kernel that stands on gemm.hpp, and which of a table an architecture takes."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
 
+from rocm_sd.arch import MatrixUnit
 from rocm_sd.kernels.config import Config
 from rocm_sd.kernels.hip.launch import ceil_div
 
-__all__ = ["WIDEST", "GemmConfig"]
+if TYPE_CHECKING:
+    from collections.abc import Mapping
 
+    from rocm_sd.arch import Arch
+
+__all__ = ["WIDEST", "GemmConfig", "tiles_of"]
+
+T = TypeVar("T")
 WIDEST = 8  # values of 16 bits in 16 bytes
 
 
@@ -36,3 +44,14 @@ class GemmConfig(Config):
 
     def tiles(self, m: int, n: int) -> int:
         return ceil_div(m, self.block_m) * ceil_div(n, self.block_n)
+
+
+def tiles_of(by_unit: Mapping[MatrixUnit, T], dot_wave64: T, arch: Arch) -> T | None:
+    """Those of the matrix unit, or None where nothing is known of it.
+
+    A matrix unit has waves of one size. Without one a wave is a grid of lanes, and those of 64 lanes divide a tile in
+    other ways than those of 32: `dot_wave64` are theirs.
+    """
+    if arch.matrix_unit is MatrixUnit.DOT and arch.wave_size == 64:
+        return dot_wave64
+    return by_unit.get(arch.matrix_unit) if arch.matrix_unit else None

@@ -9,7 +9,7 @@ from rocm_sd.errors import RocmSdError, Unsupported
 from rocm_sd.kernels.sizes import ceil_div
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
     from pathlib import Path
 
     import torch
@@ -28,6 +28,8 @@ __all__ = [
     "bits_of",
     "ceil_div",
     "element_of",
+    "has",
+    "parameters_of",
 ]
 
 # A tensor or None is a pointer, an int 32 bits, a float a float32.
@@ -42,11 +44,11 @@ _WIDEST = 16  # bytes that one lane moves at once
 class HipUnavailable(RocmSdError):
     """A kernel could not be compiled or loaded, so nothing of it has run: another implementation can take the call.
 
-    `lasting`: it will not be otherwise at the next call. `told`: a user is to hear of it.
+    `lasting`: it will not be otherwise at the next call. `reported`: a user is to hear of it.
     """
 
     lasting: ClassVar[bool] = True
-    told: ClassVar[bool] = True
+    reported: ClassVar[bool] = True
 
 
 class HipRefused(Unsupported, HipUnavailable):
@@ -77,6 +79,18 @@ class Launcher(Protocol):
 
 def element_of(tensor: torch.Tensor) -> str:
     return ELEMENTS[str(tensor.dtype).removeprefix("torch.")]
+
+
+def parameters_of(
+    like: torch.Tensor, parameters: Iterable[tuple[str, int | str]] = (), **more: int
+) -> tuple[tuple[str, int | str], ...]:
+    """What a kernel is compiled with: the element of `like`, then names and numbers."""
+    return ("element", element_of(like)), *parameters, *((name, int(value)) for name, value in more.items())
+
+
+def has(**parts: torch.Tensor | None) -> tuple[tuple[str, int], ...]:
+    """("has_bias", 1) for a `bias` that is there, ("has_bias", 0) for None: a kernel is compiled with it or without."""
+    return tuple((f"has_{name}", int(part is not None)) for name, part in parts.items())
 
 
 def bits_of(tensor: torch.Tensor) -> str:

@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rocm_sd.kernels.config import Config
-from rocm_sd.kernels.hip.launch import HipRefused, Kernel, access_width, ceil_div, element_of
+from rocm_sd.kernels.hip.launch import HipRefused, Kernel, access_width, ceil_div, has, parameters_of
 
 if TYPE_CHECKING:
     import torch
 
     from rocm_sd.kernels.hip.launch import Launcher
 
-__all__ = ["LayerNormResidualConfig", "launch", "row_split"]
+__all__ = ["LayerNormResidualConfig", "launch", "row_parameters", "row_split"]
 
 _MOST_CHUNKS = 8  # a lane's share of a row stays in registers, and is unrolled
 # By wave size: 5 chunks of 8 halves take 83 to 92 registers, with which gfx1100 holds its 16 waves; gfx942 holds its 8
@@ -45,6 +45,11 @@ def row_split(vectors: int, wave_size: int) -> tuple[int, int]:
     return lanes, chunks
 
 
+def row_parameters(C: int, width: int, lanes: int, chunks: int, threads: int) -> tuple[tuple[str, int], ...]:
+    even = int(lanes * chunks * width == C)
+    return ("width", width), ("lanes", lanes), ("chunks", chunks), ("threads", threads), ("even", even)
+
+
 def launch(
     x: torch.Tensor,
     residual: torch.Tensor | None,
@@ -65,20 +70,11 @@ def launch(
     width = access_width(x.element_size(), C, *strides, tensors=(x, residual, weight, bias, y, total))
     lanes, chunks = row_split(C // width, launcher.arch.wave_size or 32)
     threads = max(config.threads, lanes)
-    kernel = Kernel(
-        "layer_norm_residual",
-        "layer_norm_residual",
-        (
-            ("element", element_of(x)),
-            ("width", width),
-            ("lanes", lanes),
-            ("chunks", chunks),
-            ("threads", threads),
-            ("even", int(lanes * chunks * width == C)),
-            ("has_residual", int(residual is not None)),
-            ("has_weight", int(weight is not None)),
-            ("has_bias", int(bias is not None)),
-        ),
-    )
+    split = row_parameters(C, width, lanes, chunks, threads)
+    parameters = (*parameters_of(x, split), *has(residual=residual, weight=weight, bias=bias))
     arguments = (x, residual, weight, bias, y, total, M, C, *strides, 1.0 / C, eps)
-    launcher.launch(kernel, (ceil_div(M, threads // lanes), 1, 1), arguments)
+    launcher.launch(
+        Kernel("layer_norm_residual", "layer_norm_residual", parameters),
+        (ceil_div(M, threads // lanes), 1, 1),
+        arguments,
+    )

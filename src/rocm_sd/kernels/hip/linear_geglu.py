@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rocm_sd.arch import MatrixUnit
-from rocm_sd.kernels.hip.gemm import WIDEST, GemmConfig
-from rocm_sd.kernels.hip.launch import HipRefused, Kernel, access_width, element_of
-from rocm_sd.kernels.hip.tiles import tiles_of
+from rocm_sd.kernels.hip.gemm import WIDEST, GemmConfig, tiles_of
+from rocm_sd.kernels.hip.launch import HipRefused, Kernel, access_width, has, parameters_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -81,12 +80,7 @@ def launch(
         raise HipRefused("linear_geglu by HIP", f"gates {F} rows of {weight.stride(0)} values after their values")
     strides = (x.stride(0), weight.stride(0), y.stride(0))
     wide = access_width(x.element_size(), K, F, *strides, tensors=(x, weight, bias, y)) == WIDEST
-    parameters = (
-        ("element", element_of(x)),
-        *config.parameters,
-        ("wide", int(wide)),
-        ("has_bias", int(bias is not None)),
-    )
+    parameters = (*parameters_of(x, config.parameters, wide=wide), *has(bias=bias))
     grid = (config.tiles(M, 2 * F), 1, 1)
     arguments = (x, weight, bias, y, M, F, K, *strides, config.group_m)
     launcher.launch(Kernel("linear_geglu", "linear_geglu", parameters), grid, arguments)

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rocm_sd.errors import Unsupported
 from rocm_sd.kernels.hip.gemm import WIDEST
-from rocm_sd.kernels.hip.launch import Kernel, access_width, element_of
+from rocm_sd.kernels.hip.launch import HipRefused, Kernel, access_width, has, parameters_of
 from rocm_sd.kernels.hip.linear_residual import DOT_WAVE64, TILES, LinearResidualConfig
 
 if TYPE_CHECKING:
@@ -35,12 +34,7 @@ def launch(
         raise ValueError(f"moments of {moments.span} columns of {moments.width}: tiles have {config.block_n} of {N}")
     strides = (x.stride(0), weight.stride(0), 0 if residual is None else residual.stride(0), y.stride(0))
     if access_width(x.element_size(), K, N, *strides, tensors=(x, weight, bias, residual, y)) != WIDEST:
-        raise Unsupported("linear_moments (hip)", f"[{M}, {K}] to {N}: rows do not begin at multiples of 16 bytes")
-    parameters = (
-        ("element", element_of(x)),
-        *config.parameters,
-        ("has_bias", int(bias is not None)),
-        ("has_residual", int(residual is not None)),
-    )
+        raise HipRefused("linear_moments (hip)", f"[{M}, {K}] to {N}: rows do not begin at multiples of 16 bytes")
+    parameters = (*parameters_of(x, config.parameters), *has(bias=bias, residual=residual))
     arguments = (x, weight, bias, residual, y, moments.data, M, N, K, *strides, config.group_m)
     launcher.launch(Kernel("linear_moments", "linear_moments", parameters), (config.tiles(M, N), 1, 1), arguments)

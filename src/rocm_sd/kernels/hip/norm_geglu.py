@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from rocm_sd.errors import Unsupported
-from rocm_sd.kernels.hip.launch import Kernel, element_of
+from rocm_sd.kernels.hip.gemm import tiles_of
+from rocm_sd.kernels.hip.launch import HipRefused, Kernel, has, parameters_of
 from rocm_sd.kernels.hip.linear_geglu import DOT_WAVE64 as PLAIN_DOT_WAVE64
 from rocm_sd.kernels.hip.linear_geglu import TILES, LinearGegluConfig
 from rocm_sd.kernels.hip.norm_linear import norm_arguments
-from rocm_sd.kernels.hip.tiles import tiles_of
 
 if TYPE_CHECKING:
     import torch
@@ -41,8 +40,8 @@ def launch(
     """Fill `y`, [M, F], of x: [M, K] and weight: [2F, K]; all else as in `norm_linear`."""
     M, F = y.shape
     if (F + config.block_n) * weight.stride(0) * weight.element_size() >= 2**32:
-        raise Unsupported("norm_geglu (hip)", f"gates {F} rows of {weight.stride(0)} values after their values")
+        raise HipRefused("norm_geglu (hip)", f"gates {F} rows of {weight.stride(0)} values after their values")
     arguments = norm_arguments("norm_geglu", x, moments, norm, weight, bias, y)
-    parameters = (("element", element_of(x)), *config.parameters, ("has_bias", int(bias is not None)))
+    parameters = (*parameters_of(x, config.parameters), *has(bias=bias))
     grid = (config.tiles(M, 2 * F), 1, 1)
     launcher.launch(Kernel("norm_geglu", "norm_geglu", parameters), grid, (*arguments, config.group_m))

@@ -5,13 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from rocm_sd.arch import MatrixUnit
-from rocm_sd.errors import Unsupported
-from rocm_sd.kernels.hip.gemm import WIDEST
-from rocm_sd.kernels.hip.launch import Kernel, access_width, element_of
+from rocm_sd.kernels.hip.gemm import WIDEST, tiles_of
+from rocm_sd.kernels.hip.launch import HipRefused, Kernel, access_width, has, parameters_of
 from rocm_sd.kernels.hip.linear_residual import DOT_WAVE64 as PLAIN_DOT_WAVE64
 from rocm_sd.kernels.hip.linear_residual import TILES as PLAIN_TILES
 from rocm_sd.kernels.hip.linear_residual import LinearResidualConfig
-from rocm_sd.kernels.hip.tiles import tiles_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -61,7 +59,7 @@ def norm_arguments(
     strides = (x.stride(0), weight.stride(0), y.stride(0))
     tensors = (x, norm.weight, norm.bias, weight, bias, y)
     if access_width(x.element_size(), K, N, *strides, tensors=tensors) != WIDEST:
-        raise Unsupported(f"{op} (hip)", f"[{M}, {K}] to {N}: rows do not begin at multiples of 16 bytes")
+        raise HipRefused(f"{op} (hip)", f"[{M}, {K}] to {N}: rows do not begin at multiples of 16 bytes")
     return (
         x, moments.data, norm.weight, norm.bias, weight, bias, y, M, N, K, *strides,
         moments.parts, moments.span, 1.0 / K, norm.eps,
@@ -83,6 +81,6 @@ def launch(
     Rows of all matrices may be any multiple of 16 bytes apart. All are of one dtype, float16 or bfloat16.
     """
     arguments = norm_arguments("norm_linear", x, moments, norm, weight, bias, y)
-    parameters = (("element", element_of(x)), *config.parameters, ("has_bias", int(bias is not None)))
+    parameters = (*parameters_of(x, config.parameters), *has(bias=bias))
     grid = (config.tiles(*y.shape), 1, 1)
     launcher.launch(Kernel("norm_linear", "norm_linear", parameters), grid, (*arguments, config.group_m))

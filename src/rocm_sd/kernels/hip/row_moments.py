@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rocm_sd.kernels.hip.launch import Kernel, access_width, ceil_div, element_of
-from rocm_sd.kernels.hip.layer_norm_residual import row_split
+from rocm_sd.kernels.hip.launch import Kernel, access_width, ceil_div, parameters_of
+from rocm_sd.kernels.hip.layer_norm_residual import row_parameters, row_split
 
 if TYPE_CHECKING:
     import torch
@@ -45,13 +45,6 @@ def launch(x: torch.Tensor, moments: RowMoments, launcher: Launcher) -> None:
     width = access_width(x.element_size(), C, x.stride(0), tensors=(x,))
     lanes, chunks = row_split(C // width, launcher.arch.wave_size or 32)
     threads = max(_THREADS, lanes)
-    parameters = (
-        ("element", element_of(x)),
-        ("width", width),
-        ("lanes", lanes),
-        ("chunks", chunks),
-        ("threads", threads),
-        ("even", int(lanes * chunks * width == C)),
-    )
+    parameters = parameters_of(x, row_parameters(C, width, lanes, chunks, threads))
     arguments = (x, moments.data, M, C, x.stride(0), 1.0 / C)
     launcher.launch(Kernel("row_moments", "row_moments", parameters), (ceil_div(M, threads // lanes), 1, 1), arguments)

@@ -82,7 +82,7 @@ class Rtc:
                 lines = self._bytes("ProgramLog", program).decode(errors="replace").splitlines()
                 first = next((line for line in lines if "error" in line), None)
                 raise toolchain.HipCompilationFailed(
-                    f"{self.api.prefix} refused {name} for {arch}: {(first or self._told(code)).strip(' .')}."
+                    f"{self.api.prefix} refused {name} for {arch}: {(first or self._error_text(code)).strip(' .')}."
                 )
             found = self._bytes(self.api.code, program)
             return found.rstrip(b"\0") if self.api.code == "PTX" else found
@@ -99,9 +99,9 @@ class Rtc:
     def _checked(self, code: int, name: str, arch: str) -> None:
         if code:
             where = f"{name} for {arch}" if arch else name
-            raise toolchain.HipCompilationFailed(f"{self.api.prefix} failed on {where}: {self._told(code)}.")
+            raise toolchain.HipCompilationFailed(f"{self.api.prefix} failed on {where}: {self._error_text(code)}.")
 
-    def _told(self, code: int) -> str:
+    def _error_text(self, code: int) -> str:
         return f"{(self._text(code) or b'').decode(errors='replace')} ({code})"
 
 

@@ -49,7 +49,7 @@ class NotWhileCapturing(HipUnavailable):
     """Loading may allocate and wait, which would spoil the graph."""
 
     lasting = False
-    told = False
+    reported = False
 
 
 class Card(Protocol):
@@ -87,7 +87,7 @@ class TorchCard:
 class _Loaded:
     function: int
     threads: int
-    told: str
+    name: str
 
 
 class DeviceLauncher:
@@ -116,7 +116,7 @@ class DeviceLauncher:
         parameters = _pointers(len(arguments))(*range(first, first + _SLOT * len(arguments), _SLOT))
         with self._card.current():
             self._driver.prepare(self._card.index)
-            self._driver.launch(loaded.function, grid, loaded.threads, self._card.stream(), parameters, loaded.told)
+            self._driver.launch(loaded.function, grid, loaded.threads, self._card.stream(), parameters, loaded.name)
 
     def load(self, kernel: Kernel) -> _Loaded:
         """Compile and load it, so that a launch, inside a graph's capture too, finds it there."""
@@ -126,7 +126,7 @@ class DeviceLauncher:
                 return known
             if self._card.is_capturing():
                 raise NotWhileCapturing(
-                    f"{self._told(kernel)} is not loaded, and none is while a graph is being captured.",
+                    f"{self._name_of(kernel)} is not loaded, and none is while a graph is being captured.",
                     hint="Make the call once before the capture.",
                 )
             # PTX is a text that ends with a zero; an ELF file is not hurt by one.
@@ -135,9 +135,9 @@ class DeviceLauncher:
             with self._card.current():
                 self._driver.prepare(self._card.index)
                 if image not in self._modules:
-                    self._modules[image] = self._driver.load(image, self._told(kernel))
-                function = self._driver.function(self._modules[image], kernel.name, self._told(kernel))
-            loaded = self._loaded[kernel] = _Loaded(function, threads, self._told(kernel))
+                    self._modules[image] = self._driver.load(image, self._name_of(kernel))
+                function = self._driver.function(self._modules[image], kernel.name, self._name_of(kernel))
+            loaded = self._loaded[kernel] = _Loaded(function, threads, self._name_of(kernel))
             return loaded
 
     def unload(self) -> None:
@@ -149,7 +149,7 @@ class DeviceLauncher:
                 self._driver.unload(self._modules[image])
                 del self._modules[image]
 
-    def _told(self, kernel: Kernel) -> str:
+    def _name_of(self, kernel: Kernel) -> str:
         return f"{kernel.name} for {self.arch.name}"
 
     def _packed(self, kernel: Kernel, arguments: Sequence[Argument]) -> bytes:

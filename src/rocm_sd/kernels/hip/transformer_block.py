@@ -8,11 +8,10 @@ Nine kernels, or eight where the moments of x are known: no normalised tensor, n
 no gate goes to memory. Each product that ends a part adds the residual and measures the rows that it writes
 (`linear_moments`); the product that begins the next applies the norm to what it reads (`norm_linear`, `norm_geglu`).
 A wide product applies it once for each of many columns of tiles: where the model says that this costs more than a pass
-over memory, the norm is a kernel of its own (`TransformerBlockConfig.fold`). `plan` counts what is saved, and says what
-stops it from going further.
+over memory, the norm is a kernel of its own (`TransformerBlockConfig.fold`).
 
-Nothing here has been timed on AMD, so no rewrite rule of the engine calls it. Its arguments are what the rule for
-transformer blocks (rewrite/transformer.py) has at hand: packed weights, and the text's keys and values.
+It is the `hip` implementation of the op `transformer_block`. Nothing here has been timed on AMD: the op chooses it
+where `rocm-sd tune` has measured it as the fastest.
 """
 
 from __future__ import annotations
@@ -20,19 +19,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from rocm_sd.errors import Unsupported
-from rocm_sd.kernels.hip import (
-    attention,
-    layer_norm_residual,
-    linear_geglu,
-    linear_moments,
-    linear_residual,
-    norm_geglu,
-    norm_linear,
-    row_moments,
-)
+# Each from its module: a measurement holds as long as the modules named here do (tuning/environment.py).
+from rocm_sd.kernels.hip.attention import launch as attention
+from rocm_sd.kernels.hip.launch import HipRefused
+from rocm_sd.kernels.hip.layer_norm_residual import LayerNormResidualConfig
+from rocm_sd.kernels.hip.layer_norm_residual import launch as layer_norm
+from rocm_sd.kernels.hip.linear_geglu import launch as linear_geglu
+from rocm_sd.kernels.hip.linear_moments import launch as linear_moments
+from rocm_sd.kernels.hip.linear_residual import launch as linear_residual
+from rocm_sd.kernels.hip.norm_geglu import launch as norm_geglu
 from rocm_sd.kernels.hip.norm_linear import Norm
-from rocm_sd.kernels.hip.transformer_plan import TransformerBlockConfig, config_for, plan
+from rocm_sd.kernels.hip.norm_linear import launch as norm_linear
+from rocm_sd.kernels.hip.row_moments import allocate
+from rocm_sd.kernels.hip.row_moments import launch as measure
+from rocm_sd.kernels.hip.transformer_plan import TransformerBlockConfig, config_for
 
 if TYPE_CHECKING:
     import torch
@@ -51,7 +51,6 @@ __all__ = [
     "config_for",
     "keys_values",
     "launch",
-    "plan",
 ]
 
 _BYTES = 2  # of a value
@@ -104,7 +103,7 @@ def keys_values(
     B, T, K = text.shape
     packed = text.new_empty(B, T, project.weight.shape[0])
     rows = packed.view(B * T, -1)
-    linear_residual.launch(text.reshape(B * T, K), project.weight, project.bias, None, rows, config, launcher)
+    linear_residual(text.reshape(B * T, K), project.weight, project.bias, None, rows, config, launcher)
     keys, values = _heads(packed, 2, heads)
     return keys, values
 
@@ -135,8 +134,8 @@ def launch(
         return space[B * S * first : B * S * (first + columns)].view(B * S, columns)
 
     if moments is None and config.fold[0]:
-        moments = row_moments.allocate(rows, C)
-        row_moments.launch(rows, moments, launcher)
+        moments = allocate(rows, C)
+        measure(rows, moments, launcher)
 
     attentions = [(block.itself, None)] + ([(block.text, text)] if block.text is not None else [])
     before = rows
@@ -145,33 +144,33 @@ def launch(
         packed, attended = part_of(0, N), part_of(N, C)
         weight, bias = part.project.weight, part.project.bias
         if moments is not None and config.fold[number]:
-            norm_linear.launch(before, moments, part.norm, weight, bias, packed, config.linear, launcher)
+            norm_linear(before, moments, part.norm, weight, bias, packed, config.linear, launcher)
         else:
             # Attention overwrites it when the product has read it.
             _normed(before, part.norm, attended, launcher)
-            linear_residual.launch(attended, weight, bias, None, packed, config.linear, launcher)
+            linear_residual(attended, weight, bias, None, packed, config.linear, launcher)
         q, *own = _heads(packed.view(B, S, N), N // C, block.heads)
         k, v = own if other is None else other
         scale = (C // block.heads) ** -0.5 if part.scale is None else part.scale
         out = attended.view(B, S, block.heads, C // block.heads)
-        attention.launch(q, k, v, out, scale, config.attention, launcher)
+        attention(q, k, v, out, scale, config.attention, launcher)
         moments = _added(attended, part.out, before, stream, config.linear, launcher)
         before = stream
 
     last, hidden = block.feed_forward, part_of(0, F)
     weight, bias = last.gate.weight, last.gate.bias
     if moments is not None and config.fold[2]:
-        norm_geglu.launch(before, moments, last.norm, weight, bias, hidden, config.geglu, launcher)
+        norm_geglu(before, moments, last.norm, weight, bias, hidden, config.geglu, launcher)
     else:
         normed = part_of(F, C)
         _normed(before, last.norm, normed, launcher)
-        linear_geglu.launch(normed, weight, bias, hidden, config.geglu, launcher)
+        linear_geglu(normed, weight, bias, hidden, config.geglu, launcher)
     return _added(hidden, last.out, before, stream, config.linear, launcher)
 
 
 def _normed(x: torch.Tensor, norm: Norm, y: torch.Tensor, launcher: Launcher) -> None:
-    config = layer_norm_residual.LayerNormResidualConfig()
-    layer_norm_residual.launch(x, None, y, None, norm.weight, norm.bias, norm.eps, config, launcher)
+    config = LayerNormResidualConfig()
+    layer_norm(x, None, y, None, norm.weight, norm.bias, norm.eps, config, launcher)
 
 
 def _added(
@@ -183,8 +182,8 @@ def _added(
     launcher: Launcher,
 ) -> RowMoments:
     """Fill y, which may be the residual: each value is read and written by one thread, in that order."""
-    moments = row_moments.allocate(y, config.block_n)
-    linear_moments.launch(x, linear.weight, linear.bias, residual, y, moments, config, launcher)
+    moments = allocate(y, config.block_n)
+    linear_moments(x, linear.weight, linear.bias, residual, y, moments, config, launcher)
     return moments
 
 
@@ -199,7 +198,7 @@ def _require(x: torch.Tensor, text: tuple[torch.Tensor, torch.Tensor] | None, bl
     C = x.shape[2]
 
     def refuse(what: str) -> None:
-        raise Unsupported("transformer_block (hip)", what)
+        raise HipRefused("transformer_block (hip)", what)
 
     if x.element_size() != _BYTES:
         refuse(f"dtype {x.dtype}")

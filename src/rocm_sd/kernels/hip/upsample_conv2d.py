@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from rocm_sd.kernels.hip.conv2d import DOT_WAVE64, TILES, Conv2dConfig, require_reach, tiles
 from rocm_sd.kernels.hip.gemm import WIDEST
-from rocm_sd.kernels.hip.launch import Kernel, access_width, ceil_div, element_of
+from rocm_sd.kernels.hip.launch import Kernel, access_width, ceil_div, has, parameters_of
 
 if TYPE_CHECKING:
     import torch
@@ -33,13 +33,7 @@ def launch(
     require_reach("upsample_conv2d", x, config, lines=ceil_div(config.block_m, W) + 3)
     wide = access_width(x.element_size(), Cin, tensors=(x, parity_weight)) == WIDEST
     wide_out = access_width(x.element_size(), Cout, tensors=(bias, out)) == WIDEST
-    parameters = (
-        ("element", element_of(x)),
-        *config.parameters,
-        ("wide", int(wide)),
-        ("wide_out", int(wide_out)),
-        ("has_bias", int(bias is not None)),
-    )
+    parameters = (*parameters_of(x, config.parameters, wide=wide, wide_out=wide_out), *has(bias=bias))
     pixels = N * H * W
     grid = (config.tiles(pixels, Cout) * 4, 1, 1)
     arguments = (x, parity_weight, bias, out, pixels, Cout, H, W, Cin, config.group_m)

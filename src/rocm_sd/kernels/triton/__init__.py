@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import sys
 from functools import cache
+from importlib import import_module
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rocm_sd import settings
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["skips_launches", "why_not"]
+__all__ = ["launch_op", "skips_launches", "why_not"]
 
 
 @cache
@@ -30,6 +31,11 @@ def why_not(device: torch.device) -> str | None:
     if device.type != "cuda" and not settings.current().triton_interpret:
         return f"Triton has no code for a tensor on {device.type}"
     return None
+
+
+def launch_op(op: str, _device: torch.device, *arguments: Any) -> None:
+    """Call the launcher of an op, whose module is imported at its first use: it needs Triton."""
+    import_module(f"{__name__}.{op}").launch(*arguments)
 
 
 def skips_launches() -> bool:

@@ -29,7 +29,7 @@ from rocm_sd.ops.definition import HALVES, Implementation, where
 from rocm_sd.tuning.choice import STOCK
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from torch import Tensor
 
@@ -142,21 +142,22 @@ def _backend_takes(
 def _stock_why_not(problem: Problem, device: torch.device, *, backend: SDPBackend) -> str | None:
     if device.type != "cuda":
         return f"a tensor on {device.type}: this backend of torch is for GPUs"
-    reason = _kept_from_fused(int(problem["d"]), device)
-    if reason:
-        return reason
+    missing = f"torch {torch.__version__} has no {backend.name.lower()} kernel"
+    return _kept_from_fused(int(problem["d"]), device) or _unless(_backend_takes, backend, problem, device, missing)
+
+
+def _unless(takes: Callable[..., bool], by: Any, problem: Problem, device: torch.device, missing: str) -> str | None:
     sizes = {name: int(problem[name]) for name in ("b", "s", "t", "h", "d")}
-    if not _backend_takes(backend, **sizes, dtype=str(problem["dtype"]), device=device):
-        shown = ", ".join(f"{name}={value}" for name, value in problem.items())
-        return f"{shown}: torch {torch.__version__} has no {backend.name.lower()} kernel for it on this GPU"
-    return None
+    if takes(by, **sizes, dtype=str(problem["dtype"]), device=device):
+        return None
+    return f"{', '.join(f'{name}={value}' for name, value in problem.items())}: {missing} for it on this GPU"
 
 
 def _backend(name: str, backend: SDPBackend) -> Implementation:
     return Implementation(name, partial(_stock, backend=backend), partial(_stock_why_not, backend=backend))
 
 
-def _library(q: Tensor, k: Tensor, v: Tensor, scale: float | None, *, library: libraries.Library) -> Tensor:
+def _library(q: Tensor, k: Tensor, v: Tensor, scale: float | None, *, library: libraries.AttentionLibrary) -> Tensor:
     """Torch's flash attention by one named library."""
     with libraries.preferred(library):
         return _stock(q, k, v, scale, backend=SDPBackend.FLASH_ATTENTION)
@@ -164,33 +165,25 @@ def _library(q: Tensor, k: Tensor, v: Tensor, scale: float | None, *, library: l
 
 @lru_cache(maxsize=1024)
 def _library_takes(
-    library: libraries.Library, b: int, s: int, t: int, h: int, d: int, dtype: str, device: torch.device
+    library: libraries.AttentionLibrary, b: int, s: int, t: int, h: int, d: int, dtype: str, device: torch.device
 ) -> bool:
     """As `_backend_takes`, which does not know that torch asks the library that is preferred."""
     with libraries.preferred(library):
         return _backend_takes.__wrapped__(SDPBackend.FLASH_ATTENTION, b, s, t, h, d, dtype, device)
 
 
-def _library_why_not(problem: Problem, device: torch.device, *, library: libraries.Library) -> str | None:
+def _library_why_not(problem: Problem, device: torch.device, *, library: libraries.AttentionLibrary) -> str | None:
     reason = libraries.why_not(library, device) or _kept_from_fused(int(problem["d"]), device)
-    if reason:
-        return reason
-    sizes = {name: int(problem[name]) for name in ("b", "s", "t", "h", "d")}
-    if not _library_takes(library, **sizes, dtype=str(problem["dtype"]), device=device):
-        shown = ", ".join(f"{name}={value}" for name, value in problem.items())
-        return f"{shown}: {library.title} has no kernel for it on this GPU"
-    return None
+    return reason or _unless(_library_takes, library, problem, device, f"{library.title} has no kernel")
 
 
 def _triton(q: Tensor, k: Tensor, v: Tensor, scale: float | None, *, config: AttentionConfig) -> Tensor:
-    from rocm_sd.kernels.triton.attention import launch  # noqa: PLC0415 -- needs Triton
-
     out = _allocate(q)
     if q.numel():
         q, scale = _positive(q, scale)
         q, k, v = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, v))
         units = arch.device_facts(q.device).compute_units or 1
-        launch(q, k, v, out, scale, config, units)
+        triton.launch_op("attention", q.device, q, k, v, out, scale, config, units)
     return out
 
 
@@ -296,13 +289,11 @@ _half_by_triton = where(triton, HALVES)
 
 
 def _hip(q: Tensor, k: Tensor, v: Tensor, scale: float | None, *, config: HipConfig) -> Tensor:
-    from rocm_sd.kernels.hip.attention import launch  # noqa: PLC0415 -- only where used
-
     out = _allocate(q)
     if q.numel():
         q, scale = _positive(q, scale)
         q, k, v = (t if _in_whole_vectors(t) else t.clone(memory_format=torch.contiguous_format) for t in (q, k, v))
-        launch(q, k, v, out, scale, config, hip.launcher_for(q.device))
+        hip.launch_op("attention", q.device, q, k, v, out, scale, config)
     return out
 
 

@@ -6,6 +6,7 @@ the depth between programs, and a second kernel adds the parts up in a fixed ord
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +23,7 @@ from rocm_sd.tuning.choice import STOCK
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from types import ModuleType
 
     from torch import Tensor
 
@@ -144,55 +146,32 @@ def _finish(y: Tensor, bias: Part, add: Part, residual: Part) -> None:
         finish(y, y, dense(bias), dense(add), None if residual is None else channels_last(residual))
 
 
-def _triton(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    add: torch.Tensor | None,
-    residual: torch.Tensor | None,
+def _by_kernel(
+    language: ModuleType,
+    x: Tensor,
+    weight: Tensor,
+    bias: Part,
+    add: Part,
+    residual: Part,
     stride: int,
     padding: int,
-    concat: torch.Tensor | None = None,
+    concat: Part = None,
     *,
-    config: Conv2dConfig,
-) -> torch.Tensor:
-    from rocm_sd.kernels.triton.conv2d import launch  # noqa: PLC0415 -- needs Triton
-
-    if concat is not None and not config.reads_two(weight.shape[2]):
-        x, concat = joined(x, concat), None
+    config: Conv2dConfig | HipConfig,
+) -> Tensor:
+    more: tuple[Tensor, ...] = ()
+    if concat is not None and isinstance(config, Conv2dConfig) and config.reads_two(weight.shape[2]):
+        more = (channels_last(concat),)
+    else:
+        x = joined(x, concat)
     out = _allocate(x, weight, stride, padding)
     if out.numel():
-        residual = None if residual is None else channels_last(residual)
-        more = None if concat is None else channels_last(concat)
-        launch(
-            channels_last(x), channels_last(weight.to(x.dtype)), out, dense(bias), dense(add), residual, stride,
-            padding, config, more,
-        )  # fmt: skip
-    return out
-
-
-def _hip(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    add: torch.Tensor | None,
-    residual: torch.Tensor | None,
-    stride: int,
-    padding: int,
-    concat: torch.Tensor | None = None,
-    *,
-    config: HipConfig,
-) -> torch.Tensor:
-    from rocm_sd.kernels.hip.conv2d import launch  # noqa: PLC0415 -- only where used
-
-    x = joined(x, concat)
-    out = _allocate(x, weight, stride, padding)
-    if out.numel():
-        residual = None if residual is None else channels_last(residual.to(x.dtype))
-        launch(
-            channels_last(x), channels_last(weight.to(x.dtype)), out, dense(bias, x.dtype), dense(add, x.dtype),
-            residual, stride, padding, config, hip.launcher_for(x.device),
-        )  # fmt: skip
+        # Kernels in HIP take all in one dtype.
+        dtype = x.dtype if language is hip else None
+        residual = residual if residual is None else channels_last(residual.to(dtype or residual.dtype))
+        parts = dense(bias, dtype), dense(add, dtype), residual
+        given = (channels_last(x), channels_last(weight.to(x.dtype)), out, *parts, stride, padding, config, *more)
+        language.launch_op("conv2d", x.device, *given)
     return out
 
 
@@ -240,7 +219,7 @@ OP = define(
         Implementation("library_gemm", _library_gemm, where(triton, UP_TO_FLOAT32, _not_a_gemm)),
         Implementation(
             "triton",
-            _triton,
+            partial(_by_kernel, triton),
             where(triton, HALVES),
             default=Conv2dConfig(),
             fuses_adds=True,
@@ -248,7 +227,13 @@ OP = define(
             scratch_bytes=_parts_bytes,
         ),
         Implementation(
-            "hip", _hip, where(hip, HALVES), HIP, default=HIP_SMALLEST, fuses_adds=True, scratch_bytes=_parts_bytes
+            "hip",
+            partial(_by_kernel, hip),
+            where(hip, HALVES),
+            HIP,
+            default=HIP_SMALLEST,
+            fuses_adds=True,
+            scratch_bytes=_parts_bytes,
         ),
     ),
     allocate=_allocate,

@@ -180,20 +180,11 @@ def _split(tiles: int, steps: int, units: int) -> int:
     return fill if fill > 1 and steps // fill >= 8 else 1
 
 
-def _work(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    add: torch.Tensor | None = None,
-    residual: torch.Tensor | None = None,
-    stride: int = 1,
-    padding: int = 0,
-    concat: torch.Tensor | None = None,
-) -> Work:
-    pixels = int(problem(x, weight, bias, add, residual, stride, padding, concat)["pixels"])
-    Cout = weight.shape[0]
-    moved = x.numel() + weight.numel() + pixels * Cout
-    moved += sum(t.numel() for t in (bias, add, residual, concat) if t is not None)
+def _work(x: torch.Tensor, weight: torch.Tensor, *rest: Any) -> Work:
+    """The rest of the op's arguments: what is added, stride and padding, and the channels that follow x's."""
+    pixels = int(problem(x, weight, *rest)["pixels"])
+    moved = x.numel() + weight.numel() + pixels * weight.shape[0]
+    moved += sum(each.numel() for each in rest if isinstance(each, torch.Tensor))
     return Work(2.0 * pixels * weight.numel(), float(moved * x.element_size()))
 
 

@@ -53,11 +53,9 @@ def _stock(x: Tensor, bias: Part) -> Tensor:
 
 
 def _triton(x: Tensor, bias: Part, *, config: GegluConfig) -> Tensor:
-    from rocm_sd.kernels.triton.geglu import launch  # noqa: PLC0415 -- needs Triton
-
     y = _allocate(x)
     if y.numel():
-        launch(as_rows(x), y.view(-1, y.shape[-1]), dense(bias), config)
+        triton.launch_op("geglu", x.device, as_rows(x), y.view(-1, y.shape[-1]), dense(bias), config)
     return y
 
 

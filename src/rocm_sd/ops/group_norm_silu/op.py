@@ -109,20 +109,9 @@ def _stock(
 
 
 def _triton(
-    x: torch.Tensor,
-    groups: int,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    add: torch.Tensor | None,
-    eps: float,
-    silu: bool,
-    concat: torch.Tensor | None = None,
-    *,
-    config: GroupNormSiluConfig,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
-    from rocm_sd.kernels.triton.group_norm_silu import launch  # noqa: PLC0415 -- needs Triton
-
+    x: Tensor, groups: int, weight: Part, bias: Part, add: Part, eps: float, silu: bool, concat: Part = None, *,
+    config: GroupNormSiluConfig, out: Part = None,
+) -> Tensor:  # fmt: skip
     if concat is not None:
         N, C, H, W = x.shape[0], x.shape[1] + concat.shape[1], *x.shape[2:]
         if config.one_pass(H * W, C // groups):
@@ -134,31 +123,22 @@ def _triton(
     if out.numel():
         parts = tuple(channels_last(t) for t in (x, concat) if t is not None)
         units = arch.device_facts(x.device).compute_units or 1
-        launch(parts, out, groups, dense(weight), dense(bias), dense(add), eps, silu, config, units)
+        affine = dense(weight), dense(bias), dense(add)
+        triton.launch_op("group_norm_silu", x.device, parts, out, groups, *affine, eps, silu, config, units)
     return out
 
 
 def _hip(
-    x: torch.Tensor,
-    groups: int,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    add: torch.Tensor | None,
-    eps: float,
-    silu: bool,
-    concat: torch.Tensor | None = None,
-    *,
-    config: HipConfig,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
-    from rocm_sd.kernels.hip.group_norm_silu import launch  # noqa: PLC0415 -- only where used
-
+    x: Tensor, groups: int, weight: Part, bias: Part, add: Part, eps: float, silu: bool, concat: Part = None, *,
+    config: HipConfig, out: Part = None,
+) -> Tensor:  # fmt: skip
     x = joined(x, concat)
     out = _allocate(x) if out is None else out
     if x.numel():
         affine = dense(weight, x.dtype), dense(bias, x.dtype), dense(add, x.dtype)
         units = arch.device_facts(x.device).compute_units or 1
-        launch(channels_last(x), out, groups, *affine, eps, silu, config, units, hip.launcher_for(x.device))
+        given = (channels_last(x), out, groups, *affine, eps, silu, config, units)
+        hip.launch_op("group_norm_silu", x.device, *given)
     return out
 
 

@@ -140,32 +140,18 @@ def _stock(
 
 
 def _triton(
-    prediction: torch.Tensor,
-    states: torch.Tensor,
-    table: torch.Tensor,
-    step: torch.Tensor,
-    guidance: torch.Tensor | float | None,
-    noise: torch.Tensor | None,
-    *,
+    prediction: Tensor, states: Tensor, table: Tensor, step: Tensor, guidance: Tensor | float | None, noise: Part, *,
     config: GuidedStepConfig,
-) -> Pair:
-    from rocm_sd.kernels.triton.guided_step import launch  # noqa: PLC0415 -- needs Triton
-
-    new_states, model_input = _allocate(prediction, states)
+) -> Pair:  # fmt: skip
+    results = _allocate(prediction, states)
     if prediction.numel():
-        channels_last = _channels_last(prediction)
-        launch(
-            _dense(prediction, channels_last),
-            _dense(states, channels_last),
-            table.contiguous(),
-            step,
-            guidance.contiguous() if isinstance(guidance, torch.Tensor) else guidance,
-            None if noise is None else _dense(noise, channels_last),
-            new_states,
-            model_input,
-            config,
-        )
-    return new_states, model_input
+        last = _channels_last(prediction)
+        images = _dense(prediction, last), _dense(states, last)
+        guidance = guidance.contiguous() if isinstance(guidance, torch.Tensor) else guidance
+        noise = None if noise is None else _dense(noise, last)
+        given = (*images, table.contiguous(), step, guidance, noise, *results, config)
+        triton.launch_op("guided_step", prediction.device, *given)
+    return results
 
 
 def _dense(images: Tensor, channels_last: bool) -> Tensor:

@@ -196,7 +196,7 @@ def dpmpp_2m(
 ) -> StepTable:
     """DPM-Solver++ (2M), midpoint; `sigmas` as for `euler`, though x = alpha * x0 + sigma * noise; `sde`: 2M SDE.
 
-    The first step is of first order, and so is the last where it goes to 0 or, unless told otherwise, where there are
+    The first step is of first order, and so is the last where it goes to 0 or, unless it is set, where there are
     fewer than 15.
     """
     _known(prediction)

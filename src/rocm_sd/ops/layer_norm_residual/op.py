@@ -6,6 +6,7 @@ beginning of every transformer.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,6 +24,7 @@ from rocm_sd.tuning.choice import STOCK
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from types import ModuleType
 
     from torch import Tensor
 
@@ -75,24 +77,22 @@ def _stock(x: Tensor, residual: Part, weight: Part, bias: Part, eps: float) -> P
     return y.contiguous(), total
 
 
-def _triton(
-    x: Tensor, residual: Part, weight: Part, bias: Part, eps: float, *, config: LayerNormResidualConfig
+def _by_kernel(
+    language: ModuleType,
+    x: Tensor,
+    residual: Part,
+    weight: Part,
+    bias: Part,
+    eps: float,
+    *,
+    config: LayerNormResidualConfig | HipConfig,
 ) -> Pair:
-    from rocm_sd.kernels.triton.layer_norm_residual import launch  # noqa: PLC0415 -- needs Triton
-
     y, total = _results(x, residual)
     if x.numel():
-        launch(*_as_rows(x, residual, y, total), dense(weight), dense(bias), eps, config)
-    return y, total
-
-
-def _hip(x: Tensor, residual: Part, weight: Part, bias: Part, eps: float, *, config: HipConfig) -> Pair:
-    from rocm_sd.kernels.hip.layer_norm_residual import launch  # noqa: PLC0415 -- only where used
-
-    y, total = _results(x, residual)
-    if x.numel():
-        affine = dense(weight, x.dtype), dense(bias, x.dtype)
-        launch(*_as_rows(x, residual, y, total), *affine, eps, config, hip.launcher_for(x.device))
+        # Kernels in HIP take all in one dtype.
+        dtype = x.dtype if language is hip else None
+        given = (*_as_rows(x, residual, y, total), dense(weight, dtype), dense(bias, dtype), eps, config)
+        language.launch_op("layer_norm_residual", x.device, *given)
     return y, total
 
 
@@ -147,8 +147,15 @@ OP = define(
     family="norm",
     implementations=(
         Implementation(STOCK, _stock),
-        Implementation("triton", _triton, where(triton, UP_TO_FLOAT32, _too_wide), default=LayerNormResidualConfig()),
-        Implementation("hip", _hip, where(hip, UP_TO_FLOAT32, _too_wide_for_hip), HIP, default=HipConfig()),
+        Implementation(
+            "triton",
+            partial(_by_kernel, triton),
+            where(triton, UP_TO_FLOAT32, _too_wide),
+            default=LayerNormResidualConfig(),
+        ),
+        Implementation(
+            "hip", partial(_by_kernel, hip), where(hip, UP_TO_FLOAT32, _too_wide_for_hip), HIP, default=HipConfig()
+        ),
     ),
     allocate=_allocate,
     backward=_backward,

@@ -5,6 +5,7 @@ It copies between layouts with coalesced reads and writes.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,6 +20,7 @@ from rocm_sd.tuning.choice import STOCK
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from types import ModuleType
 
     from torch import Tensor
 
@@ -47,25 +49,14 @@ def _stock(x: Tensor, channels_last: bool) -> Tensor:
     return _allocate(x, channels_last).copy_(x)
 
 
-def _triton(x: Tensor, channels_last: bool, *, config: LayoutCopyConfig) -> Tensor:
-    from rocm_sd.kernels.triton.layout_copy import launch  # noqa: PLC0415 -- needs Triton
-
+def _by_kernel(
+    language: ModuleType, x: Tensor, channels_last: bool, *, config: LayoutCopyConfig | None = None
+) -> Tensor:
     out = _allocate(x, channels_last)
     if not _is_transpose(x, channels_last):
         return out.copy_(x)
     if x.numel():
-        launch(x, out, channels_last, config)
-    return out
-
-
-def _hip(x: Tensor, channels_last: bool) -> Tensor:
-    from rocm_sd.kernels.hip.layout_copy import launch  # noqa: PLC0415 -- only where it is used
-
-    out = _allocate(x, channels_last)
-    if not _is_transpose(x, channels_last):
-        return out.copy_(x)
-    if x.numel():
-        launch(x, out, channels_last, hip.launcher_for(x.device))
+        language.launch_op("layout_copy", x.device, x, out, channels_last, *(() if config is None else (config,)))
     return out
 
 
@@ -91,8 +82,10 @@ OP = define(
     family="layout copies",
     implementations=(
         Implementation(STOCK, _stock),
-        Implementation("triton", _triton, where(triton, UP_TO_FLOAT32, _too_large), default=LayoutCopyConfig()),
-        Implementation("hip", _hip, where(hip, UP_TO_FLOAT32, _too_large), HIP),
+        Implementation(
+            "triton", partial(_by_kernel, triton), where(triton, UP_TO_FLOAT32, _too_large), default=LayoutCopyConfig()
+        ),
+        Implementation("hip", partial(_by_kernel, hip), where(hip, UP_TO_FLOAT32, _too_large), HIP),
     ),
     allocate=_allocate,
     backward=_backward,

@@ -7,6 +7,7 @@ the [M, 2F] between them is never in memory. `library_geglu` is the two ops one 
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,6 +27,7 @@ from rocm_sd.tuning.choice import STOCK
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from types import ModuleType
 
     from torch import Tensor
 
@@ -65,22 +67,13 @@ def _library_geglu(x: Tensor, weight: Tensor, bias: Part) -> Tensor:
     return geglu(linear_residual(x, weight), bias)
 
 
-def _triton(x: Tensor, weight: Tensor, bias: Part, *, config: LinearGegluConfig) -> Tensor:
-    from rocm_sd.kernels.triton.linear_geglu import launch  # noqa: PLC0415 -- needs Triton
-
-    y = _allocate(x, weight)
-    if y.numel():
-        launch(as_rows(x), as_rows(weight), dense(bias), y.view(-1, y.shape[-1]), config)
-    return y
-
-
-def _hip(x: Tensor, weight: Tensor, bias: Part, *, config: HipConfig) -> Tensor:
-    from rocm_sd.kernels.hip.linear_geglu import launch  # noqa: PLC0415 -- only where used
-
+def _by_kernel(
+    language: ModuleType, x: Tensor, weight: Tensor, bias: Part, *, config: LinearGegluConfig | HipConfig
+) -> Tensor:
     y = _allocate(x, weight)
     if y.numel():
         rows = y.view(-1, y.shape[-1])
-        launch(as_rows(x), as_rows(weight), dense(bias), rows, config, hip.launcher_for(x.device))
+        language.launch_op("linear_geglu", x.device, as_rows(x), as_rows(weight), dense(bias), rows, config)
     return y
 
 
@@ -108,8 +101,8 @@ OP = define(
     implementations=(
         Implementation(STOCK, _stock),
         Implementation("library_geglu", _library_geglu),
-        Implementation("triton", _triton, where(triton, HALVES), default=LinearGegluConfig()),
-        Implementation("hip", _hip, where(hip, HALVES), HIP, default=BY_UNIT),
+        Implementation("triton", partial(_by_kernel, triton), where(triton, HALVES), default=LinearGegluConfig()),
+        Implementation("hip", partial(_by_kernel, hip), where(hip, HALVES), HIP, default=BY_UNIT),
     ),
     allocate=_allocate,
     backward=_backward,

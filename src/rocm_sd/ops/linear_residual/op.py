@@ -16,7 +16,7 @@ from rocm_sd.kernels import hip, triton
 from rocm_sd.kernels.configs.linear_residual import LinearResidualConfig
 from rocm_sd.ops.defining import Saved, define
 from rocm_sd.ops.definition import HALVES, Implementation, where
-from rocm_sd.ops.layouts import as_rows, dense
+from rocm_sd.ops.layouts import as_rows, dense, has_gaps
 from rocm_sd.ops.linear_residual import libraries
 from rocm_sd.ops.linear_residual.workload import HIP, HIP_SMALLEST, TUNING, VERIFICATION, problem
 from rocm_sd.tuning.choice import STOCK
@@ -58,15 +58,20 @@ def _allocate(x: Tensor, weight: Tensor) -> Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
+def _linear(x: Tensor, weight: Tensor, bias: Part) -> Tensor:
+    # Of rows with gaps between samples torch makes a product, and adds the bias in a pass of its own.
+    return F.linear(x.contiguous() if has_gaps(x) else x, weight, bias)
+
+
 def _stock(x: Tensor, weight: Tensor, bias: Part, residual: Part) -> Tensor:
-    y = F.linear(x, weight, bias)
+    y = _linear(x, weight, bias)
     return (y if residual is None else y + residual).contiguous()
 
 
 def _addmm(x: Tensor, weight: Tensor, bias: Part, residual: Part) -> Tensor:
     """The GEMM accumulates onto the residual (beta = 1); a bias is added to the residual first."""
     if residual is None:
-        return F.linear(x, weight, bias).contiguous()
+        return _linear(x, weight, bias).contiguous()
     y = residual.contiguous() if bias is None else (residual + bias).contiguous()
     rows, terms = y.view(-1, weight.shape[0]), (x.reshape(-1, x.shape[-1]), weight.T)
     # With a bias the sum is a tensor of our own, and is accumulated in place: torch would copy it otherwise.
@@ -78,7 +83,7 @@ def _library(x: Tensor, weight: Tensor, bias: Part, residual: Part, *, library: 
     """As `_addmm`, by one named library. Where that cannot add a bias, torch would take another for it: not here."""
     with libraries.preferred(library):
         if residual is None and bias is not None and not library.adds_bias:
-            return F.linear(x, weight).add_(bias)
+            return _linear(x, weight, None).add_(bias)
         return _addmm(x, weight, bias, residual)
 
 
@@ -89,20 +94,24 @@ def _library_why_not(problem: Problem, device: torch.device, *, library: librari
 
 
 def _triton(x: Tensor, weight: Tensor, bias: Part, residual: Part, *, config: LinearResidualConfig) -> Tensor:
-    from rocm_sd.kernels.triton.linear_residual import launch  # noqa: PLC0415 -- needs Triton
-
     y = _allocate(x, weight)
     if y.numel():
-        added = None if residual is None else as_rows(residual)
-        launch(as_rows(x), as_rows(weight), dense(bias), added, y.view(-1, y.shape[-1]), config)
+        added, rows = None if residual is None else as_rows(residual), y.view(-1, y.shape[-1])
+        given = (as_rows(x), as_rows(weight), dense(bias), added, rows, config)
+        triton.launch_op("linear_residual", x.device, *given)
     return y
 
 
 def _hip(x: Tensor, weight: Tensor, bias: Part, residual: Part, *, config: HipConfig) -> Tensor:
-    from rocm_sd.kernels.hip.linear_residual import launch  # noqa: PLC0415 -- only where used
+    from rocm_sd.kernels.hip.linear_residual import launch, launch_batched  # noqa: PLC0415 -- only where used
 
     y = _allocate(x, weight)
-    if y.numel():
+    if y.numel() and has_gaps(x) and config.split_k == 1:
+        # Read where it lies. Only the product of whole matrices has its K in parts: for that, x is copied.
+        B, matrix, row = x.shape[0], as_rows(weight), dense(bias)
+        weights, biases = matrix.expand(B, *matrix.shape), None if row is None else row.expand(B, *row.shape)
+        launch_batched(x, weights, biases, dense(residual), y, config, hip.launcher_for(x.device))
+    elif y.numel():
         added, rows = None if residual is None else as_rows(residual), y.view(-1, y.shape[-1])
         launch(as_rows(x), as_rows(weight), dense(bias), added, rows, config, hip.launcher_for(x.device))
     return y

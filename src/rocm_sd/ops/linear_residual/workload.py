@@ -54,6 +54,15 @@ def _sample(
     return Sample(f"{M}x{K} @ {K}x{N}{parts}, {dtype_name(dtype)}", dtype, build)
 
 
+def _apart(B: int, S: int, C: int, rest: int, dtype: torch.dtype = torch.float16) -> Sample:
+    """The first S of S + `rest` tokens of each item, as a joint attention to picture and text leaves them."""
+
+    def build(draw: Draw) -> tuple[Any, ...]:
+        return draw(B, S + rest, C)[:, :S], draw(C, C, std=C**-0.5), draw(C), None
+
+    return Sample(f"{B} apart of {S}x{C} @ {C}x{C} + bias, {dtype_name(dtype)}", dtype, build)
+
+
 def _out(M: int, C: int) -> Sample:
     return _sample(M, C, C)
 
@@ -74,6 +83,12 @@ def _text(C: int, K: int) -> Sample:
     return _sample(2 * 77, 2 * C, K, bias=False, residual=False)
 
 
+_WMMA = (
+    (128, 128, 32, 8, 2),
+    (128, 64, 32, 4, 2),
+    (64, 128, 32, 4, 2),
+    (64, 64, 32, 4, 2),
+)
 # block_m, block_n, block_k, warps, stages
 _TILES: Mapping[MatrixUnit, tuple[tuple[int, int, int, int, int], ...]] = {
     # Products by vector instructions: both operands of a tile come from LDS once for each step.
@@ -93,18 +108,8 @@ _TILES: Mapping[MatrixUnit, tuple[tuple[int, int, int, int, int], ...]] = {
         (128, 64, 64, 4, 2),
         (64, 64, 64, 4, 2),
     ),
-    MatrixUnit.WMMA_GFX11: (
-        (128, 128, 32, 8, 2),
-        (128, 64, 32, 4, 2),
-        (64, 128, 32, 4, 2),
-        (64, 64, 32, 4, 2),
-    ),
-    MatrixUnit.WMMA_GFX12: (
-        (128, 128, 32, 8, 2),
-        (128, 64, 32, 4, 2),
-        (64, 128, 32, 4, 2),
-        (64, 64, 32, 4, 2),
-    ),
+    MatrixUnit.WMMA_GFX11: _WMMA,
+    MatrixUnit.WMMA_GFX12: _WMMA,
 }
 
 
@@ -153,6 +158,7 @@ VERIFICATION = Verification(
         _sample(17, 32, 96, residual=False),
         _sample(20, 40, 320, torch.bfloat16, bias=False),
         _sample(1, 1, 1),
+        _apart(2, 9, 40, 3),
     ),
     # Each linear of a transformer block of Stable Diffusion 1.5, and the narrowest maps, whose tiles are few.
     real=(_out(8192, 320), _qkv(2048, 640), _feed_in(512, 1280), _feed_out(128, 1280), _text(320, 768)),
@@ -184,12 +190,16 @@ HIP = Kernels(
     promises={
         "linear_residual": KernelPromise(uses_dot=True),
         "linear_split": KernelPromise(uses_dot=True),
+        "batched_linear": KernelPromise(uses_dot=True),
         "conv2d_finish": KernelPromise(
             bound_by_memory=True, narrow_loads_because="what is added is half as wide as the sums beside it"
         ),
     },
     space=_hip_space,
-    small_configs=(replace(HIP_SMALLEST, split_k=3),),
+    # One picture with guidance of Stable Diffusion 3 at 512x512.
+    real=(_apart(2, 1024, 1536, 154),),
+    # With K in parts samples that lie apart are copied, and the data may name such a config.
+    small_configs=(replace(HIP_SMALLEST, split_k=3), HIP_SMALLEST),
 )
 
 TUNING = Tuning(

@@ -5,6 +5,7 @@ It enlarges with coalesced reads and writes.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,6 +22,7 @@ from rocm_sd.tuning.choice import STOCK
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from types import ModuleType
 
     from torch import Tensor
 
@@ -62,21 +64,13 @@ def _stock(x: Tensor, scale: int, mode: str) -> Tensor:
     return y if y.stride() == out.stride() else out.copy_(y)
 
 
-def _triton(x: Tensor, scale: int, mode: str, *, config: UpsampleConfig) -> Tensor:
-    from rocm_sd.kernels.triton.upsample import launch  # noqa: PLC0415 -- needs Triton
-
+def _by_kernel(
+    language: ModuleType, x: Tensor, scale: int, mode: str, *, config: UpsampleConfig | None = None
+) -> Tensor:
     out = _allocate(x, scale)
     if x.numel():
-        launch(channels_last(x), out, scale, mode, config)
-    return out
-
-
-def _hip(x: Tensor, scale: int, mode: str) -> Tensor:
-    from rocm_sd.kernels.hip.upsample import launch  # noqa: PLC0415 -- only where it is used
-
-    out = _allocate(x, scale)
-    if x.numel():
-        launch(channels_last(x), out, scale, mode, hip.launcher_for(x.device))
+        given = (channels_last(x), out, scale, mode, *(() if config is None else (config,)))
+        language.launch_op("upsample", x.device, *given)
     return out
 
 
@@ -114,8 +108,10 @@ OP = define(
     family="elementwise",
     implementations=(
         Implementation(STOCK, _stock),
-        Implementation("triton", _triton, where(triton, UP_TO_FLOAT32, _too_far), default=UpsampleConfig()),
-        Implementation("hip", _hip, where(hip, UP_TO_FLOAT32, _too_far_or_large), HIP),
+        Implementation(
+            "triton", partial(_by_kernel, triton), where(triton, UP_TO_FLOAT32, _too_far), default=UpsampleConfig()
+        ),
+        Implementation("hip", partial(_by_kernel, hip), where(hip, UP_TO_FLOAT32, _too_far_or_large), HIP),
     ),
     allocate=_allocate,
     backward=_backward,

@@ -6,6 +6,7 @@ parity: 4/9 of the products, and no enlarged map in memory. `parity_weights` mak
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +24,7 @@ from rocm_sd.tuning.choice import STOCK
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from types import ModuleType
 
     from torch import Tensor
 
@@ -103,22 +105,25 @@ def _parity_library(x: Tensor, weight: Tensor, bias: Part, parity_weight: Part) 
     return out
 
 
-def _triton(x: Tensor, weight: Tensor, bias: Part, parity_weight: Part, *, config: UpsampleConv2dConfig) -> Tensor:
-    from rocm_sd.kernels.triton.upsample_conv2d import launch  # noqa: PLC0415 -- needs Triton
-
+def _by_kernel(
+    language: ModuleType,
+    x: Tensor,
+    weight: Tensor,
+    bias: Part,
+    parity_weight: Part,
+    *,
+    config: UpsampleConv2dConfig | Conv2dConfig,
+) -> Tensor:
     out = _allocate(x, weight)
     if out.numel():
-        launch(channels_last(x), _parity(x, weight, parity_weight), out, dense(bias), config)
-    return out
-
-
-def _hip(x: Tensor, weight: Tensor, bias: Part, parity_weight: Part, *, config: Conv2dConfig) -> Tensor:
-    from rocm_sd.kernels.hip.upsample_conv2d import launch  # noqa: PLC0415 -- only where used
-
-    out = _allocate(x, weight)
-    if out.numel():
-        sums, launcher = _parity(x, weight, parity_weight), hip.launcher_for(x.device)
-        launch(channels_last(x), sums, out, dense(bias, x.dtype), config, launcher)
+        # Kernels in HIP take all in one dtype.
+        given = (
+            channels_last(x),
+            _parity(x, weight, parity_weight),
+            out,
+            dense(bias, x.dtype if language is hip else None),
+        )
+        language.launch_op("upsample_conv2d", x.device, *given, config)
     return out
 
 
@@ -160,9 +165,15 @@ OP = define(
         Implementation(STOCK, _stock),
         Implementation("parity_library", _parity_library, where(triton, UP_TO_FLOAT32), scratch_bytes=_parts_bytes),
         Implementation(
-            "triton", _triton, where(triton, HALVES), default=UpsampleConv2dConfig(), scratch_bytes=_sums_bytes
+            "triton",
+            partial(_by_kernel, triton),
+            where(triton, HALVES),
+            default=UpsampleConv2dConfig(),
+            scratch_bytes=_sums_bytes,
         ),
-        Implementation("hip", _hip, where(hip, HALVES), HIP, default=HIP_SMALLEST, scratch_bytes=_sums_bytes),
+        Implementation(
+            "hip", partial(_by_kernel, hip), where(hip, HALVES), HIP, default=HIP_SMALLEST, scratch_bytes=_sums_bytes
+        ),
     ),
     allocate=_allocate,
     backward=_backward,

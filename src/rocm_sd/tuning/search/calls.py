@@ -104,14 +104,14 @@ def describe(
 
 
 def _std(name: str, shape: tuple[int, ...]) -> float:
-    if name != "weight" or len(shape) < 2:
+    if not name.endswith("weight") or len(shape) < 2:
         return 1.0
     return float(max(1, math.prod(shape[1:])) ** -0.5)
 
 
 @lru_cache(maxsize=64)
 def argument_names(run: Callable[..., Any]) -> tuple[str, ...]:
-    """The names of an implementation's positional arguments: what is named `weight` is drawn as one."""
+    """The names of an implementation's positional arguments: what is named a `weight` is drawn as one."""
     return tuple(name for name, given in inspect.signature(run).parameters.items() if given.kind != given.KEYWORD_ONLY)
 
 

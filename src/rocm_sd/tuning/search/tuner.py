@@ -210,7 +210,10 @@ class Tuner:
         return time.monotonic() - self._begun
 
     def _searches(self, traced: Sequence[Traced]) -> list[_ProblemSearch]:
-        """Those that a picture spends most on come first; a setting of the whole pipeline comes before all."""
+        """Those that a picture spends most on come first; a setting of the whole pipeline comes before all.
+
+        An op that is composed of others comes after them: its stock runs what was found for those.
+        """
         known_ops, arch_name = operations(), arch.detect(self.device).name
         by_problem: dict[tuple[str, str], dict[Key, Entry]] = {}
         for entry in self.database.all(environment=self.environment):
@@ -223,7 +226,7 @@ class Tuner:
             found.append(
                 _ProblemSearch(op, each, candidates(op, problem, self.device), known, weight(op, each), arch_name)
             )
-        return sorted(found, key=lambda search: -search.weight)
+        return sorted(found, key=lambda search: (search.op.composed, -search.weight))
 
     def _allotted(self, waiting: Sequence[_ProblemSearch]) -> float:
         """Seconds for the first of those that wait: its share of what they cost, and at least half an equal one."""

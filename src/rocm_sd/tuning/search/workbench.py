@@ -14,6 +14,7 @@ from rocm_sd import numerics
 from rocm_sd.errors import RocmSdError
 from rocm_sd.measuring import Stopwatch, interleaved
 from rocm_sd.numerics import in_float64, outputs
+from rocm_sd.ops.registry import forget_choices
 from rocm_sd.tuning.search.calls import OpCall, make
 from rocm_sd.tuning.search.candidates import Candidate, operation
 from rocm_sd.tuning.search.pipeline_settings import PreparedImplementation
@@ -47,6 +48,8 @@ class Workbench:
 
     def __init__(self, call: OpCall, device: torch.device) -> None:
         self.op, self.device = operation(call.op), device
+        if self.op.composed:
+            forget_choices()
         self.arguments = make(call, device)
         self.stopwatch = Stopwatch(device, cold=device.type != "cpu", queued=True)
         self._exact: tuple[torch.Tensor, ...] | None = None

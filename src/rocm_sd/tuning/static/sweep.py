@@ -91,7 +91,7 @@ def plan(ops: Iterable[str] = (), architectures: Iterable[str] = ()) -> SweepPla
     Nothing named means all of both; where there is no compiler for HIP, all but those.
     """
     named = list(ops)
-    tuned = [op for op in OPS.values() if op.tuning is not None]
+    tuned = [op for op in OPS.values() if op.tuning is not None and op.tuning.buckets]
     own = [f"{op.name}:{i.name}" for op in tuned for i in op.implementations if i.kernels is not None]
     wanted = list(architectures)
     require_known("architecture", wanted, list(dict.fromkeys((*_compiled_for("op"), *_compiled_for("op:hip")))))
@@ -120,7 +120,7 @@ def _compiled_for(name: str) -> list[str]:
 
 
 def _buckets(op: Op, implementation: str | None, architectures: Iterable[Arch]) -> list[_BucketSweep]:
-    if op.tuning is None or op.verification is None:
+    if op.tuning is None or not op.tuning.buckets or op.verification is None:
         raise Unsupported("Static tuning", f"{op.name}, which declares no configs", hint="See docs/adding-an-op.md.")
     problem_of = op.verification.problem
     limits = [
