@@ -89,7 +89,7 @@ def test_what_is_wrong_or_was_never_timed_beside_stock_counts_for_nothing():
     assert not made["exact"]
 
 
-def test_a_file_that_has_no_data_is_left_alone(tmp_path, monkeypatch, capsys):
+def test_a_file_that_has_no_data_is_skipped(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(ship_measurements, "DATA", tmp_path)
     (tmp_path / "sm_90").mkdir()
     file = tmp_path / "sm_90" / "linear.json"
@@ -100,6 +100,6 @@ def test_a_file_that_has_no_data_is_left_alone(tmp_path, monkeypatch, capsys):
     main([str(export)])
     assert capsys.readouterr().out.splitlines() == [
         "linear on sm_90: 1 entries taken in",
-        "unknown on sm_90: no data to add to; left alone",
+        "unknown on sm_90: no data to add to; skipped",
     ]
     assert chosen(json.loads(file.read_text())) == ("triton", LARGE)
