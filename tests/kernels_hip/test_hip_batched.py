@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from benchmarks.hip_compiled import NAIVE
@@ -68,6 +70,23 @@ def test_each_matrix_of_a_batch_meets_its_own(gfx):
     # One bias and one weight for all; rows of x that lie apart, as those of one head of many do.
     heads = torch.zeros(40, 2, 64, dtype=x.dtype).transpose(0, 1).copy_(x)
     run(gfx, configs(gfx)[-1], (heads, weight[:1].expand(2, -1, -1), bias[:1].expand(2, -1), None))
+
+
+@pytest.mark.parametrize("gfx", EMULATED)
+def test_the_op_reads_samples_that_lie_apart_in_place_and_copies_them_for_parts_of_k(gfx):
+    op = OPS["linear_residual"]
+    sample = next(sample for sample in op.verification.small if sample.make(filled=False)[0].dim() == 3)
+    x, weight, bias, _ = sample.make()
+    residual = arguments(2, 9, 40, 40)[-1]
+    for config, kernels in ((configs(gfx)[-1], 1), (replace(configs(gfx)[-1], split_k=2), 1)):
+        _, calls = executed("linear_residual", gfx, x, weight, bias, residual, config=config)
+        assert len(calls) == kernels
+        assert calls[0].kernel == ("batched_linear" if config.split_k == 1 else "linear_residual")
+    # Of more steps than one, parts are parts.
+    wide = torch.randn(2, 12, 200).half()[:, :9]
+    matrix = (torch.randn(40, 200) * 200**-0.5).half()
+    _, calls = executed("linear_residual", gfx, wide, matrix, None, None, config=replace(configs(gfx)[-1], split_k=2))
+    assert [call.kernel for call in calls] == ["linear_split", "conv2d_finish"]
 
 
 @pytest.mark.parametrize("gfx", EMULATED)

@@ -208,8 +208,12 @@ def test_every_tile_passes_the_gates(gfx, case):
         assert "flat_store" not in code.assembly
 
 
+# Those that lie apart are for the batched kernel: test_hip_batched.py.
+WHOLE = [sample for sample in OP.verification.small if sample.make(filled=False)[0].dim() == 2]
+
+
 @pytest.mark.parametrize("gfx", EMULATED)
-@pytest.mark.parametrize("sample", OP.verification.small, ids=lambda sample: sample.name)
+@pytest.mark.parametrize("sample", WHOLE, ids=lambda sample: sample.name)
 def test_small_samples_are_as_close_to_float64_as_stock_torch(sample, gfx):
     for config in {configs(gfx)[0], configs(gfx)[-1]}:
         given = sample.make()

@@ -130,7 +130,10 @@ def _as_one_op(
     and where one of them is not what the op computes.
     """
     # What an op chooses cannot be asked for while it is traced.
-    if text is None or block.attn2 is None or torch.is_grad_enabled() or torch.compiler.is_compiling():
+    if block.attn2 is None or torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return None
+    # An IP-Adapter gives the text and its pictures, in a tuple.
+    if not isinstance(text, torch.Tensor):
         return None
     attn, attn2, (gate, _, ff, *_) = block.attn1, block.attn2, block.ff.net
     asked = problem_of(x, text.shape[1], attn2.heads, getattr(ff, "in_features", 0))
