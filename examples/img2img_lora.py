@@ -109,8 +109,8 @@ def main() -> None:
     again = ImageChops.difference(drawn(pipe, given.change, **changed), without)
     farthest = max(high for _, high in again.getextrema())
     if farthest > MOST:
-        told = f"Once the LoRA was unloaded, a value of the picture differed by {farthest} of 255 from before."
-        raise NumericsFailure(told)
+        message = f"Once the LoRA was unloaded, a value of the picture differed by {farthest} of 255 from before."
+        raise NumericsFailure(message)
 
     given.out.parent.mkdir(parents=True, exist_ok=True)
     beside(pictures).save(given.out)

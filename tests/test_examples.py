@@ -40,8 +40,8 @@ def test_help_tells_how_to_run_it(path, capsys):
 def test_what_is_wrong_is_said_in_one_sentence(path, wrong, capsys):
     with pytest.raises(SystemExit) as ended:
         run(path.stem, *wrong)
-    told = f"{ended.value.code}\n{capsys.readouterr().err}"
-    assert "There is no model at ./nowhere." in told or "0: it takes 1 or more" in told
+    printed = f"{ended.value.code}\n{capsys.readouterr().err}"
+    assert "There is no model at ./nowhere." in printed or "0: it takes 1 or more" in printed
 
 
 def test_basic_inference_draws_and_reports(tmp_path, capsys):
@@ -54,16 +54,16 @@ def test_the_optimized_pipeline_draws_every_prompt(tmp_path, capsys):
     options = ("--level", "memory", "--scheduler", "euler", "--out", tmp_path)
     run("optimized_pipeline", *QUICK, *options, "--prompts", "a frog", "a red apple!")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a-frog.png", "a-red-apple.png"]
-    told = capsys.readouterr().out
-    assert "level memory" in told
-    assert "restored: a StableDiffusionPipeline on cpu" in told
+    printed = capsys.readouterr().out
+    assert "level memory" in printed
+    assert "restored: a StableDiffusionPipeline on cpu" in printed
 
 
 def test_the_comparison_shows_both_with_their_quartiles(capsys):
     run("benchmark_comparison", *QUICK, "--runs", "2")
-    told = capsys.readouterr().out
-    assert "error of the latents" in told
-    assert {"stock", "rocm-sd"} <= {line.split()[1] for line in told.splitlines() if line.startswith("│")}
+    printed = capsys.readouterr().out
+    assert "error of the latents" in printed
+    assert {"stock", "rocm-sd"} <= {line.split()[1] for line in printed.splitlines() if line.startswith("│")}
 
 
 def test_the_comparison_shows_no_times_for_another_picture(monkeypatch, capsys):

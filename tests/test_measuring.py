@@ -133,13 +133,13 @@ def calls_noting(heard, *names):
 
 
 def test_interleaved_takes_turns_and_tells_each_timing_at_once():
-    heard, told = [], []
+    heard, turns = [], []
     times = interleaved(
-        calls_noting(heard, "a", "b"), Scripted(1.0, 2.0, 3.0, 4.0), repeats=2, on_turn=lambda *each: told.append(each)
+        calls_noting(heard, "a", "b"), Scripted(1.0, 2.0, 3.0, 4.0), repeats=2, on_turn=lambda *each: turns.append(each)
     )
     assert heard == ["a", "b", "b", "a"]
     assert times == {"a": [1.0, 4.0], "b": [2.0, 3.0]}
-    assert told == [("a", 1.0), ("b", 2.0), ("b", 3.0), ("a", 4.0)]
+    assert turns == [("a", 1.0), ("b", 2.0), ("b", 3.0), ("a", 4.0)]
 
 
 def test_a_resumed_run_measures_only_what_is_missing():
@@ -151,8 +151,8 @@ def test_a_resumed_run_measures_only_what_is_missing():
     assert done == {"a": [1.0, 2.0], "b": [3.0]}
 
 
-def test_an_interrupted_run_has_told_what_it_has():
-    told = []
+def test_an_interrupted_run_has_reported_what_it_has():
+    turns = []
     numbers = count(1)
 
     def interrupted_in_the_third_call():
@@ -164,9 +164,9 @@ def test_an_interrupted_run_has_told_what_it_has():
             dict.fromkeys("ab", interrupted_in_the_third_call),
             Scripted(1.0),
             repeats=5,
-            on_turn=lambda name, _: told.append(name),
+            on_turn=lambda name, _: turns.append(name),
         )
-    assert told == ["a", "b"]
+    assert turns == ["a", "b"]
 
 
 @pytest.mark.parametrize(
@@ -219,10 +219,10 @@ def test_a_cold_stopwatch_overwrites_the_caches_before_every_call_and_not_in_its
         stopwatch._flush[-1] = 0
 
     started = time.perf_counter()
-    told = stopwatch.milliseconds(call) + stopwatch.milliseconds(call)
+    measured = stopwatch.milliseconds(call) + stopwatch.milliseconds(call)
     whole = (time.perf_counter() - started) * 1e3
     assert set(seen) == {1}
-    assert told < 0.5 * whole
+    assert measured < 0.5 * whole
 
 
 @pytest.mark.parametrize(("name", "mebibytes"), [("gfx942", 512), ("gfx1100", 192)])

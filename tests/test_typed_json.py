@@ -69,7 +69,7 @@ def test_what_does_not_fit_is_named_by_its_place(change, problem):
     assert error.value.problems == (problem,)
 
 
-def test_all_problems_are_told_at_once():
+def test_all_problems_are_reported_at_once():
     with pytest.raises(Misfit, match="the file has no first; title should be string; size is not known"):
         read(Whole, {"title": None, "weight": 1, "parts": [], "size": 3})
     with pytest.raises(Misfit, match="the file should be object"):

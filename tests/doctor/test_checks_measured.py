@@ -237,7 +237,7 @@ def test_a_first_convolution_that_stalls_is_found(first, second, status):
         assert found.fix.safe
 
 
-def test_a_first_convolution_without_an_end_is_found_and_a_mode_that_is_set_is_left_alone():
+def test_a_first_convolution_without_an_end_is_found_and_a_mode_that_is_set_stays():
     answer = json.loads(_recorded("r9700-first-run"))["first_convolution"]
     assert _find("first_run_stall", answer, _facts("gfx1201")).status is Status.PROBLEM
     found = _find("first_run_stall", answer, _facts("gfx1201", MIOPEN_FIND_MODE="NORMAL"))
@@ -399,7 +399,7 @@ def test_a_triton_that_does_not_work_is_found():
     assert "kernels_present" in found.says
 
 
-def test_a_triton_that_aborts_on_bfloat16_alone_is_told_apart():
+def test_a_triton_that_aborts_on_bfloat16_alone_is_distinguished():
     answer = _healthy("triton_works")
     answer["multiply_bfloat16"] = {"ok": False, "error": "its process was ended by SIGABRT"}
     found = _find("triton_works", answer, _facts("gfx1030"))

@@ -101,7 +101,7 @@ def test_lines_that_a_user_added_stay(tmp_path):
     assert sourced(file, ["A", "MINE"]) == ["2", "1"]
 
 
-def test_a_file_of_somebody_else_is_left_alone(tmp_path):
+def test_a_file_of_somebody_else_is_not_touched(tmp_path):
     file = tmp_path / "env.sh"
     file.write_text("export PATH=/mine\n")
     for change in (lambda: write(Treatment({"A": "1"}), file), lambda: undo(file)):

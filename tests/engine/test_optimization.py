@@ -108,7 +108,7 @@ def test_an_optimized_pipeline_can_be_collected(tmp_path):
     assert gone() is None
 
 
-def test_where_convolutions_keep_their_layout_nothing_is_replaced_and_the_reason_is_told(pipe, monkeypatch):
+def test_where_convolutions_keep_their_layout_nothing_is_replaced_and_the_reason_is_reported(pipe, monkeypatch):
     """Copies between layouts around every norm would be slower than stock."""
     stock = latents(pipe)
     monkeypatch.setattr(
@@ -163,7 +163,7 @@ def test_a_row_of_an_ablation_has_the_rules_that_it_names_without_a_graph(pipe, 
     assert ("unet", "resblock") in replaced
 
 
-def test_a_pipeline_that_has_moved_since_is_told_so(pipe, monkeypatch):
+def test_a_pipeline_that_has_moved_since_is_reported(pipe, monkeypatch):
     rocm_sd.optimize(pipe)
     assert not any("call optimize again" in note for note in rocm_sd.report(pipe).notes)
     # As after pipe.to("cuda"), which needs a GPU.

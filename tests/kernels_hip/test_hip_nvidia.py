@@ -65,10 +65,10 @@ def test_every_kernel_of_the_small_samples_is_assembled_without_spills(name, scr
     texts = script.compiled("sm_90", script.cases([name]))
     assert texts
     for ptx in texts.values():
-        told = assembled(ptx, "sm_90", tmp_path)
-        kernels = told.count("Compiling entry function")
+        printed = assembled(ptx, "sm_90", tmp_path)
+        kernels = printed.count("Compiling entry function")
         assert kernels == ptx.count(".visible .entry") > 0
-        assert told.count("0 bytes spill stores, 0 bytes spill loads") == kernels, told
+        assert printed.count("0 bytes spill stores, 0 bytes spill loads") == kernels, printed
 
 
 @pytest.mark.parametrize("arch", toolchain.NVIDIA_TARGETS)
@@ -212,7 +212,7 @@ def test_every_kernel_that_multiplies_no_matrices_is_among_the_cases(script):
 
 
 def test_prepared_ptx_goes_through_the_projects_own_loader(script, tmp_path, monkeypatch):
-    """By a driver that notes what it is given: no clang is asked, and a kernel that was not prepared is told."""
+    """By a driver that notes what it is given: no clang is asked, and a kernel that was not prepared is reported."""
     fake = DriverLibrary(build(tmp_path, "libcuda.so.1", "-DROCM_SD_CUDA"))
     case = next(case for case in script.cases(["layout_copy"]) if case.sample.dtype is torch.float16)
     ptx = script.compiled("sm_90", [case])

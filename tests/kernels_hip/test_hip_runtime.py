@@ -54,7 +54,7 @@ def launcher_of(fake, api, image=PTX, card=None, arch=GFX):
     return DeviceLauncher(arch, card or HostCard(), Driver(api, fake.library), lambda _kernel, _arch: image)
 
 
-def test_a_launch_is_told_with_every_argument_in_its_place(fake, api):
+def test_a_launch_is_given_every_argument_in_its_place(fake, api):
     fake.expect(8, 8, 4, 4, 4)
     x = torch.zeros(12)
     card = HostCard(stream=0x7F00DEADBEEF)
@@ -101,7 +101,7 @@ def test_while_a_graph_is_captured_nothing_is_loaded_and_what_is_loaded_is_launc
 
 
 @pytest.mark.parametrize(
-    ("function", "code", "told"),
+    ("function", "code", "message"),
     [
         (
             "load",
@@ -112,10 +112,10 @@ def test_while_a_graph_is_captured_nothing_is_loaded_and_what_is_loaded_is_launc
         ("function", 500, r"ModuleGetFunction of scale for gfx1100 failed: error \(500\), which the driver does not"),
     ],
 )
-def test_what_cannot_be_loaded_is_told_and_tried_anew_at_the_next_call(fake, api, function, code, told):
+def test_what_cannot_be_loaded_is_reported_and_tried_anew_at_the_next_call(fake, api, function, code, message):
     launcher = launcher_of(fake, api)
     fake.fail(function, code)
-    with pytest.raises(LoadFailed, match=told) as raised:
+    with pytest.raises(LoadFailed, match=message) as raised:
         launcher.launch(KERNEL, (1, 1, 1), ())
     assert isinstance(raised.value, HipUnavailable)
     assert not fake.calls("launch")
@@ -254,11 +254,11 @@ def test_without_clang_hiprtc_compiles_the_same_sources_once(code, hiprtc):
     assert hiprtc.source == rtc.flattened(toolchain.SOURCES / "layout_copy.hip")
 
 
-def test_what_hiprtc_says_is_told_and_its_program_is_given_back(hiprtc):
+def test_what_hiprtc_says_is_reported_and_its_program_is_given_back(hiprtc):
     kernel = Kernel("layout_copy", "layout_copy_wide", LAYOUT)
     hiprtc.fail("compile", 6)
-    told = r"hiprtc refused layout_copy\.hip for gfx1100: .*3:7: error: unknown type name 'wrong'\."
-    with pytest.raises(toolchain.HipCompilationFailed, match=told):
+    message = r"hiprtc refused layout_copy\.hip for gfx1100: .*3:7: error: unknown type name 'wrong'\."
+    with pytest.raises(toolchain.HipCompilationFailed, match=message):
         runtime.compile_image(kernel, GFX)
     assert len(hiprtc.calls("destroy")) == 1
     hiprtc.fail("create", 1)

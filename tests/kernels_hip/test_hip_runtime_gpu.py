@@ -153,7 +153,7 @@ def test_a_thread_that_never_used_the_card_can_launch(make, affine):
     def run():
         try:
             launch(launcher, affine, x, y)
-        except Exception as error:  # noqa: BLE001 -- told below
+        except Exception as error:  # noqa: BLE001 -- reported below
             failed.append(error)
 
     thread = threading.Thread(target=run)

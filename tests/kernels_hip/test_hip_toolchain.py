@@ -42,10 +42,10 @@ def test_every_kernel_of_a_source_is_in_the_code_object(gfx):
         assert code.arch.name == compiled.arch == gfx
         # What the code object tells is what the text says of it.
         text = compiled.assembly.split(f".name:           {code.name}\n")[1].split("\n  - ")[0]
-        told = dict(re.findall(r"\.(\w+):\s*(\S+)", text))
+        printed = dict(re.findall(r"\.(\w+):\s*(\S+)", text))
         spills = (code.vgpr_spills, code.sgpr_spills)
-        assert tuple(map(int, (told["vgpr_count"], told["sgpr_count"]))) == (code.vgprs, code.sgprs)
-        assert tuple(map(int, (told["vgpr_spill_count"], told["sgpr_spill_count"]))) == spills
+        assert tuple(map(int, (printed["vgpr_count"], printed["sgpr_count"]))) == (code.vgprs, code.sgprs)
+        assert tuple(map(int, (printed["vgpr_spill_count"], printed["sgpr_spill_count"]))) == spills
 
 
 @needs_clang
@@ -93,7 +93,7 @@ def test_a_damaged_entry_is_made_anew(cache):
 
 
 @needs_clang
-def test_the_compilers_own_words_are_told(cache, tmp_path):
+def test_the_compilers_own_words_are_reported(cache, tmp_path):
     file = tmp_path / "broken.hip"
     file.write_text("wrong x;")
     with pytest.raises(toolchain.HipCompilationFailed, match=r"refused broken\.hip for gfx1100: .*unknown type name"):

@@ -403,9 +403,9 @@ def test_memory_moves_in_whole_lines_and_less_of_it_than_by_single_ops(gfx, reco
     assert len(calls) == 9
     assert moved(calls) < 0.75 * moved(naive)
     if gfx == "gfx1100":
-        told = " ".join((Path(__file__).parents[2] / "docs" / "transformer-block.md").read_text("utf-8").split())
-        assert f"18 kernels and {moved(naive) / 1e6:.2f} MB" in told
-        assert f"9 kernels and {moved(calls) / 1e6:.2f} MB" in told
+        page = " ".join((Path(__file__).parents[2] / "docs" / "transformer-block.md").read_text("utf-8").split())
+        assert f"18 kernels and {moved(naive) / 1e6:.2f} MB" in page
+        assert f"9 kernels and {moved(calls) / 1e6:.2f} MB" in page
     assert lines(calls) < 0.75 * lines(naive)
 
 

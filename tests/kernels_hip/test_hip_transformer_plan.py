@@ -19,7 +19,7 @@ from transformer_plan import plan
 SHAPES = [(8192, 320, 8), (2048, 640, 8), (512, 1280, 8), (8192, 640, 10), (2048, 1280, 20)]
 
 
-class Recorder:
+class LaunchList:
     """A `Launcher` that runs nothing: (kernel, bytes of all matrices that it was given) of each launch."""
 
     def __init__(self, gfx):
@@ -38,7 +38,7 @@ def launched(gfx, tokens, C, heads, config):
     def layer(n, k):
         return Linear(empty(n, k), empty(n))
 
-    norm, recorder = Norm(empty(C), empty(C)), Recorder(gfx)
+    norm, launches = Norm(empty(C), empty(C)), LaunchList(gfx)
     block = TransformerBlock(
         heads,
         Attended(norm, layer(3 * C, C), layer(C, C)),
@@ -46,8 +46,8 @@ def launched(gfx, tokens, C, heads, config):
         FeedForward(norm, layer(8 * C, C), layer(C, 4 * C)),
     )
     x, y, k, v = empty(2, tokens // 2, C), empty(2, tokens // 2, C), *(empty(2, 77, heads, C // heads) for _ in "kv")
-    transformer_block.launch(x, (k, v), block, y, config, recorder)
-    return recorder.launched
+    transformer_block.launch(x, (k, v), block, y, config, launches)
+    return launches.launched
 
 
 @pytest.mark.parametrize("gfx", toolchain.TARGETS)

@@ -181,20 +181,20 @@ def test_a_measured_candidate_is_tested_too_since_its_measurement_may_have_been_
     resolve.user_database().put([measured])
     registry.forget_choices()
     assert "largest error nan" in op.choose(PROBLEM, CPU).why
-    mended = make_op(_definition)
+    repaired = make_op(_definition)
     resolve.user_database().release("silu", "fast")
     new_process()
-    assert mended.choose(PROBLEM, CPU).source == "measured here"
+    assert repaired.choose(PROBLEM, CPU).source == "measured here"
 
 
 def test_another_environment_is_tested_anew(monkeypatch):
     op = make_op(_nan)
     assert op.choose(PROBLEM, CPU).implementation == "torch"
     new_process()
-    mended = make_op(_definition)
+    repaired = make_op(_definition)
     other = current(CPU).__class__(**{**vars(current(CPU)), "torch": "99"})
     monkeypatch.setattr(self_test, "current", lambda _device: other)
-    assert mended.choose(PROBLEM, CPU).implementation == "fast"
+    assert repaired.choose(PROBLEM, CPU).implementation == "fast"
 
 
 def test_nothing_is_tested_while_calls_are_recorded_and_it_is_made_up_for_later(caplog):

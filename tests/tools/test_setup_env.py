@@ -35,7 +35,7 @@ def project(tmp_path, monkeypatch):
 
 
 class RecordingPip:
-    """Notes what pip would be asked, and answers as it is told; the network is no part of these tests."""
+    """Notes what pip would be asked, and answers as a test asks; the network is no part of these tests."""
 
     def __init__(self, *answers):
         self.answers = list(answers)
@@ -193,7 +193,7 @@ def test_dry_run_says_what_it_would_do_and_does_nothing(project, capsys):
     assert not (project / ".cache").exists()
 
 
-def test_an_unsupported_python_is_told_what_to_type(monkeypatch):
+def test_an_unsupported_python_gets_what_to_type(monkeypatch):
     monkeypatch.setattr(sys, "version_info", (3, 14, 0))
     monkeypatch.setattr(setup_env.shutil, "which", lambda name: name if name == "python3.12" else None)
     with pytest.raises(RocmSdError, match=r"this is 3\.14\. Type: make PYTHON=python3\.12 demo"):

@@ -70,7 +70,7 @@ def test_unknown_amd_gpu_gets_the_cpu_build_and_is_named(gfx):
 
 
 @pytest.mark.parametrize(("gpu", "missing"), [(Gpu("amd"), "compute driver"), (Gpu("nvidia"), "NVIDIA's driver")])
-def test_a_gpu_whose_driver_is_missing_gets_the_cpu_build_and_is_told_so(gpu, missing):
+def test_a_gpu_whose_driver_is_missing_gets_the_cpu_build_and_is_reported(gpu, missing):
     build = torch_build.choose((gpu,), "auto", PYTHON)
     assert build.kind == "cpu"
     assert missing in build.reason

@@ -89,7 +89,7 @@ def test_the_best_is_the_fastest_that_is_right_and_not_set_aside(database):
     assert len(database.all()) == 5
 
 
-def test_what_others_were_measured_at_a_problem_is_told_apart(database):
+def test_what_others_were_measured_at_a_problem_is_distinguished(database):
     others = [entry(3.0, candidate="mine"), entry(4.0, candidate="mine", kernel_hash="2", numerics="wrong: nan")]
     elsewhere = [entry(candidate="mine", environment=THERE), entry(candidate="mine", problem={**PROBLEM, "n": 9})]
     database.put([entry(), *others, *elsewhere, entry(candidate="mine", op="geglu")])

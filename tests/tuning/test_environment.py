@@ -48,7 +48,7 @@ def test_a_gpu_has_all_that_measurements_depend_on():
     assert here.miopen is not None
 
 
-def test_drivers_are_told_apart(tmp_path):
+def test_drivers_are_distinguished(tmp_path):
     assert driver(arch.Vendor.AMD, tmp_path) is None
     module = tmp_path / "sys/module/amdgpu"
     module.mkdir(parents=True)

@@ -52,7 +52,7 @@ def test_only_a_recorded_run_on_a_gpu_counts_as_tested():
         assert proof.evidence.startswith("benchmarks/")
 
 
-def test_no_proof_is_told_twice():
+def test_no_proof_stands_twice():
     keys = [(p.op, p.implementation, p.arch) for p in proofs()]
     assert len(keys) == len(set(keys))
 

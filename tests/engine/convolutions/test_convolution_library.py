@@ -113,7 +113,7 @@ def test_nothing_is_touched_where_nothing_was_measured(pipe):
     assert not notes_with(pipe, "convolutions run with")
 
 
-def test_one_that_is_not_clearly_faster_is_told_and_not_used(monkeypatch):
+def test_one_that_is_not_clearly_faster_is_reported_and_not_used(monkeypatch):
     measure(high=1040.0)
     unet = rocm_sd.optimize(tiny_unet())
     with seen_by_convolutions(monkeypatch) as seen:
@@ -187,7 +187,7 @@ def test_another_setting_does_not_break_into_a_call():
 
 
 @pytest.mark.parametrize(("name", "value"), [("enabled", False), ("benchmark", True)])
-def test_a_flag_that_was_set_by_hand_wins_and_is_told(name, value, monkeypatch):
+def test_a_flag_that_was_set_by_hand_wins_and_is_reported(name, value, monkeypatch):
     measure()
     unet = rocm_sd.optimize(tiny_unet())
     monkeypatch.setattr(torch.backends.cudnn, name, value)

@@ -208,7 +208,7 @@ def test_the_index_of_an_earlier_offload_is_no_longer_meant_but_comes_back(pipe)
     assert pipe._offload_gpu_id == 1
 
 
-def test_parts_that_cannot_be_moved_stay_and_the_reason_is_told(pipe):
+def test_parts_that_cannot_be_moved_stay_and_the_reason_is_reported(pipe):
     stock = latents(pipe)
     pipe.model_cpu_offload_seq = None
     before = state(pipe)

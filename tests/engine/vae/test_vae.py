@@ -325,7 +325,7 @@ def test_only_the_pictures_that_overflow_are_computed_again(monkeypatch):
 
 
 @torch.no_grad()
-def test_what_is_not_finite_for_another_reason_stays_so_and_is_told():
+def test_what_is_not_finite_for_another_reason_stays_so_and_is_reported():
     vae, z = build(torch.float16), latents(dtype=torch.float16)
     installed = engine.install(vae)
     z[0, 0, 0, 0] = torch.nan

@@ -34,7 +34,7 @@ def nothing_was_hooked(host):
     return not host.script_callbacks.callbacks
 
 
-def test_forge_is_told_from_the_host(host, tmp_path, monkeypatch, capsys):
+def test_forge_is_distinguished_from_the_host(host, tmp_path, monkeypatch, capsys):
     (tmp_path / "modules_forge.py").touch()
     monkeypatch.syspath_prepend(tmp_path)
     panel = package.register()
@@ -46,7 +46,7 @@ def test_forge_is_told_from_the_host(host, tmp_path, monkeypatch, capsys):
     assert "Forge" in shown_on(panel, host, monkeypatch)
 
 
-def test_sd_next_is_told_from_the_host(host, monkeypatch, capsys):
+def test_sd_next_is_distinguished_from_the_host(host, monkeypatch, capsys):
     host.shared.backend = "diffusers"
     panel = package.register()
     assert "SD.Next" in capsys.readouterr().out

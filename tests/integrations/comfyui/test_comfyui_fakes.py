@@ -324,7 +324,7 @@ def test_a_host_that_is_too_old_keeps_its_model(missing, monkeypatch, caplog):
     assert "not optimised" in text
 
 
-def test_a_host_without_wrappers_or_an_old_torch_is_told(monkeypatch, caplog):
+def test_a_host_without_wrappers_or_an_old_torch_is_reported(monkeypatch, caplog):
     stock = fake_comfyui.patcher()
     with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
         patch.delattr(sys.modules["comfy.patcher_extension"], "PatcherInjection")
@@ -355,7 +355,7 @@ def test_what_is_no_unet_is_not_measured(caplog):
     assert text in caplog.messages[0]
 
 
-def test_a_level_that_is_not_known_is_told(caplog):
+def test_a_level_that_is_not_known_is_reported(caplog):
     stock = fake_comfyui.patcher()
     with caplog.at_level(logging.WARNING):
         assert ROCmOptimizedModel().optimize(stock, "fastest")[0] is stock

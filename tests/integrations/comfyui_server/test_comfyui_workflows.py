@@ -54,7 +54,7 @@ def test_each_kind_has_both_formats():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_link_is_told_alike_from_both_ends(name):
+def test_every_link_is_named_alike_from_both_ends(name):
     workflow, graph = canvas(name), api(name)
     nodes = {node["id"]: node for node in workflow["nodes"]}
     assert {str(number): node["type"] for number, node in nodes.items()} == {

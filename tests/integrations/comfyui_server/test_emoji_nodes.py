@@ -65,7 +65,7 @@ def test_without_any_host_nothing_is_raised(monkeypatch, caplog):
     assert "ModuleNotFoundError" in caplog.text
 
 
-def test_what_the_host_is_told(monkeypatch):
+def test_what_the_host_gets(monkeypatch):
     fake_comfy.put(monkeypatch)
     kind = emoji._configuration()
     described = kind(fake_comfy.detect_unet_config(weights(), "model.diffusion_model."))
@@ -84,7 +84,7 @@ def test_what_the_host_is_told(monkeypatch):
     assert (Path(words.path), words.size) == (MODEL_FOLDER / "tokenizer", 192)
 
 
-def test_the_hosts_own_loader_gets_no_vae_and_is_told_why(monkeypatch, caplog):
+def test_the_hosts_own_loader_gets_no_vae_and_is_reported_why(monkeypatch, caplog):
     fake_comfy.put(monkeypatch)
     assert emoji._configuration()({}).process_vae_state_dict({"decoder.conv_in.weight": 1}) == {}
     assert "emoji-sd Loader (ROCm)" in caplog.text

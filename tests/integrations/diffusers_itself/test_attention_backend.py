@@ -162,7 +162,7 @@ def test_gradients_are_natives():
     assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
 
 
-def test_the_reason_is_told_once(caplog):
+def test_the_reason_is_reported_once(caplog):
     ours._note.cache_clear()
     with caplog.at_level(logging.INFO, logger="rocm_sd"):
         for _ in range(2):
@@ -198,7 +198,7 @@ def test_a_transformer_uses_it(asked, how):
     assert len(asked) == 2
 
 
-def test_checks_that_diffusers_can_be_told_to_make_are_made(monkeypatch):
+def test_checks_that_diffusers_can_be_asked_to_make_are_made(monkeypatch):
     monkeypatch.setattr(REGISTRY, "_checks_enabled", True)
     q, k, v = heads()
     by("rocm_sd", q, k, v)
@@ -207,7 +207,7 @@ def test_checks_that_diffusers_can_be_told_to_make_are_made(monkeypatch):
 
 
 @pytest.mark.parametrize("gone", ["_backends", "_supported_arg_names"])
-def test_a_diffusers_that_has_changed_is_told_so_and_left_as_it_is(monkeypatch, gone):
+def test_a_diffusers_that_has_changed_is_reported_and_left_as_it_is(monkeypatch, gone):
     class Changed:
         """Without one of the things that are read."""
 
@@ -222,14 +222,14 @@ def test_a_diffusers_that_has_changed_is_told_so_and_left_as_it_is(monkeypatch, 
     assert names == list(AttentionBackendName)
 
 
-def test_an_older_native_attention_is_told(monkeypatch):
+def test_an_older_native_attention_is_reported(monkeypatch):
     short = {AttentionBackendName.NATIVE: {"query", "key", "value"}}
     monkeypatch.setattr(REGISTRY, "_supported_arg_names", short)
     with pytest.raises(Unsupported, match="native attention takes no _parallel_config, attn_mask"):
         ours.register()
 
 
-def test_without_a_dispatcher_it_is_told(monkeypatch):
+def test_without_a_dispatcher_it_is_reported(monkeypatch):
     monkeypatch.setattr(ours, "_DISPATCH", "diffusers.models.no_such_module")
     with pytest.raises(Unsupported, match="no attention dispatcher"):
         ours.register()

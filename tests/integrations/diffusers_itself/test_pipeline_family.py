@@ -202,7 +202,7 @@ class TestFiles:
             ours.ROCmStableDiffusionPipeline.from_pretrained(tmp_path)
 
     @pytest.mark.parametrize("kind", ["ROCmStableDiffusionPipeline", "ROCmFluxPipeline"])
-    def test_a_hub_that_cannot_be_reached_is_told_so(self, tmp_path, kind):
+    def test_a_hub_that_cannot_be_reached_is_reported(self, tmp_path, kind):
         with pytest.raises(RocmSdError, match="owner/model could not be loaded: the hub cannot be reached") as refusal:
             getattr(ours, kind).from_pretrained("owner/model", cache_dir=tmp_path, local_files_only=True)
         # What code written for Diffusers catches.

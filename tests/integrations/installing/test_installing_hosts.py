@@ -75,7 +75,7 @@ def test_comfyui_in_each_of_its_layouts(tmp_path):
     assert (desktop.version, desktop.layout) == (None, "desktop")
 
 
-def test_an_old_comfyui_is_told(tmp_path):
+def test_an_old_comfyui_is_reported(tmp_path):
     assert "older than 0.3.64" in installing.recognise("comfyui", comfyui(tmp_path / "a", "0.3.9")).notes[0]
     assert installing.recognise("comfyui", comfyui(tmp_path / "b", "0.3.64")).notes == ()
 
@@ -265,7 +265,7 @@ def test_oldest_torch_is_that_of_the_package():
     assert f'"torch>={oldest}"' in pyproject
 
 
-def test_this_python_is_ready_and_others_are_told_apart(tmp_path):
+def test_this_python_is_ready_and_others_are_distinguished(tmp_path):
     asked = installing.examine(THIS, tmp_path)
     assert asked.rocm_sd == rocm_sd.__version__
     assert asked.build in {"cpu", "cuda", "rocm"}
