@@ -20,7 +20,7 @@ STARTS = (ROOT, ROOT / "src" / "rocm_sd", ROOT / "tests", *(each for each in (RO
 # Folders of the repository: a path that begins with one of them, in a command too, is a path in the repository.
 FOLDERS = ("src", "tests", "docs", "tools", "benchmarks", "examples", "training", ".ci", ".github")
 # Commands write them, in the repository or where they are called.
-WRITTEN = re.compile(r"(out|site|runs|results|build|dist|contributions/gfx\w+)(/|$)|host-packages")
+WRITTEN = re.compile(r"(\.venv|out|site|runs|results|build|dist|contributions/gfx\w+)(/|$)|host-packages")
 PLACEHOLDER = re.compile(r"<\w+>|\b(GFX|OP)\b")
 MODULE = re.compile(r"rocm_sd(\.\w+)+")
 

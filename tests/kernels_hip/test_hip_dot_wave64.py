@@ -63,7 +63,7 @@ class WavesOf64(EmulatedLauncher):
 def executed(folder, name, config, arguments):
     """The counters of an op that the emulator found right, without a matrix unit and without meeting a bank twice."""
     op, launcher = OPS[name], WavesOf64(folder)
-    with hip_kernels.launched_by(launcher), launcher.run.recorded():
+    with hip_kernels.launched_by(launcher), launcher.run.watching():
         results = outputs(op.implementation("hip")(*arguments, config=config))
     launcher.run.require_written(*results)
     exact = outputs(op.verification.reference(*in_float64(arguments)))

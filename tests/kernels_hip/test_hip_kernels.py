@@ -37,7 +37,7 @@ def run(name, launcher, arguments, config=None):
     """The op's own implementation, by this launcher."""
     implementation = OPS[name].implementation("hip")
     config = implementation.default if config is None else config
-    with hip_kernels.launched_by(launcher), launcher.run.recorded():
+    with hip_kernels.launched_by(launcher), launcher.run.watching():
         return implementation(*arguments, config=config)
 
 

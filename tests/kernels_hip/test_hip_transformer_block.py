@@ -121,7 +121,7 @@ def executed(gfx, x, text, block, config=None, moments=None, launcher=None):
     """The block by the emulator, proven whole and as close to float64 as stock torch."""
     launcher = launcher or EmulatedLauncher(gfx)
     config = config or small(gfx, x.shape[-1] // block.heads)
-    with launcher.run.recorded():
+    with launcher.run.watching():
         y = torch.empty(x.shape, dtype=x.dtype)
         after = transformer_block.launch(x, text, block, y, config, launcher, moments=moments)
     launcher.run.require_written(y, after.data)
@@ -222,7 +222,7 @@ def moments_of(gfx, dtype, M=70, N=200, offset=0.0):
     residual = (offset + torch.randn(M, N, generator=random)).to(dtype)
     config = norm_linear.TILES[archs.get(gfx).matrix_unit][-1]
     launcher = EmulatedLauncher(gfx)
-    with launcher.run.recorded():
+    with launcher.run.watching():
         y = torch.empty(M, N, dtype=dtype)
         moments = row_moments.allocate(y, config.block_n)
         linear_moments.launch(x, weight, None, residual, y, moments, config, launcher)
@@ -258,7 +258,7 @@ def test_a_norm_on_the_way_in_loses_nothing_where_the_mean_is_a_thousand_times_t
     for rows in (70, 1):
         x, known = y[:rows], replace(moments, data=moments.data[:rows])
         launcher = EmulatedLauncher(gfx)
-        with launcher.run.recorded():
+        with launcher.run.watching():
             out = torch.empty(rows, 144, dtype=x.dtype)
             norm_linear.launch(x, known, norm, weight, None, out, config, launcher)
         launcher.run.require_written(out)
