@@ -22,6 +22,8 @@ import tempfile
 import time
 from collections import Counter
 from contextlib import ExitStack
+from importlib.metadata import PackageNotFoundError
+from importlib.metadata import version as installed_version
 from pathlib import Path
 from statistics import median
 
@@ -122,6 +124,13 @@ class Version:
         self._process.wait()
 
 
+def version(package: str) -> str | None:
+    try:
+        return installed_version(package)
+    except PackageNotFoundError:
+        return None
+
+
 def interval(before: list[float], after: list[float]) -> tuple[float, float]:
     """95%, of the ratio of medians, by resampling turns in pairs."""
     random = np.random.default_rng(20260101)
@@ -164,6 +173,7 @@ def compare(options: argparse.Namespace, caches: str) -> dict:
             "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
             "torch": torch.__version__,
             "python": platform.python_version(),
+            **{name: version(name) for name in ("triton", "diffusers", "transformers")},
         },
         "bits_equal": bits["before"] == bits["after"],
         "picture_sha256": bits,
