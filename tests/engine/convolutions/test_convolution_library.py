@@ -17,7 +17,7 @@ from measured_library import AS_TORCH_COMES, FIGURES, SEARCHED, WITHOUT, flags, 
 from pipelines import tiny_pipeline, tiny_unet, tiny_vae
 from rocm_sd.engine.capture.snapshot import flatten
 from rocm_sd.engine.convolutions import library as convolution_library
-from rocm_sd.engine.convolutions.library import ConvolutionLibrary
+from rocm_sd.engine.convolutions.library import ChosenLibrary
 from rocm_sd.engine.optimization import optimize_with
 from rocm_sd.engine.parts import Parts
 from rocm_sd.ops.registry import forget_choices
@@ -55,7 +55,7 @@ def call(unet, batch=2):
 def library(implementation="searched", device=None):
     # A CPU is not left without oneDNN, and a torch without GPUs cannot tell of captures.
     device = device or (GPU if implementation == "none" else torch.device("cpu"))
-    return ConvolutionLibrary(Choice(implementation, source="measured here", why=FIGURES), device)
+    return ChosenLibrary(Choice(implementation, source="measured here", why=FIGURES), device)
 
 
 def notes_with(target, what):

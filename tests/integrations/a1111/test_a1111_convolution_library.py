@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from measured_library import AS_TORCH_COMES, FIGURES, SEARCHED, WITHOUT, flags, measure, seen_by_convolutions
-from rocm_sd.engine.convolutions.library import ConvolutionLibrary
+from rocm_sd.engine.convolutions.library import ChosenLibrary
 from rocm_sd.integrations.a1111 import switch
 from rocm_sd.integrations.a1111.switch import SWITCH
 from rocm_sd.ops.registry import forget_choices
@@ -68,7 +68,7 @@ def test_the_halves_of_the_vae_are_called_with_it(host, script, monkeypatch):
 @pytest.mark.parametrize("channels_last", [False, True])
 def test_without_the_library_where_convolutions_are_contiguous(host, script, channels_last, monkeypatch):
     """As on a GPU: a CPU is not left without oneDNN."""
-    found = ConvolutionLibrary(Choice("none", source="measured here", why=FIGURES), torch.device("cuda"))
+    found = ChosenLibrary(Choice("none", source="measured here", why=FIGURES), torch.device("cuda"))
     monkeypatch.setattr(switch.convolutions, "choose_library", lambda _device: found)
     layout = Choice("channels_last" if channels_last else "torch", why="timed")
     monkeypatch.setattr(resolve, "choose", lambda *_: layout)

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from measured_library import AS_TORCH_COMES, FIGURES, SEARCHED, WITHOUT, flags, measure, seen_by_convolutions
-from rocm_sd.engine.convolutions.library import ConvolutionLibrary
+from rocm_sd.engine.convolutions.library import ChosenLibrary
 from rocm_sd.integrations.comfyui import host, patching
 from rocm_sd.integrations.comfyui.comfyui_policy import compiled_ahead
 from rocm_sd.integrations.comfyui.host import PatchReport
@@ -91,7 +91,7 @@ class _Vae(torch.nn.Module):
 @pytest.mark.parametrize(("implementation", "expected"), [("searched", SEARCHED), ("none", AS_TORCH_COMES)])
 def test_a_vae_decodes_with_a_search_and_not_without_the_library(implementation, expected):
     device = torch.device("cpu" if implementation == "searched" else "cuda")
-    library = ConvolutionLibrary(Choice(implementation, source="measured here", why=FIGURES), device)
+    library = ChosenLibrary(Choice(implementation, source="measured here", why=FIGURES), device)
     vae = _Vae()
     decode = compiled_ahead(vae, "decode", PatchReport("VAE", "cpu", "auto"), library)
     assert decode(torch.ones(1)) == expected

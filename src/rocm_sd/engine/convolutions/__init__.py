@@ -2,7 +2,7 @@
 
 from rocm_sd.engine.convolutions.layout import CHANNELS_LAST, choose_layout, convolution_dtype, lay_out
 from rocm_sd.engine.convolutions.library import (
-    ConvolutionLibrary,
+    ChosenLibrary,
     choose_library,
     convolving_models,
     flags_set_by_hand,
@@ -10,6 +10,6 @@ from rocm_sd.engine.convolutions.library import (
 )  # fmt: skip
 
 __all__ = [
-    "CHANNELS_LAST", "ConvolutionLibrary", "choose_layout", "choose_library", "convolution_dtype", "convolving_models",
+    "CHANNELS_LAST", "ChosenLibrary", "choose_layout", "choose_library", "convolution_dtype", "convolving_models",
     "flags_set_by_hand", "install_library", "lay_out",
 ]  # fmt: skip

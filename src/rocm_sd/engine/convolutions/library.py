@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from rocm_sd.tuning import Choice
 
-__all__ = ["ConvolutionLibrary", "Flags", "choose_library", "convolving_models", "flags_set_by_hand", "install_library"]
+__all__ = ["ChosenLibrary", "Flags", "choose_library", "convolving_models", "flags_set_by_hand", "install_library"]
 
 _OP = "convolution_library"
 _SEARCHED, _WITHOUT = "searched", "none"
@@ -116,14 +116,14 @@ def flags_set_by_hand() -> Flags:
     return _PROCESS.by_hand()
 
 
-def choose_library(device: torch.device) -> ConvolutionLibrary:
+def choose_library(device: torch.device) -> ChosenLibrary:
     """What was measured on this device; as torch is set where nothing was."""
     known = (STOCK, *_WANTED)
     found = resolve.choose(_OP, arch.detect(device).name, {}, environment.current(device), "", known)
-    return ConvolutionLibrary(found, device)
+    return ChosenLibrary(found, device)
 
 
-class ConvolutionLibrary:
+class ChosenLibrary:
     """One measured choice, for calls on one device."""
 
     def __init__(self, choice: Choice, device: torch.device) -> None:
@@ -232,7 +232,7 @@ def _kinds(value: Any) -> Iterator[Any]:
             yield from _kinds(part)
 
 
-def convolving_models(module: nn.Module, library: ConvolutionLibrary, *, is_vae: bool) -> list[nn.Module]:
+def convolving_models(module: nn.Module, library: ChosenLibrary, *, is_vae: bool) -> list[nn.Module]:
     """The models whose forwards convolve: of a VAE its two halves, of several ControlNets each.
 
     A VAE that is decoded in strips calls neither half: strips have many heights, and each would be searched.
@@ -244,7 +244,7 @@ def convolving_models(module: nn.Module, library: ConvolutionLibrary, *, is_vae:
     return [part for part in parts if any(isinstance(layer, nn.Conv2d) for layer in part.modules())]
 
 
-def install_library(models: Iterable[nn.Module], library: ConvolutionLibrary, *, has_vae: bool) -> Installed:
+def install_library(models: Iterable[nn.Module], library: ChosenLibrary, *, has_vae: bool) -> Installed:
     """Inside of graphs, whose replays cost nothing more then, and of accelerate's hooks: before either is placed."""
     restores: list[Callable[[], None]] = []
     skipped = []
@@ -270,7 +270,7 @@ def install_library(models: Iterable[nn.Module], library: ConvolutionLibrary, *,
     return Installed(notes, restore)
 
 
-def _steer(model: nn.Module, library: ConvolutionLibrary) -> Callable[[], None] | None:
+def _steer(model: nn.Module, library: ChosenLibrary) -> Callable[[], None] | None:
     """How the model is let go of; None where the pipeline that shares it was optimised without this before."""
     found = forwards.on_instance(model)
     if not forwards.is_shared(model, _OP) and forwards.is_placed(model, found) and not forwards.is_rule(found):
@@ -278,7 +278,7 @@ def _steer(model: nn.Module, library: ConvolutionLibrary) -> Callable[[], None] 
     return forwards.share(model, _OP, lambda: _steered(model, library))
 
 
-def _steered(model: nn.Module, library: ConvolutionLibrary) -> Callable[[], None]:
+def _steered(model: nn.Module, library: ChosenLibrary) -> Callable[[], None]:
     def answer(model: nn.Module, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # A copy of the model, or one whose wrapper by somebody else outlived `restore`, runs as torch is set.
         with library.in_force(model, args, kwargs) if forwards.is_shared(model, _OP) else nullcontext():

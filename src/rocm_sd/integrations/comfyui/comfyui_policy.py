@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from rocm_sd.engine.convolutions import ConvolutionLibrary
+    from rocm_sd.engine.convolutions import ChosenLibrary
     from rocm_sd.integrations.ldm import BlockRule
 
 __all__ = ["MODEL_RULES", "VAE_RULES", "ComfyUIPolicy", "StepGraph", "compiled_ahead", "find", "fused"]
@@ -105,7 +105,7 @@ class ComfyUIPolicy(HostPolicy):
         return not (getattr(layer, "weight_function", None) or getattr(layer, "bias_function", None))
 
 
-def compiled_ahead(model: nn.Module, name: str, report: PatchReport, library: ConvolutionLibrary) -> MethodType:
+def compiled_ahead(model: nn.Module, name: str, report: PatchReport, library: ChosenLibrary) -> MethodType:
     """For `add_object_patch`: the model's own method, whose kernels are compiled side by side before its first use.
 
     It runs with the library's measured setting, if that serves a VAE.
