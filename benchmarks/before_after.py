@@ -124,7 +124,7 @@ class Version:
         self._process.wait()
 
 
-def version(package: str) -> str | None:
+def package_version(package: str) -> str | None:
     try:
         return installed_version(package)
     except PackageNotFoundError:
@@ -173,7 +173,7 @@ def compare(options: argparse.Namespace, caches: str) -> dict:
             "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
             "torch": torch.__version__,
             "python": platform.python_version(),
-            **{name: version(name) for name in ("triton", "diffusers", "transformers")},
+            **{name: package_version(name) for name in ("triton", "diffusers", "transformers")},
         },
         "bits_equal": bits["before"] == bits["after"],
         "picture_sha256": bits,
