@@ -28,6 +28,7 @@ import torch.nn.functional as F
 from rocm_sd import arch, numerics
 from rocm_sd.errors import NumericsFailure
 from rocm_sd.kernels.config import NO_CONFIG
+from rocm_sd.measuring import as_graph
 from rocm_sd.numerics import in_float64, outputs
 from rocm_sd.ops import OPS
 from rocm_sd.tuning import Choice
@@ -55,17 +56,10 @@ class Clock:
 
     def prepared(self, call):
         """Launch overhead is not what is measured, the engine replays graphs; on a CPU the call itself."""
-        call()
         if DEVICE.type == "cpu":
+            call()
             return call
-        stream = torch.cuda.Stream()
-        with torch.cuda.stream(stream):
-            call()
-        stream.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            call()
-        return graph.replay
+        return as_graph(call, DEVICE)[0]
 
     def once(self, call):
         if DEVICE.type == "cpu":

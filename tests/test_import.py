@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import shutil
 import subprocess
@@ -112,4 +113,18 @@ def test_nothing_is_recognised_by_the_name_of_a_module_of_this_project():
     """A stand-in for a forward has a mark (rewrite/forwards.py), and a processor says what it stands in for."""
     by_name = re.compile(r"""startswith\(\(?["']rocm_sd|__module__\b[^\n]*["']rocm_sd""")
     found = [path for path in (ROOT / "src").rglob("*.py") if by_name.search(path.read_text(encoding="utf-8"))]
+    assert found == []
+
+
+def test_no_implementation_is_recognised_by_its_name_outside_the_ops():
+    """What one can do is a property of the implementation (ops/definition.py)."""
+    packages = {"bench/machine.py": 'package == "triton"', "doctor/checks/triton_works.py": '"triton" in name'}
+    source, found = ROOT / "src" / "rocm_sd", []
+    for path in source.rglob("*.py"):
+        place = path.relative_to(source).as_posix()
+        text = path.read_text(encoding="utf-8").replace(packages.get(place, "\0"), "False")
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.Compare) and not place.startswith("ops/"):
+                sides = [side for each in (node.left, *node.comparators) for side in (each, *getattr(each, "elts", ()))]
+                found += [place for side in sides if isinstance(side, ast.Constant) and side.value == "triton"]
     assert found == []

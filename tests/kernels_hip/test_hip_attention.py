@@ -64,7 +64,7 @@ def first_config(q, launcher):
 
 
 def run(launcher, q, k, v, scale=None, config=None):
-    """What the op's `run` will do once dispatch knows the name "hip": allocate, then launch."""
+    """What the op's implementation `hip` does: allocate, then launch."""
     out = torch.empty(q.shape, dtype=q.dtype)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     attention.launch(q, k, v, out, scale, config or first_config(q, launcher), launcher)

@@ -17,7 +17,7 @@ from rocm_sd.bench.records import OURS, STOCK, Measurement, Record, WorkloadFact
 from rocm_sd.bench.turns import failure_line
 from rocm_sd.bench.workloads import OP_PREFIX
 from rocm_sd.errors import NumericsFailure, Unsupported, require_one_of
-from rocm_sd.measuring import Stopwatch, compare, interleaved
+from rocm_sd.measuring import Stopwatch, as_graph, compare, interleaved
 from rocm_sd.numerics import in_float64, outputs
 from rocm_sd.ops import OPS
 from rocm_sd.ops.samples import dtype_name
@@ -179,18 +179,10 @@ def _errors(op: Op, sample: Sample, arguments: Sequence[Any], ours: Callable[[],
 
 
 def _prepared(call: Callable[[], Any], device: torch.device) -> Callable[[], Any]:
-    """On a GPU a captured graph: launching is not what is measured, since the engine replays graphs."""
-    call()
     if device.type == "cpu":
+        call()
         return call
-    stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    with torch.cuda.device(device), torch.cuda.stream(stream):
-        call()
-    stream.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.device(device), torch.cuda.graph(graph):
-        call()
-    return graph.replay
+    return as_graph(call, device)[0]
 
 
 def _floor_ms(op: Op, sample: Sample, arguments: Sequence[Any], device: torch.device) -> float | None:

@@ -1,7 +1,7 @@
 """A block of Stable Diffusion's transformer: attention to itself, attention to the text, and the gated feed-forward.
 
-It is a composition of other ops in stock, each of which chooses for itself: what rewrite/transformer.py runs. The rule
-asks what is chosen here, and calls this op where that is another than stock.
+It runs in stock as the steps of rewrite/transformer.py: other ops, each of which chooses for itself. The rule calls it
+as one where another implementation than stock is chosen.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import torch
 
 from rocm_sd import numerics
 from rocm_sd.errors import RocmSdError
-from rocm_sd.measuring import Stopwatch, interleaved
+from rocm_sd.measuring import Stopwatch, as_graph, interleaved
 from rocm_sd.numerics import in_float64, outputs
 from rocm_sd.ops.registry import forget_choices
 from rocm_sd.tuning.search.calls import OpCall, make
@@ -146,7 +146,7 @@ class Workbench:
 
 
 class _Timed:
-    """A call as it is timed: on a GPU a captured graph, since the engine replays graphs and launches do not count."""
+    """A call as it is timed: on a GPU `as_graph`."""
 
     def __init__(self, call: Callable[[], Any], device: torch.device, *, captured: bool) -> None:
         self.captured = captured
@@ -155,15 +155,7 @@ class _Timed:
             self.call: Callable[[], Any] = self._keep(call)
             self.call()
             return
-        call()
-        stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        with torch.cuda.device(device), torch.cuda.stream(stream):
-            call()
-        stream.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.device(device), torch.cuda.graph(graph):
-            self._result = call()
-        self.call = graph.replay
+        self.call, self._result = as_graph(call, device)
 
     def _keep(self, call: Callable[[], Any]) -> Callable[[], Any]:
         def kept() -> None:
