@@ -64,6 +64,12 @@ VARIABLES: tuple[Variable, ...] = (
         _flag,
         "0 captures no graphs and keeps schedulers stock; 1 captures calls on a CPU, too, which only tests need.",
     ),
+    Variable(
+        "ROCM_SD_CALIBRATE",
+        "calibrate",
+        _flag,
+        "0 measures nothing at the first picture of a model on a card; 1 measures on any device.",
+    ),
     Variable("ROCM_SD_CACHE", "cache_dir", Path, "Folder for compiled code and measurements."),
     Variable(
         "ROCM_SD_TORCH", "torch_build", str, "Read by set-up only: auto, rocm, cuda, cpu, a gfx id or an index URL."
@@ -85,6 +91,7 @@ class Settings:
     debug: bool = False
     implementations: tuple[tuple[str, str], ...] = ()
     step_graph: bool | None = None
+    calibrate: bool | None = None
     cache_dir: Path | None = None
     torch_build: str | None = None
     triton_interpret: bool = False

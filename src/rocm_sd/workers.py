@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "OutOfTime", "Pool", "Worker", "WorkerCannotStart", "WorkerFailed", "WorkerLost", "cancelling", "inside", "serve",
+    "shared",
 ]  # fmt: skip
 
 T = TypeVar("T")
@@ -254,6 +255,19 @@ class Pool(AbstractContextManager["Pool"]):
         for thread in self._threads:
             # What hangs in a driver cannot even be killed: nobody waits for it.
             thread.join(_END_S)
+
+
+_shared: Worker | None = None
+_shared_lock = threading.Lock()
+
+
+@contextmanager
+def shared() -> Iterator[Worker]:
+    global _shared
+    with _shared_lock:
+        if _shared is None:
+            _shared = Worker()
+        yield _shared
 
 
 @contextmanager

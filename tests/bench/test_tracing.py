@@ -8,6 +8,7 @@ from rocm_sd.errors import InvalidOption, ModelNotFound, Unsupported
 from rocm_sd.numerics import outputs
 from rocm_sd.ops import OPS, geglu
 from rocm_sd.ops.group_norm_silu.op import group_norm_silu_
+from rocm_sd.tuning.search import watching
 from rocm_sd.tuning.search.calls import make
 from rocm_sd.tuning.search.candidates import operation
 
@@ -59,10 +60,10 @@ def test_sizes_batches_and_ops_are_those_asked_for(tiny):
 
 
 def test_ops_are_as_they_were_afterwards(tiny):
-    seen, x = tracing.Watched(), torch.randn(4, 64)
+    seen, x = watching.Watched(), torch.randn(4, 64)
     with pytest.raises(InvalidOption, match="multiples of 8"):
         tracing.trace(tiny, [(63, 64)])
-    with pytest.raises(Unsupported), tracing.watched(seen, answer_stock=True):
+    with pytest.raises(Unsupported), watching.watched(seen, answer_stock=True):
         geglu(geglu(x)[:, :1])
     geglu(x)
     assert [each.count for each in seen.traced()] == [1]
@@ -72,9 +73,9 @@ def test_a_norm_that_may_overwrite_its_input_is_seen_too(monkeypatch):
     """Where its kernel would be chosen, it would write into x: but stock torch computes what is watched."""
     pytest.importorskip("triton")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    seen = tracing.Watched()
+    seen = watching.Watched()
     x = torch.randn(1, 8, 4, 4).contiguous(memory_format=torch.channels_last)
-    with tracing.watched(seen, answer_stock=False):
+    with watching.watched(seen, answer_stock=False):
         y = group_norm_silu_(x, 4)
     assert torch.equal(y, OPS["group_norm_silu"].own["torch"](x, 4, None, None, None, 1e-5, True))
     assert [each.call.op for each in seen.traced()] == ["group_norm_silu"]
@@ -83,15 +84,15 @@ def test_a_norm_that_may_overwrite_its_input_is_seen_too(monkeypatch):
 def test_while_watched_everything_is_stock_and_answers_are_fixed(monkeypatch):
     pytest.importorskip("triton")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    seen = tracing.Watched()
+    seen = watching.Watched()
     x = torch.randn(4, 64, dtype=torch.float16)
     op = OPS["geglu"]
     problem = op.verification.problem(x)
-    with tracing.watched(seen, answer_stock=False):
+    with watching.watched(seen, answer_stock=False):
         assert op.choose(problem, CPU).implementation == "triton"
         # Asked for by name, too: nothing that was never tried runs here.
         y = op.run(problem, CPU, "triton", x, None)
-    with tracing.watched(seen, answer_stock=True):
+    with watching.watched(seen, answer_stock=True):
         assert op.choose(problem, CPU).implementation == "torch"
     assert torch.equal(y, op.implementations[0](x, None))
     assert [each.call.op for each in seen.traced()] == ["geglu"]

@@ -8,7 +8,6 @@ from diffusers.models.attention import BasicTransformerBlock
 from diffusers.models.transformers.transformer_2d import Transformer2DModel
 
 from rocm_sd import ops
-from rocm_sd.bench.tracing import Watched, watched
 from rocm_sd.errors import Unsupported
 from rocm_sd.kernels import hip
 from rocm_sd.kernels.hip import toolchain
@@ -19,6 +18,7 @@ from rocm_sd.tuning.environment import current
 from rocm_sd.tuning.resolve import user_database
 from rocm_sd.tuning.search.candidates import candidates
 from rocm_sd.tuning.search.tuner import Tuner, TunerOptions
+from rocm_sd.tuning.search.watching import Watched, watched
 from transformer_blocks import RULES, draw
 
 CPU = torch.device("cpu")

@@ -1,14 +1,11 @@
-"""Which problems a picture makes: it is drawn once with every op watched.
-
-While watched, every op computes as stock torch, so nothing that was never tried runs in the tuner's own process; and a
-model that asks what an op would choose gets its kernel in one drawing and stock in another, so that the calls of both
-ways are seen.
+"""Which problems a picture makes: it is drawn with every op watched (tuning/search/watching.py), as it comes and with
+all rules in the layout that they are made for, whichever of them are in use here today.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,59 +19,18 @@ from rocm_sd.engine import Parts, optimize_with
 from rocm_sd.errors import DeviceUnavailable, InvalidOption, Unsupported
 from rocm_sd.models.source import EMBEDDED
 from rocm_sd.ops import OPS
-from rocm_sd.ops.registry import Op, observed
 from rocm_sd.rewrite import RULES, RULES_FOR_GRAPHS, apply
-from rocm_sd.tuning import Choice
-from rocm_sd.tuning.choice import STOCK
-from rocm_sd.tuning.search.calls import OpCall, Traced, argument_names, describe
+from rocm_sd.tuning.search.calls import OpCall, Traced, describe
 from rocm_sd.tuning.search.pipeline_settings import convolution_calls
+from rocm_sd.tuning.search.watching import Watched, watched
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
-    from contextlib import AbstractContextManager
 
-    from rocm_sd.tuning import Problem
-
-__all__ = ["Watched", "trace", "watched", "workload"]
+__all__ = ["trace", "workload"]
 
 _SIDE = 8  # what pipelines of Stable Diffusion ask of a side
 Size = tuple[int, int]  # height and width of a picture
-
-
-class Watched:
-    """Calls by problem. Of calls that differ only in strides or in what is given, the most frequent stands for all."""
-
-    def __init__(self) -> None:
-        self._seen: dict[tuple[str, Any], Counter[OpCall]] = {}
-        self.each = 1  # how often a picture makes what is called now
-
-    def add(self, call: OpCall) -> None:
-        self._seen.setdefault((call.op, call.problem), Counter())[call] += self.each
-
-    def traced(self) -> list[Traced]:
-        return [Traced(calls.most_common(1)[0][0], calls.total()) for calls in self._seen.values()]
-
-
-@dataclass(frozen=True)
-class _Watch:
-    """The observer of a picture: a model that asks for a choice gets the op's kernel, or stock where that is wished."""
-
-    seen: Watched
-    answer_stock: bool
-
-    def called(self, op: Op, problem: Problem, arguments: tuple[Any, ...]) -> None:
-        self.seen.add(describe(op.name, problem, arguments, argument_names(op.implementations[0].run)))
-
-    def chosen(self, op: Op, problem: Problem, device: torch.device) -> Choice:
-        kernel = op.implementation(op.verification.implementation if op.verification else STOCK)
-        usable = not self.answer_stock and kernel.why_not(problem, device) is None
-        why = "the calls of a picture are being collected"
-        return Choice(kernel.name, kernel.default, why=why) if usable else Choice(STOCK, why=why)
-
-
-def watched(seen: Watched, *, answer_stock: bool) -> AbstractContextManager[None]:
-    """Every op computes as stock torch within, and `seen` gets its calls. A choice that is asked for is a fixed one."""
-    return observed(_Watch(seen, answer_stock))
 
 
 def workload(model: str | None, device: torch.device) -> workloads.Workload:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakKeyDictionary, ref
 
@@ -10,20 +12,25 @@ import torch
 from torch import nn
 
 from rocm_sd import arch
-from rocm_sd.engine import convolutions, denoising, levels, vae
+from rocm_sd.engine import calibration, convolutions, denoising, levels, vae
 from rocm_sd.engine.capture import graphs_wanted, start_compiling
 from rocm_sd.engine.installed import Installed
 from rocm_sd.engine.levels import LEVELS
+from rocm_sd.engine.model_ways import is_vae, subjects, unmeasured, way_of
 from rocm_sd.engine.parts import EVERYTHING, Parts
 from rocm_sd.engine.reporting import Report
 from rocm_sd.errors import Unsupported, require_one_of
-from rocm_sd.rewrite import RULES, RULES_FOR_GRAPHS, Rule, apply, undo
-from rocm_sd.tuning import Choice, lookup
+from rocm_sd.rewrite import apply, undo
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
+
+    from rocm_sd.engine.calibration import Plan
+    from rocm_sd.engine.model_ways import ModelWay
 
 __all__ = ["QUALITIES", "optimize", "optimize_with", "report", "restore"]
+
+log = logging.getLogger("rocm_sd")
 
 QUALITIES = ("exact", "high", "balanced")
 
@@ -65,29 +72,28 @@ def optimize_with(target: Target, level: str, quality: str, parts: Parts) -> Tar
     graphs = (parts.captured or parts.hoisted) and graphs_wanted(device, allowed=decision.graphs)
     if graphs:
         start_compiling(device)
-    available = _available(parts, graphs=graphs)
-    rules = [rule for rule in available if rule.on_cpu or device.type != "cpu"]
-    layouts = [
-        (name, module, _layout(name, module, device, one_by_one=not graphs and parts.rules is None))
-        for name, module in modules.items()
-    ]
+    ways = {name: way_of(name, module, device, parts, graphs=graphs) for name, module in modules.items()}
     changes = [
         change
-        for name, module, layout in layouts
-        for change in apply(module, rules, prefix=name, not_channels_last=_why_layout_is_kept(layout, parts))
+        for name, module in modules.items()
+        for change in apply(module, ways[name].rules, prefix=name, not_channels_last=ways[name].why_layout_is_kept)
     ]
     installed = [Installed(tuple, lambda: undo(changes))]
-    installed += _relaid((module, layout) for _, module, layout in layouts if not _why_layout_is_kept(layout, parts))
+    installed += _relaid((module, ways[name]) for name, module in modules.items())
     if parts.convolution_library:
         installed.append(_convolution_library(modules, device))
+    models = denoising.captured_models(target)
     if graphs:
-        installed.append(denoising.install(target, denoising.captured_models(target), parts))
-    notes = []
-    if len(rules) < len(available):
-        idle = ", ".join(rule.name for rule in available if rule not in rules)
-        notes.append(f"the rules {idle} are not applied: on a CPU their ops are stock torch")
+        as_they_are = {
+            model for name, module in modules.items() if not ways[name].captured for model in subjects(module)
+        }
+        installed.append(denoising.install(target, [model for model in models if model not in as_they_are], parts))
+    if parts.calibrated and parts.plan is None and parts.rules is None and calibration.wanted(device):
+        again = _Again(ref(target), level, quality, parts, device, graphs)
+        installed.append(calibration.install(models, device, again.measure))
+    notes = [*dict.fromkeys(note for way in ways.values() for note in way.notes)]
     installed.append(levels.install(target, decision))
-    installed += [_planned_vae(module, decision.level) for name, module in modules.items() if _is_vae(name, module)]
+    installed += [_planned_vae(module, decision.level) for name, module in modules.items() if is_vae(name, module)]
     if quality != "exact":
         notes.append(f"quality {quality} allows approximations; none exists in this version, so the result is exact")
     _OPTIMIZED[target] = _State(
@@ -118,28 +124,49 @@ def report(target: Any) -> Report:
     return replace(state.report, notes=(*notes, *state.report.notes))
 
 
-def _available(parts: Parts, *, graphs: bool) -> tuple[Rule, ...]:
-    if parts.rules is not None:
-        return tuple(rule for rule in (*RULES, *RULES_FOR_GRAPHS) if rule.name in parts.rules)
-    return (*RULES, *RULES_FOR_GRAPHS) if graphs else RULES
+def prepare_plan(model: nn.Module, plan: Plan, mode: str) -> Callable[[], None]:
+    """Have a model run by one plan, in a worker that measures it; the answer takes it off again."""
+    parts = Parts(plan=plan.name, captured=mode == "captured", hoisted=mode != "none", convolution_library=False)
+    optimize_with(model, "performance", "exact", parts)
+    return partial(_restored, model)
 
 
-def _why_layout_is_kept(layout: Choice, parts: Parts) -> str | None:
-    if layout.implementation == convolutions.CHANNELS_LAST and parts.channels_last:
-        return None
-    return f"its convolutions keep their layout ({layout.why})"
+def _restored(model: nn.Module) -> None:
+    restore(model)
 
 
-def _layout(name: str, module: nn.Module, device: torch.device, *, one_by_one: bool) -> Choice:
-    """`one_by_one`: each kernel is launched from Python. For a card that waits for its host then, the data may have
-    another layout of models that are called at every step. What a user has measured is the card's own time, and says
-    nothing of it.
-    """
-    layout = convolutions.choose_layout(device, convolutions.convolution_dtype(module))
-    if not one_by_one or _is_vae(name, module):
-        return layout
-    shipped = lookup("memory_format", arch.detect(device).name, {"graphs": "none"})
-    return shipped if shipped.source == "bucket" else layout
+@dataclass(frozen=True)
+class _Again:
+    """Measure a model whose call comes in new shapes, and optimise the target anew where another plan is better."""
+
+    target: ref[Any]
+    level: str
+    quality: str
+    parts: Parts
+    device: torch.device
+    graphs: bool
+
+    def measure(self, model: nn.Module, call: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        key = calibration.model_key(model)
+        if key in unmeasured:
+            return False
+        before = calibration.measured(key, self.device, graphs=self.graphs)
+        if calibration.measured(key, self.device, graphs=self.graphs, call=call) is not None:
+            return False
+        try:
+            done = calibration.measure_with_progress(model, key, call, args, kwargs, self.device, prepare_plan)
+        except calibration.NotMeasured as reason:
+            unmeasured[key] = str(reason)
+            log.warning("%s is not measured here, and runs as the shipped data say: %s", type(model).__name__, reason)
+            done = None
+        if done is not None and done.interrupted:
+            raise KeyboardInterrupt
+        after = calibration.measured(key, self.device, graphs=self.graphs)
+        target = self.target()
+        if target is None or (before is not None and after is not None and before.plan == after.plan):
+            return False
+        optimize_with(target, self.level, self.quality, self.parts)
+        return True
 
 
 def _weakly_held(target: Any) -> bool:
@@ -156,27 +183,23 @@ def _modules(target: Any) -> dict[str, nn.Module]:
     return levels.modules_of(target)
 
 
-def _relaid(models: Iterable[tuple[nn.Module, Choice]]) -> Iterator[Installed]:
+def _relaid(models: Iterable[tuple[nn.Module, ModelWay]]) -> Iterator[Installed]:
     """One for each reason; most pipelines have one."""
     by_reason: dict[str, list[nn.Module]] = {}
-    for model, layout in models:
-        by_reason.setdefault(layout.why, []).append(model)
+    for model, way in models:
+        if way.why_layout_is_kept is None:
+            by_reason.setdefault(way.layout.why, []).append(model)
     for why, modules in by_reason.items():
         yield convolutions.lay_out(modules, why)
 
 
 def _convolution_library(modules: dict[str, nn.Module], device: torch.device) -> Installed:
     library = convolutions.choose_library(device)
-    vaes = {name: _is_vae(name, module) for name, module in modules.items()}
+    vaes = {name: is_vae(name, module) for name, module in modules.items()}
     models = [
         model for name in vaes for model in convolutions.convolving_models(modules[name], library, is_vae=vaes[name])
     ]
     return convolutions.install_library(models, library, has_vae=any(vaes.values()))
-
-
-def _is_vae(name: str, module: nn.Module) -> bool:
-    """Under any name that a pipeline gives it, as long as it is one that both encodes and decodes."""
-    return name == "vae" or all(callable(getattr(module, part, None)) for part in ("encode", "decode"))
 
 
 def _planned_vae(module: Any, level: str) -> Installed:

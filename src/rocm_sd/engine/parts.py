@@ -20,7 +20,8 @@ class Parts:
     """`rules`: by name, or None for all; `stock_ops`: those whose stock implementation runs; `packed`: QKV and text KV.
 
     `captured`: forwards are answered from graphs; `hoisted`: what depends on the prompt or the timestep alone is made
-    once a run. Without both, calls go to the modules themselves.
+    once a run. Without both, calls go to the modules themselves. `plan`: that one by name for all models, where None
+    leaves it to what was measured or is shipped; `calibrated`: a model without a plan is measured at its first call.
     """
 
     rules: frozenset[str] | None = None
@@ -30,6 +31,8 @@ class Parts:
     packed: bool = True
     hoisted: bool = True
     captured: bool = True
+    plan: str | None = None
+    calibrated: bool = True
 
     @contextmanager
     def in_force(self) -> Iterator[None]:

@@ -11,7 +11,9 @@ from typing import Any, Literal
 
 from rocm_sd.kernels.config import NO_CONFIG, Config, OpenConfig
 
-__all__ = ["STOCK", "Choice", "Problem", "Source", "entries", "entries_with_figures", "lookup", "within"]
+__all__ = [
+    "STOCK", "Choice", "Problem", "Source", "entries", "entries_with_figures", "lookup", "was_timed", "within",
+]  # fmt: skip
 
 Problem = Mapping[str, "int | str"]
 Source = Literal["forced", "measured here", "exact", "bucket", "static", "stock"]
@@ -49,6 +51,15 @@ def _table(op: str, arch: str) -> Mapping[str, Any] | None:
         return None
     table: Mapping[str, Any] = json.loads(resource.read_text(encoding="utf-8"))
     return table
+
+
+@cache
+def was_timed(arch: str) -> bool:
+    """Whether the shipped data of an architecture were measured on a card of it, and not only modelled."""
+    folder = files(__package__).joinpath(f"data/{arch}")
+    names = [file.name for file in folder.iterdir()] if folder.is_dir() else []
+    tables = (_table(name.removesuffix(".json"), arch) for name in names if name.endswith(".json"))
+    return any(table is not None and table.get("source") == "measured" for table in tables)
 
 
 def within(limits: Mapping[str, Any], problem: Problem) -> bool:

@@ -29,7 +29,7 @@ import subprocess
 import sys
 import threading
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from concurrent.futures import TimeoutError as TooLate
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -47,7 +47,7 @@ from triton.runtime.cache import triton_key
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["Precompiled", "precompiling", "serve", "skips_launches", "start"]
+__all__ = ["Precompiled", "is_compiled", "precompiling", "serve", "skips_launches", "start"]
 
 log = logging.getLogger("rocm_sd")
 
@@ -62,16 +62,25 @@ _SERVE = f"import json, sys; sys.path[:] = json.loads(sys.argv[1]); from {OURS}.
 
 @dataclass
 class Precompiled:
-    """`compiled` and `failed` count variants; `in_process` are those among the former that no thread had to compile."""
+    """`compiled` and `failed` count variants; `in_process` are those among the former that no thread had to compile.
+
+    `touched`: the variants that launches since it was last cleared need, for `is_compiled` after the block.
+    """
 
     compiled: int = 0
     in_process: int = 0
     failed: int = 0
     seconds: float = 0.0
+    touched: list[Future[bool]] = field(default_factory=list, repr=False)
 
     def __str__(self) -> str:
         failed = f", {self.failed} failed" if self.failed else ""
         return f"{self.compiled} kernel variants compiled in {self.seconds:.1f} s{failed}"
+
+
+def is_compiled(variant: Future[bool]) -> bool:
+    """Of one that was `touched`: not where it failed, or the block's time was over before it began."""
+    return variant.done() and not variant.cancelled() and variant.result()
 
 
 def _cores() -> int:
@@ -224,13 +233,12 @@ class _Block:
     pool: ThreadPoolExecutor
     done: Precompiled
     _lock: threading.Lock = field(default_factory=threading.Lock)
-    _wanted: set[tuple[int, int, str]] = field(default_factory=set)
+    _wanted: dict[tuple[int, int, str], Future[bool]] = field(default_factory=dict)
     _launchers: set[tuple[Any, ...]] = field(default_factory=set)
 
     def take(self, kernel: Any, compile: dict[str, Any]) -> None:  # noqa: A002 -- Triton's name
         variant = (id(kernel), compile["device"], str(compile["key"]))
         if variant not in self._wanted:
-            self._wanted.add(variant)
             target = driver.active.get_current_target()
             question = {
                 "module": kernel.__module__,
@@ -240,9 +248,10 @@ class _Block:
                 "target": (target.backend, target.arch, target.warp_size),
                 "variant": compile["specialization_data"],
             }
-            self.pool.submit(self._compile, kernel, compile["device"], question)
+            self._wanted[variant] = self.pool.submit(self._compile, kernel, compile["device"], question)
+        self.done.touched.append(self._wanted[variant])
 
-    def _compile(self, kernel: Any, device: int, question: dict[str, Any]) -> None:
+    def _compile(self, kernel: Any, device: int, question: dict[str, Any]) -> bool:
         process = _process
         try:
             # A new thread is on the first GPU, whichever the model is on.
@@ -253,10 +262,14 @@ class _Block:
             log.debug("%s: a variant could not be compiled ahead: %s", kernel.__name__, error)
             with self._lock:
                 self.done.failed += 1
-        else:
-            with self._lock:
-                self.done.compiled += 1
-                self.done.in_process += in_process
+            return False
+        with self._lock:
+            self.done.compiled += 1
+            self.done.in_process += in_process
+        return True
+
+    def variants(self) -> list[Future[bool]]:
+        return list(self._wanted.values())
 
     def _build_launcher(self, compiled: Any) -> None:
         """Up to Triton 3.6 each signature has a launcher in C, for which the first launch would wait half a second."""
@@ -270,8 +283,11 @@ class _Block:
 
 
 @contextmanager
-def precompiling(workers: int | None = None) -> Iterator[Precompiled]:
-    """Skip launches of what is not compiled, and compile it in up to `workers` forks or threads (a core each)."""
+def precompiling(workers: int | None = None, seconds: float | None = None) -> Iterator[Precompiled]:
+    """Skip launches of what is not compiled, and compile it in up to `workers` forks or threads (a core each).
+
+    `seconds` from now on what has not begun is not begun any more; None waits for all of it.
+    """
     done = Precompiled()
     count = min(_cores(), MOST_WORKERS) if workers is None else workers
     if count < 2:
@@ -285,6 +301,9 @@ def precompiling(workers: int | None = None) -> Iterator[Precompiled]:
     try:
         with _HOOK.serving(block):
             yield done
+        if seconds is not None:
+            wait(block.variants(), max(0.0, began + seconds - time.monotonic()))
+            pool.shutdown(wait=True, cancel_futures=True)
         pool.shutdown(wait=True)
     finally:
         # After an error, what has not begun is not begun any more.

@@ -5,6 +5,7 @@ Nothing is timed meanwhile: calls of other processes would slow one another.
 
 from __future__ import annotations
 
+import logging
 import os
 import queue
 import threading
@@ -14,8 +15,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rocm_sd.tuning.search.workbench import ask, compile_candidate
-from rocm_sd.workers import Pool
+from rocm_sd.tuning.search.workbench import ask, compile_candidate, compile_side_by_side
+from rocm_sd.workers import OutOfTime, Pool, WorkerFailed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -26,10 +27,13 @@ if TYPE_CHECKING:
 
     _Group = tuple[OpCall, Sequence[Candidate]]
 
-__all__ = ["SHARE", "compile_all", "default_jobs"]
+__all__ = ["SHARE", "compile_all", "compile_in", "default_jobs"]
+
+log = logging.getLogger("rocm_sd")
 
 SHARE = 0.45  # of the budget, at most
 _MEMORY_OF_ONE = 6 * 2**30  # bytes: a process on a GPU, its libraries, and the tensors of a large problem
+_GRACE_S = 10.0  # to make the calls, and for the compilers that are under way
 _AT_ONCE = 6  # candidates of one problem: its tensors are made once for them
 
 
@@ -83,6 +87,28 @@ def compile_all(
                 else:
                     on_failed(call, candidate, failed)
     return compiled
+
+
+def compile_in(
+    worker: Worker, wanted: Sequence[_Group], device: torch.device, *, seconds: float
+) -> set[tuple[OpCall, Candidate]]:
+    """What a worker has compiled in the time, on all cores: none of it was run. Empty where that cannot be done."""
+    groups = [(call, candidates) for call, candidates in wanted if candidates]
+    try:
+        begun = time.monotonic()
+        ready = worker.call(compile_side_by_side, groups, device, seconds, timeout=2 * seconds + _GRACE_S)
+        log.info(
+            "%d of %d candidates are compiled after %.1f s",
+            sum(map(sum, ready)), sum(map(len, ready)), time.monotonic() - begun,
+        )  # fmt: skip
+    except (OutOfTime, WorkerFailed):
+        return set()
+    return {
+        (call, candidate)
+        for (call, candidates), each in zip(groups, ready, strict=True)
+        for candidate, is_ready in zip(candidates, each, strict=True)
+        if is_ready
+    }
 
 
 def _groups(wanted: Sequence[_Group]) -> Iterator[_Group]:

@@ -8,29 +8,29 @@ from __future__ import annotations
 
 import math
 import time
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from statistics import median
 from typing import TYPE_CHECKING
 
-import torch
-
 from rocm_sd import arch
 from rocm_sd.measuring import LEAST_TURNS, interval
-from rocm_sd.tuning import environment, lookup
+from rocm_sd.tuning import environment
 from rocm_sd.tuning.choice import STOCK
 from rocm_sd.tuning.entries import Entry, now, text
 from rocm_sd.tuning.resolve import preferred
 from rocm_sd.tuning.search import ahead
-from rocm_sd.tuning.search.calls import make
 from rocm_sd.tuning.search.candidates import Candidate, candidates, hash_of, operations
 from rocm_sd.tuning.search.halving import Halving, Strategy
-from rocm_sd.tuning.search.pipeline_settings import CONVOLUTION_LIBRARY
-from rocm_sd.tuning.search.workbench import OK, ask, measure_candidate
+from rocm_sd.tuning.search.problems import Failure, Key, ProblemSearch, TuningResult, fast_nearby, weight
+from rocm_sd.tuning.search.workbench import OK, ask, measure_candidate, open_call
 from rocm_sd.workers import Worker
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
     from typing import Any
+
+    import torch
 
     from rocm_sd.ops.registry import Op
     from rocm_sd.tuning.database import Database
@@ -38,22 +38,30 @@ if TYPE_CHECKING:
 
 __all__ = ["Failure", "Tuner", "TunerOptions", "TunerProgress", "TuningResult"]
 
-Key = tuple[str, str, frozenset[tuple[str, int]]]  # hash, implementation, config
 _LAST = 0.1  # of the budget: no candidate begins in it, the one under way may take it
 _SEARCHED = 0.5  # of the budget: what is left to the search, however long it took to get there
-_CONFIRMED = 24  # turns: enough that the best is not the luckiest
 _MOST_CONFIRMED = 6
+# A library's first call of a size may search among its algorithms, and compile them: MIOpen for minutes.
+_LIBRARY_S = 600.0
 
 
 @dataclass(frozen=True)
 class TunerOptions:
-    """Seconds: `budget_s` for all, `timeout_s` for one candidate, its compilation included."""
+    """Seconds: `budget_s` for all, `timeout_s` for one candidate, its compilation included.
+
+    `confirmed` turns are enough that the best is not the luckiest. `shortlist`: where a neighbour was measured, no more
+    than so many configs are tried, the fastest there first; None tries all. `compiled_alone`: a config is tried only
+    where it was compiled in time.
+    """
 
     budget_s: float
     timeout_s: float = 60.0
     jobs: int = 1
     strategy: Strategy = field(default_factory=Halving)
     fresh: bool = False
+    confirmed: int = 24
+    shortlist: int | None = None
+    compiled_alone: bool = False
 
 
 @dataclass(frozen=True)
@@ -63,105 +71,6 @@ class TunerProgress:
     share: float
     what: str
     best: str = ""
-
-
-@dataclass(frozen=True)
-class Failure:
-    """A candidate by name, and what was wrong with it: a wrong result, an error, a crash or a hang."""
-
-    candidate: str
-    reason: str
-
-
-@dataclass(frozen=True)
-class TuningResult:
-    """`measured` of `candidates` are known, `now` of them since this run; `unchecked`: why none could be checked."""
-
-    op: str
-    problem: Mapping[str, int | str]
-    count: int
-    chosen: Candidate
-    us: float | None
-    stock_us: float | None
-    candidates: int
-    measured: int
-    now: int
-    complete: bool
-    failures: tuple[Failure, ...]
-    unchecked: str = ""
-
-    @property
-    def times_stock(self) -> float | None:
-        return None if not self.us or not self.stock_us else self.stock_us / self.us
-
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "op": self.op,
-            "problem": dict(self.problem),
-            "count": self.count,
-            "chosen": {"implementation": self.chosen.implementation, "config": self.chosen.config.to_dict()},
-            "us": self.us,
-            "stock_us": self.stock_us,
-            "times_stock": self.times_stock,
-            "candidates": self.candidates,
-            "measured": self.measured,
-            "measured_now": self.now,
-            "complete": self.complete,
-            "failures": [{"candidate": f.candidate, "reason": f.reason} for f in self.failures],
-            "unchecked": self.unchecked or None,
-        }
-
-
-@dataclass
-class _ProblemSearch:
-    """One problem: its candidates, and what is known of each."""
-
-    op: Op
-    traced: Traced
-    candidates: list[Candidate]
-    entries: dict[Key, Entry]
-    weight: float
-    arch_name: str
-    turns: dict[Candidate, int] = field(default_factory=dict)
-    measured: int = 0
-    unchecked: str = ""
-
-    @property
-    def call(self) -> OpCall:
-        return self.traced.call
-
-    def key(self, candidate: Candidate) -> Key:
-        config = frozenset(candidate.config.to_dict().items())
-        return (hash_of(self.op, candidate.implementation), candidate.implementation, config)
-
-    def entry(self, candidate: Candidate) -> Entry | None:
-        return self.entries.get(self.key(candidate))
-
-    @property
-    def shipped(self) -> Candidate | None:
-        """What would run without a search, where that is not stock: `candidates` puts it first."""
-        named = lookup(self.op.name, self.arch_name, dict(self.call.problem)).implementation
-        first = next(iter(self.others), None)
-        return first if first is not None and first.implementation == named else None
-
-    @property
-    def others(self) -> list[Candidate]:
-        return [candidate for candidate in self.candidates if not candidate.is_stock]
-
-    @property
-    def is_complete(self) -> bool:
-        stock = self.entry(Candidate(STOCK))
-        found = [self.entry(candidate) for candidate in self.others]
-        return stock is not None and all(each is not None and each.when <= stock.when for each in found)
-
-    def fastest(self) -> Candidate | None:
-        """The candidate with the least median, stock apart: the database looks for it in the same way."""
-        times = {
-            candidate: entry.median_us
-            for candidate in self.others
-            if (entry := self.entry(candidate)) is not None and entry.numerics == OK
-        }
-        return min(times, key=times.__getitem__) if times else None
 
 
 class Tuner:
@@ -180,8 +89,13 @@ class Tuner:
         self._begun = time.monotonic()
         self._done = self._total = 0
 
-    def run(self, traced: Sequence[Traced], begun: float | None = None) -> list[TuningResult]:
-        """`begun`, by the monotonic clock: since when the budget is being spent; now, unless given."""
+    def run(
+        self, traced: Sequence[Traced], begun: float | None = None, worker: Worker | None = None
+    ) -> list[TuningResult]:
+        """`begun`, by the monotonic clock: since when the budget is being spent; now, unless given.
+
+        `worker`: one that is there already; it compiles what is to be compiled, and stays.
+        """
         self._begun = time.monotonic()
         if begun is not None:
             self._begun = max(begun, self._begun - (1 - _SEARCHED) * self.options.budget_s)
@@ -189,13 +103,14 @@ class Tuner:
         waiting = [search for search in searches if self.options.fresh or not search.is_complete]
         self._total = sum(len(search.candidates) for search in waiting)
         try:
-            if self.options.jobs > 1:
-                self._compile_ahead(waiting)
-            with Worker() as worker:
+            if worker is not None or self.options.jobs > 1:
+                self._compile_ahead(waiting, worker)
+            with Worker() if worker is None else nullcontext(worker) as measuring:
                 for number, search in enumerate(waiting):
                     if self.left_s <= 0:
                         break
-                    self._search(search, worker, self._allotted(waiting[number:]))
+                    self._put_in_order(search, searches)
+                    self._search(search, measuring, self._allotted(waiting[number:]))
         except KeyboardInterrupt:
             self.interrupted = True
         return [self._outcome(search) for search in searches]
@@ -209,7 +124,7 @@ class Tuner:
     def _spent_s(self) -> float:
         return time.monotonic() - self._begun
 
-    def _searches(self, traced: Sequence[Traced]) -> list[_ProblemSearch]:
+    def _searches(self, traced: Sequence[Traced]) -> list[ProblemSearch]:
         """Those that a picture spends most on come first; a setting of the whole pipeline comes before all.
 
         An op that is composed of others comes after them: its stock runs what was found for those.
@@ -224,17 +139,27 @@ class Tuner:
             op, problem = known_ops[each.call.op], dict(each.call.problem)
             known = by_problem.get((op.name, text(problem)), {})
             found.append(
-                _ProblemSearch(op, each, candidates(op, problem, self.device), known, weight(op, each), arch_name)
+                ProblemSearch(op, each, candidates(op, problem, self.device), known, weight(op, each), arch_name)
             )
         return sorted(found, key=lambda search: (search.op.composed, -search.weight))
 
-    def _allotted(self, waiting: Sequence[_ProblemSearch]) -> float:
+    def _put_in_order(self, search: ProblemSearch, all_searches: Sequence[ProblemSearch]) -> None:
+        """What is fast at neighbours comes first, after stock and what the data name."""
+        near = fast_nearby(search, all_searches)
+        first = dict.fromkeys([Candidate(STOCK), *([search.shipped] if search.shipped else []), *near])
+        found = [*(c for c in first if c in search.candidates), *(c for c in search.candidates if c not in first)]
+        if near and self.options.shortlist is not None:
+            configured = [c for c in found if c.config][: self.options.shortlist]
+            found = [c for c in found if not c.config or c in configured]
+        search.candidates[:] = found
+
+    def _allotted(self, waiting: Sequence[ProblemSearch]) -> float:
         """Seconds for the first of those that wait: its share of what they cost, and at least half an equal one."""
         costs = [search.weight * len(search.candidates) for search in waiting]
         share = costs[0] / sum(costs) if sum(costs) else 1.0
         return self.left_s * max(share, 0.5 / len(waiting))
 
-    def _search(self, search: _ProblemSearch, worker: Worker, seconds: float) -> None:
+    def _search(self, search: ProblemSearch, worker: Worker, seconds: float) -> None:
         measure = _Measure(self, search, worker, seconds)
         done_before = self._done
         stock = Candidate(STOCK)
@@ -246,35 +171,42 @@ class Tuner:
         complete = all(search.entry(candidate) is not None for candidate in others)
         if complete and not search.unchecked and self._spent_s < self.options.budget_s:
             # Whatever was measured before: it must be the newest now.
-            measure.anew(stock, _CONFIRMED)
+            measure.anew(stock, self.options.confirmed)
         self._done = done_before + len(search.candidates)
 
-    def _confirm(self, search: _ProblemSearch, measure: _Measure) -> None:
+    def _confirm(self, search: ProblemSearch, measure: _Measure) -> None:
         """Time the best again until it is one that was timed often: the least of many few turns is mostly luck."""
         for _ in range(_MOST_CONFIRMED):
             best = search.fastest()
-            if best is None or search.turns.get(best, 0) >= _CONFIRMED or self.left_s <= 0:
+            if best is None or search.turns.get(best, 0) >= self.options.confirmed or self.left_s <= 0:
                 return
-            measure.anew(best, _CONFIRMED)
+            measure.anew(best, self.options.confirmed)
 
-    def _compare_with_shipped(self, search: _ProblemSearch, measure: _Measure) -> None:
+    def _compare_with_shipped(self, search: ProblemSearch, measure: _Measure) -> None:
         """What the data name stays unless another is faster beyond doubt: its time has to be as sure as the best's."""
         shipped = search.shipped
-        if shipped is None or search.turns.get(shipped, 0) >= _CONFIRMED or self.left_s <= 0:
+        if shipped is None or search.turns.get(shipped, 0) >= self.options.confirmed or self.left_s <= 0:
             return
         if search.fastest() != shipped:
-            measure.anew(shipped, _CONFIRMED)
+            measure.anew(shipped, self.options.confirmed)
 
-    def measured(self, search: _ProblemSearch, candidate: Candidate, worker: Worker, turns: int) -> Entry | None:
+    def measured(self, search: ProblemSearch, candidate: Candidate, worker: Worker, turns: int) -> Entry | None:
         """One candidate, stored at once; None where its time was cut by the end of the budget."""
         within = self.options.budget_s - self._spent_s
         if within <= 0:
             return None
         self._report(search, candidate)
-        answer = ask(
-            worker, measure_candidate, search.call, self.device, candidate, turns,
-            timeout=self.options.timeout_s, within=within,
-        )  # fmt: skip
+        # What stock's library does at the first call of a size is not held against a candidate.
+        answer = ask(worker, open_call, search.call, self.device, timeout=_LIBRARY_S, within=within)
+        if answer == {"opened": True}:
+            own = hash_of(search.op, candidate.implementation) or not search.op.has(candidate.implementation)
+            timeout = self.options.timeout_s if own else max(self.options.timeout_s, _LIBRARY_S)
+            answer = ask(
+                worker, measure_candidate, search.call, self.device, candidate, turns,
+                timeout=timeout, within=self.options.budget_s - self._spent_s,
+            )  # fmt: skip
+        elif "failed" in answer:
+            answer = {"unchecked": f"stock torch fails here: {answer['failed']}"}
         search.unchecked = answer.get("unchecked", search.unchecked)
         if not answer or search.unchecked:
             return None
@@ -282,7 +214,7 @@ class Tuner:
         search.measured += 1
         return self.store(search, candidate, answer)
 
-    def store(self, search: _ProblemSearch, candidate: Candidate, answer: Mapping[str, Any]) -> Entry:
+    def store(self, search: ProblemSearch, candidate: Candidate, answer: Mapping[str, Any]) -> Entry:
         key = search.key(candidate)
         times = _times(answer)
         entry = Entry(
@@ -293,21 +225,32 @@ class Tuner:
         self.database.put([entry])
         return entry
 
-    def _compile_ahead(self, waiting: Sequence[_ProblemSearch]) -> None:
+    def _compile_ahead(self, waiting: Sequence[ProblemSearch], worker: Worker | None) -> None:
         wanted = [
-            (search.call, [c for c in search.others if c.config and search.entry(c) is None]) for search in waiting
+            (search.call, [c for c in search.others if c.config and not search.is_known(c)]) for search in waiting
         ]
         by_call = {search.call: search for search in waiting}
 
         def failed(call: OpCall, candidate: Candidate, reason: str) -> None:
             self.store(by_call[call], candidate, {"failed": reason})
 
-        compiled = ahead.compile_all(
-            wanted, self.device, jobs=self.options.jobs, seconds=ahead.SHARE * self.left_s,
-            timeout_s=self.options.timeout_s, on_failed=failed,
-            on_progress=lambda what: self.progress(TunerProgress(self._share(), what)),
-        )  # fmt: skip
+        if worker is not None:
+            self.progress(TunerProgress(self._share(), "compiling"))
+            triton = [(call, [c for c in each if _is_compiled_apart(by_call[call].op, c)]) for call, each in wanted]
+            compiled = ahead.compile_in(worker, triton, self.device, seconds=ahead.SHARE * self.left_s)
+        else:
+            compiled = ahead.compile_all(
+                wanted, self.device, jobs=self.options.jobs, seconds=ahead.SHARE * self.left_s,
+                timeout_s=self.options.timeout_s, on_failed=failed,
+                on_progress=lambda what: self.progress(TunerProgress(self._share(), what)),
+            )  # fmt: skip
         for search in waiting:
+            if self.options.compiled_alone:
+                search.candidates[:] = [
+                    c
+                    for c in search.candidates
+                    if not c.config or (search.call, c) in compiled or search.is_known(c) or c in _first_of_each(search)
+                ]
             # Those that are compiled can be timed at once.
             slow = {c for c in search.others[1:] if c.config and (search.call, c) not in compiled}
             search.candidates.sort(key=lambda candidate, slow=slow: candidate in slow)  # type: ignore[misc]
@@ -316,7 +259,7 @@ class Tuner:
         by_time = self._spent_s / self.options.budget_s
         return min(1.0, max(by_time, self._done / self._total if self._total else 1.0))
 
-    def _report(self, search: _ProblemSearch, candidate: Candidate) -> None:
+    def _report(self, search: ProblemSearch, candidate: Candidate) -> None:
         best = search.fastest()
         entry = None if best is None else search.entry(best)
         so_far = ""
@@ -324,7 +267,7 @@ class Tuner:
             so_far = f"best: {best.implementation} {entry.median_us:.1f} us, stock {entry.stock_us:.1f} us"
         self.progress(TunerProgress(self._share(), f"{search.op.name}: {candidate.implementation}", so_far))
 
-    def _outcome(self, search: _ProblemSearch) -> TuningResult:
+    def _outcome(self, search: ProblemSearch) -> TuningResult:
         entries = {c: e for c in search.candidates if (e := search.entry(c)) is not None}
         failures = tuple(Failure(str(c), e.numerics) for c, e in entries.items() if e.numerics != OK)
         usable = {c: e for c, e in entries.items() if e.clearly_faster and not c.is_stock}
@@ -344,10 +287,10 @@ class Tuner:
 class _Measure:
     """What a strategy is given: what was measured in an earlier run is not measured again at the first question."""
 
-    def __init__(self, tuner: Tuner, search: _ProblemSearch, worker: Worker, seconds: float) -> None:
+    def __init__(self, tuner: Tuner, search: ProblemSearch, worker: Worker, seconds: float) -> None:
         self._tuner, self._search, self._worker, self._seconds = tuner, search, worker, seconds
         self._begun = time.monotonic()
-        self._known = set() if tuner.options.fresh else {c for c in search.candidates if search.entry(c) is not None}
+        self._known = set() if tuner.options.fresh else {c for c in search.candidates if search.is_known(c)}
 
     def __call__(self, candidate: Candidate, turns: int) -> float | None:
         if candidate in self._known:
@@ -364,6 +307,21 @@ class _Measure:
         if self._search.unchecked or not self._seconds:
             return 0.0
         return min(1 - (time.monotonic() - self._begun) / self._seconds, self._tuner.left_s / self._seconds)
+
+
+def _is_compiled_apart(op: Op, candidate: Candidate) -> bool:
+    """Whether a process that has no card compiles it: what Triton compiles."""
+    known = op.verification
+    return known is not None and bool(known.kernels) and candidate.implementation in known.proven
+
+
+def _first_of_each(search: ProblemSearch) -> set[Candidate]:
+    """Of implementations that are compiled where they run, one by one: the config that comes first."""
+    found: dict[str, Candidate] = {}
+    for candidate in search.others:
+        if candidate.config and not _is_compiled_apart(search.op, candidate):
+            found.setdefault(candidate.implementation, candidate)
+    return set(found.values())
 
 
 def _score(entry: Entry | None) -> float | None:
@@ -386,14 +344,3 @@ def _times(answer: Mapping[str, Any]) -> tuple[float, float, float, float | None
     least, most = interval(ours, stock)
     middle = median(stock)
     return median(ours), middle / most, middle / least, middle
-
-
-def weight(op: Op, traced: Traced) -> float:
-    """Roughly the seconds that a step spends on it; for the order of problems, and for their share of the budget."""
-    if op.name == CONVOLUTION_LIBRARY.name:
-        # Last: MIOpen's search for algorithms can take minutes.
-        return 0.0
-    if op.tuning is None:
-        return 1.0
-    work = op.tuning.work(*make(traced.call, torch.device("meta")))
-    return traced.count * (work.flops / 50e12 + work.bytes / 500e9 + 3e-6)

@@ -6,6 +6,7 @@ Whatever a candidate raises is its answer; what it does to the process (a crash,
 from __future__ import annotations
 
 import traceback
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,14 +22,18 @@ from rocm_sd.tuning.search.pipeline_settings import PreparedImplementation
 from rocm_sd.workers import OutOfTime, WorkerFailed, WorkerLost
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from rocm_sd.workers import Worker
 
-__all__ = ["OK", "Answer", "Workbench", "ask", "compile_candidate", "measure_candidate"]
+__all__ = [
+    "HUNG", "OK", "Answer", "Workbench", "ask", "compile_candidate", "compile_side_by_side", "measure_candidate",
+    "open_call",
+]  # fmt: skip
 
 Answer = dict[str, Any]  # of a worker process, about one candidate
 OK = "ok"
+HUNG = "hung"  # how the reason of one that did not answer in time begins
 _IMPLAUSIBLE = 0.1  # of the size of the exact result: no rounding of any dtype in use errs so much
 
 
@@ -111,7 +116,7 @@ class Workbench:
         wrong = self.check(call(), "wrong")
         if wrong != OK:
             return {"numerics": wrong}
-        stock = self._stock_timed()
+        stock = self.stock_timed()
         if candidate.is_stock:
             interleaved({"ours": stock.call}, self.stopwatch, repeats=2)
             times = interleaved({"ours": stock.call}, self.stopwatch, repeats=turns)
@@ -130,7 +135,7 @@ class Workbench:
         self._synchronize()
         left.clear()
 
-    def _stock_timed(self) -> _Timed:
+    def stock_timed(self) -> _Timed:
         if self._timed_stock is None:
             stock = self.stock()
             try:
@@ -188,6 +193,61 @@ def _opened(call: OpCall, device: torch.device) -> Workbench:
             torch.cuda.empty_cache()
         _kept.append((call, Workbench(call, device)))
     return _kept[0][1]
+
+
+def open_call(call: OpCall, device: torch.device) -> Answer:
+    """Its arguments, its exact result, and stock's, which is timed once: a library searches at its first calls."""
+
+    def prepare(bench: Workbench) -> Answer:
+        bench.prepare_check()
+        bench.stock_timed()
+        return {"opened": True}
+
+    return _answer(call, device, prepare)
+
+
+def compile_side_by_side(
+    groups: Sequence[tuple[OpCall, Sequence[Candidate]]], device: torch.device, seconds: float
+) -> list[list[bool]]:
+    """Which candidates are in the compiler's cache after so many seconds; those of every group's head come first.
+
+    Forks of a process that never saw the card compile them: nothing runs, and one that crashes costs itself.
+    """
+    from rocm_sd.kernels.triton import precompile  # noqa: PLC0415 -- needs Triton
+
+    _kept.clear()
+    waited: dict[tuple[int, int], list[Any]] = {}
+    with torch.no_grad(), precompile.precompiling(seconds=seconds) as done:
+        longest = max((len(candidates) for _, candidates in groups), default=0)
+        made: dict[int, tuple[Any, ...]] = {}
+        for place in range(longest):
+            for number, (call, candidates) in enumerate(groups):
+                if place >= len(candidates):
+                    continue
+                if number not in made:
+                    made[number] = make(call, torch.device("meta"))
+                candidate = candidates[place]
+                done.touched.clear()
+                with suppress(Exception):
+                    arguments = _empty(made[number], device)
+                    operation(call.op).implementation(candidate.implementation)(*arguments, config=candidate.config)
+                    waited[number, place] = list(done.touched)
+    ready = {key for key, variants in waited.items() if all(map(precompile.is_compiled, variants))}
+    return [[(number, place) in ready for place in range(len(each))] for number, (_, each) in enumerate(groups)]
+
+
+def _empty(arguments: tuple[Any, ...], device: torch.device) -> tuple[Any, ...]:
+    """What decides how a kernel is compiled are strides and where a tensor begins. Integers are 0, which are indices:
+    what was compiled before runs.
+    """
+
+    def like(argument: Any) -> Any:
+        if not isinstance(argument, torch.Tensor):
+            return argument
+        made = torch.empty_strided(argument.shape, argument.stride(), dtype=argument.dtype, device=device)
+        return made if argument.is_floating_point() else made.zero_()
+
+    return tuple(map(like, arguments))
 
 
 def compile_candidate(call: OpCall, device: torch.device, candidate: Candidate) -> Answer:

@@ -1,0 +1,89 @@
+"""The calls of a model that come in shapes which were never measured here: each is measured before it is answered."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rocm_sd import arch, settings, workers
+from rocm_sd.engine.calibration.skeleton import described_call
+from rocm_sd.engine.installed import Installed
+from rocm_sd.engine.memory import is_capturing
+from rocm_sd.rewrite import forwards
+from rocm_sd.tuning.choice import was_timed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from torch import nn
+
+    Measure = Callable[[nn.Module, str, tuple[Any, ...], dict[str, Any]], bool]
+
+__all__ = ["install", "wanted"]
+
+log = logging.getLogger("rocm_sd")
+_KEY = "calibration"
+# One model is measured at a time, whichever thread calls it.
+_busy = threading.Lock()
+
+
+def wanted(device: torch.device) -> bool:
+    """On a GPU of an architecture that nobody timed, unless switched off; never within a worker."""
+    asked = settings.current().calibrate
+    if workers.inside() or asked is False:
+        return False
+    if device.type == "cpu":
+        return bool(asked)
+    return bool(asked) or not was_timed(arch.detect(device).name)
+
+
+@dataclass
+class _Seen:
+    shapes: set[tuple[Any, ...]] = field(default_factory=set)
+
+
+def install(models: Iterable[nn.Module], device: torch.device, measure: Measure) -> Installed:
+    """`measure(model, call, args, kwargs)` hears of each call in new shapes, and says whether the model was changed by
+    it; then the call is made anew.
+    """
+    restores = [forwards.share(model, _KEY, lambda model=model: _watch(model, device, measure)) for model in models]  # type: ignore[misc]
+
+    def restore() -> None:
+        for one in restores:
+            one()
+
+    return Installed(tuple, restore)
+
+
+def _watch(model: nn.Module, device: torch.device, measure: Measure) -> Callable[[], None]:
+    seen = _Seen()
+
+    def answer(model: nn.Module, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        shapes = _shapes(args, kwargs)
+        if shapes in seen.shapes or _runs_as_it_is(device) or not forwards.is_shared(model, _KEY):
+            return inner(*args, **kwargs)
+        if not _busy.acquire(blocking=False):
+            return inner(*args, **kwargs)
+        try:
+            seen.shapes.add(shapes)
+            changed = measure(model, described_call(args, kwargs), args, kwargs)
+        finally:
+            _busy.release()
+        return model.forward(*args, **kwargs) if changed else inner(*args, **kwargs)
+
+    return forwards.surround(model, answer)
+
+
+def _runs_as_it_is(device: torch.device) -> bool:
+    if torch.is_grad_enabled() or torch.is_autocast_enabled(device.type):
+        return True
+    return is_capturing(device)
+
+
+def _shapes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """What tells calls of other sizes apart, at a few microseconds a call."""
+    return tuple((value.shape, value.dtype) for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))

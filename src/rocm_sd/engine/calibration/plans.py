@@ -1,0 +1,104 @@
+"""Ways to run a whole model, and which of them was the fastest here: a plan is measured, stored and found again.
+
+A plan is an entry of the performance database, as an op's candidate is: its problem is the model with the shapes of a
+call, with graphs or without; its time is that of one call of the model, and `stock_us` that of the model as it came.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING
+
+from rocm_sd.ops import OPS
+from rocm_sd.tuning import environment, resolve
+from rocm_sd.tuning.choice import STOCK
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["CHANNELS_LAST", "OP", "PLANS", "MeasuredPlan", "Plan", "kernels_hash", "measured", "named", "problem_of"]
+
+OP = "plan"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """`rules`: all that the layout allows, or none. `captured`: from graphs, where these are wanted at all."""
+
+    name: str
+    rules: bool
+    channels_last: bool
+    captured: bool
+
+
+CHANNELS_LAST = Plan("channels_last", rules=True, channels_last=True, captured=True)
+PLANS = (
+    Plan(STOCK, rules=False, channels_last=False, captured=False),
+    Plan("graph", rules=False, channels_last=False, captured=True),
+    Plan("contiguous", rules=True, channels_last=False, captured=True),
+    CHANNELS_LAST,
+)
+
+
+_BY_NAME = {plan.name: plan for plan in PLANS}
+
+
+def named(name: str) -> Plan:
+    return _BY_NAME[name]
+
+
+def problem_of(model: str, call: str, *, graphs: bool) -> dict[str, int | str]:
+    return {"model": model, "call": call, "graphs": "captured" if graphs else "none"}
+
+
+@cache
+def kernels_hash() -> str:
+    """Of all kernels: with others the choices that a plan was timed with do not hold."""
+    digest = hashlib.sha256()
+    for name, op in sorted(OPS.items()):
+        digest.update(f"{name} {op.kernel_hashes()}".encode())
+    return digest.hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class MeasuredPlan:
+    """`ms` of a call, and stock's; `when` it was measured, as a date."""
+
+    plan: Plan
+    ms: float
+    stock_ms: float
+    when: str
+
+    def __str__(self) -> str:
+        if self.plan.name == STOCK:
+            return f"stock torch is the fastest here, {self.stock_ms:.3g} ms a call, measured here on {self.when}"
+        times = f"{self.stock_ms / self.ms:.2f} times stock ({self.ms:.3g} ms a call instead of {self.stock_ms:.3g})"
+        return f"{times}, measured here on {self.when}"
+
+
+def measured(model: str, device: torch.device, *, graphs: bool, call: str | None = None) -> MeasuredPlan | None:
+    """What was the fastest for calls of these shapes; where none are given, for those that were measured last.
+
+    A plan that is not faster than stock beyond doubt stands back.
+    """
+    if not resolve.has_database():
+        return None
+    mode = "captured" if graphs else "none"
+    found = [
+        entry
+        for entry in resolve.user_database().all(OP, environment.current(device))
+        if (entry.problem.get("model"), entry.problem.get("graphs"), entry.kernel_hash) == (model, mode, kernels_hash())
+        and entry.candidate in _BY_NAME
+        and (call is None or entry.problem.get("call") == call)
+    ]
+    if not found:
+        return None
+    newest = max(found, key=lambda entry: entry.when)
+    same = [entry for entry in found if entry.problem == newest.problem]
+    stock = next((entry for entry in same if entry.candidate == STOCK), None)
+    best = min((entry for entry in same if entry.clearly_faster), key=lambda entry: entry.median_us, default=stock)
+    if best is None or best.stock_us is None:
+        return None
+    return MeasuredPlan(_BY_NAME[best.candidate], best.median_us / 1e3, best.stock_us / 1e3, best.when[:10])
