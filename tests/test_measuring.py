@@ -251,7 +251,7 @@ def test_a_long_call_or_a_busy_machine_is_not_timed_for_ever(monkeypatch):
 
 
 class Card:
-    """Stands for torch.cuda: its waiting kernel counts `mhz` million ticks a second, and `longest` is what it waited."""
+    """Stands for torch.cuda: its waiting kernel counts `mhz` million ticks a second; `longest` is its longest wait."""
 
     def __init__(self, monkeypatch, mhz):
         self.now = self.longest = 0.0
