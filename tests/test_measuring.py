@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from itertools import count, permutations
 
 import numpy as np
@@ -247,6 +248,76 @@ def test_a_long_call_or_a_busy_machine_is_not_timed_for_ever(monkeypatch):
     calls.clear()
     Stopwatch("cpu").milliseconds(lambda: calls.append(1))
     assert len(calls) == 4
+
+
+class Card:
+    """Stands for torch.cuda: its waiting kernel counts `mhz` million ticks a second; `longest` is its longest wait."""
+
+    def __init__(self, monkeypatch, mhz):
+        self.now = self.longest = 0.0
+        card = self
+
+        class Event:
+            def __init__(self, *, enable_timing):
+                assert enable_timing
+
+            def record(self):
+                self.at = card.now
+
+            def synchronize(self):
+                pass
+
+            def elapsed_time(self, end):
+                return end.at - self.at
+
+        def sleep(ticks):
+            lasted = ticks / (mhz * 1e3)
+            self.longest = max(self.longest, lasted)
+            self.now += 0.005 + lasted
+
+        for name, value in {"_sleep": sleep, "Event": Event, "synchronize": lambda: None}.items():
+            monkeypatch.setattr(torch.cuda, name, value)
+        monkeypatch.setattr(torch.cuda, "device", lambda _device: nullcontext())
+        measuring._hand_over_ticks.cache_clear()
+
+
+@pytest.fixture
+def _ticks_asked_anew():
+    yield
+    measuring._hand_over_ticks.cache_clear()
+
+
+@pytest.mark.usefixtures("_ticks_asked_anew")
+# A Radeon of gfx11 counts 100 MHz; an engine clock may fall to a fraction of one where a single wave waits.
+@pytest.mark.parametrize("mhz", [0.16, 25.0, 100.0, 1800.0, 2000.0, 3000.0])
+def test_a_hand_over_lasts_as_long_whatever_clock_is_counted(monkeypatch, mhz):
+    card = Card(monkeypatch, mhz)
+    assert 0.15 < measuring._hand_over_ticks(torch.device("cuda", 0)) / (mhz * 1e3) < 0.25
+    # Nor does finding out last much longer: 400,000 ticks would be 2.5 s at the slowest of these, 4 ms at 100 MHz.
+    assert card.longest <= max(1000 / (mhz * 1e3), 0.45)
+
+
+@pytest.mark.usefixtures("_ticks_asked_anew")
+def test_a_queued_call_waits_for_the_calibrated_time(monkeypatch):
+    card = Card(monkeypatch, 100.0)
+    stopwatch = Stopwatch("cuda:0", queued=True)
+    stopwatch.milliseconds(lambda: None)
+    card.longest = 0.0
+    stopwatch.milliseconds(lambda: None)
+    assert 0.15 < card.longest < 0.25
+
+
+@pytest.mark.usefixtures("_ticks_asked_anew")
+def test_a_kernel_that_does_not_wait_is_not_tried_for_ever(monkeypatch):
+    Card(monkeypatch, float("inf"))
+    assert measuring._hand_over_ticks(torch.device("cuda", 0)) == measuring._MOST_TICKS
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_a_hand_over_lasts_a_fifth_of_a_millisecond():
+    device = torch.device("cuda", torch.cuda.current_device())
+    ticks = measuring._hand_over_ticks(device)
+    assert 0.1 < np.median([measuring._busy_ms(ticks) for _ in range(5)]) < 0.4
 
 
 @pytest.mark.gpu

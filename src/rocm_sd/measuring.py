@@ -48,8 +48,10 @@ _IDLE_WAIT_MS = 0.2
 # Linux gives a process 3 to 4 ms at a time; over calls much longer than that, neighbours cost every engine alike.
 _SHORT_MS = 20.0
 _TRIES = 4
-# A fifth of a millisecond at 2 GHz: a call of several launches is handed over within it.
-_HAND_OVER_CYCLES = 400_000
+# A call of several launches is handed over within it.
+_HAND_OVER_MS = 0.2
+# What is tried until it lasts half of that: from a microsecond at 1 GHz up to as much as ever fits a whole millisecond.
+_FIRST_TICKS, _MOST_TICKS = 1000, 2**22
 _STEADY = 0.02
 _DRAWS = 2000
 _SEED = 20260101
@@ -114,7 +116,8 @@ class Stopwatch:
         if self._flush is not None:
             self._flush.fill_(1)
         if self.queued and self.device.type == "cuda":
-            torch.cuda._sleep(_HAND_OVER_CYCLES)  # type: ignore[no-untyped-call]  # noqa: SLF001 -- torch's own tests use it
+            with torch.cuda.device(self.device):
+                _keep_busy(_hand_over_ticks(self.device))
             return self._by_events(call)
         # Also after the flush: a call that is queued behind it would hide the time of its own launches.
         self._synchronize()
@@ -143,6 +146,39 @@ class Stopwatch:
         if self.device.type != "cpu":
             module: Any = torch.get_device_module(self.device)
             module.synchronize()
+
+
+def _keep_busy(ticks: int) -> None:
+    torch.cuda._sleep(ticks)  # type: ignore[no-untyped-call]  # noqa: SLF001 -- torch's own tests use it
+
+
+@cache
+def _hand_over_ticks(device: torch.device) -> int:
+    """So many ticks of torch's waiting kernel that it lasts a hand-over there.
+
+    A tick is no length of time: on gfx11 the kernel counts a clock of 100 MHz (pytorch/pytorch#197541), elsewhere the
+    engine's, which one waiting wave may let fall to a share of that (ROCm/rocm-systems#7667). So it starts with few.
+    """
+    with torch.cuda.device(device):
+        # The first launch loads its code.
+        _keep_busy(1)
+        torch.cuda.synchronize()
+        ticks = _FIRST_TICKS
+        while (lasted := _busy_ms(ticks)) < _HAND_OVER_MS / 2 and ticks < _MOST_TICKS:
+            ticks *= 4
+        # What another program adds to one of them must not make the hand-over too short.
+        lasted = min(lasted, *(_busy_ms(ticks) for _ in range(2)))
+    return min(_MOST_TICKS, max(1, round(ticks * _HAND_OVER_MS / lasted))) if lasted > 0 else _MOST_TICKS
+
+
+def _busy_ms(ticks: int) -> float:
+    new_event: Any = torch.cuda.Event
+    begin, end = new_event(enable_timing=True), new_event(enable_timing=True)
+    begin.record()
+    _keep_busy(ticks)
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end))
 
 
 def _switches() -> int:

@@ -40,8 +40,9 @@ def finding(name, facts, **answers):
 
 
 MINE = [
-    "allocator_settings", "aotriton_settings", "apu_memory", "bf16", "fp8_format", "free_memory", "gfx_override",
-    "integrated_gpu", "kernels_present", "miopen_settings", "torch_build", "two_tritons",
+    "allocator_settings", "aotriton_settings", "apu_memory", "bf16", "c_compiler", "fp8_format", "free_memory",
+    "gfx_override", "graph_runtime", "integrated_gpu", "kernels_present", "miopen_settings", "torch_build",
+    "two_tritons",
 ]  # fmt: skip
 
 
@@ -327,6 +328,65 @@ def test_miopen_settings(gfx, torch, rocm, environment, status, env, unset):
     assert found.status is status, found
     if status is PROBLEM:
         assert (found.fix.env, found.fix.unset, found.fix.safe) == (env, unset, True)
+
+
+COMPILER = {"c_compiler": "gcc", "python_header": True}
+
+
+@pytest.mark.parametrize(
+    ("facts", "status", "said"),
+    [
+        (machine(**COMPILER), OK, "Triton takes gcc"),
+        (machine(c_compiler="", python_header=True), PROBLEM, "No C compiler is found"),
+        (machine(c_compiler="clang", python_header=False), PROBLEM, "clang, but Python.h"),
+        (machine(c_compiler="clang"), OK, "Triton takes clang"),
+        (machine(), NOT_HERE, "recorded"),
+        (machine("gfx1030", c_compiler=""), NOT_HERE, "does not compile for gfx1030"),
+        (machine("gfx1032", c_compiler=""), NOT_HERE, "does not compile for gfx1032"),
+        (machine(c_compiler="", packages={"torch": "2.13.0"}), NOT_HERE, "not installed"),
+        (machine(c_compiler="", system="Windows 11"), NOT_HERE, "brings its own"),
+        (replace(NO_GPU, c_compiler="", packages={"triton": "3.7.0"}), NOT_HERE, "no GPU"),
+        (
+            replace(NO_GPU, gpus=(Gpu(0, "nvidia", "H200"),), c_compiler="", packages={"triton": "3.7.0"}),
+            PROBLEM,
+            "No C compiler",
+        ),
+    ],
+)
+def test_c_compiler(facts, status, said):
+    found = finding("c_compiler", facts)
+    assert found.status is status, found
+    assert said in found.says
+    if status is PROBLEM:
+        assert "stock torch" in found.means
+        for tool, package in (("apt", "gcc python3-dev"), ("dnf", "gcc python3-devel"), ("pacman", "gcc")):
+            assert any(tool in line and line.endswith(package) for line in found.fix.commands)
+
+
+@pytest.mark.parametrize(
+    ("gfx", "rocm", "status"),
+    [
+        ("gfx942", "7.2.0", PROBLEM),
+        ("gfx942", "7.2.3", PROBLEM),
+        # PyTorch's own wheel, which set-up falls back to, is named by two numbers.
+        ("gfx942", "7.2", PROBLEM),
+        ("gfx942", "7.2.4", OK),
+        ("gfx942", "7.1.1", OK),
+        ("gfx942", "7.13.0", OK),
+        ("gfx942", "10.0.0", OK),
+        # Reported of an MI300X alone.
+        ("gfx1100", "7.2.1", OK),
+        ("gfx942", None, UNKNOWN),
+    ],
+)
+def test_graph_runtime(gfx, rocm, status):
+    found = finding("graph_runtime", machine(gfx, rocm=rocm))
+    assert found.status is status, found
+    if status is PROBLEM:
+        assert "ROCm/clr#279" in found.says
+        # It costs speed where the diagnosis is wrong: the user decides.
+        assert (found.fix.env, found.fix.safe) == ({"ROCM_SD_STEP_GRAPH": "0"}, False)
+        assert "rocm10.0.0" in found.fix.commands[0]
 
 
 @pytest.mark.parametrize(

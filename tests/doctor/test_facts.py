@@ -86,6 +86,26 @@ def test_only_listed_variables_are_read():
     assert "secret" not in json.dumps(asdict(facts))
 
 
+@pytest.mark.parametrize(
+    ("there", "named", "taken"),
+    [
+        (("gcc", "clang"), None, "gcc"),
+        (("clang",), None, "clang"),
+        (("cc",), None, ""),
+        (("gcc", "tcc"), "tcc", "tcc"),
+        # One that is named and not there is not replaced by another.
+        (("gcc",), "icc", ""),
+        ((), None, ""),
+    ],
+)
+def test_the_compiler_is_the_one_that_triton_takes(tmp_path, there, named, taken):
+    for name in there:
+        (tmp_path / name).write_text("#!/bin/sh\n")
+        (tmp_path / name).chmod(0o755)
+    environment = {"PATH": str(tmp_path)} | ({} if named is None else {"CC": named})
+    assert reading._c_compiler(environment) == taken
+
+
 def test_gpus_come_in_the_order_of_their_nodes_with_their_memory():
     igpu, card = gpus_in(MACHINES / "igpu-first")
     assert (igpu.index, igpu.gfx, igpu.integrated, igpu.compute_units) == (0, "gfx1036", True, 2)

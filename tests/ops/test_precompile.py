@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -136,6 +138,81 @@ def scenario_dying_process():
     return {"done": vars(done), "compiled here": len(compiled_here)}
 
 
+def ending(how):
+    """For the compiling process: its fork ends like that where the variant is the one of 128."""
+    from triton.runtime.jit import JITFunction
+
+    from rocm_sd.kernels.triton import compiling_process
+
+    compile_it = JITFunction.preload
+
+    def preload(self, variant):
+        if 128 not in json.loads(variant)["constant_vals"]:
+            return compile_it(self, variant)
+        os.write(2, b"#blocked = #ttg.blocked<{}>\n")
+        if how == "raises":
+            raise ValueError("no such layout\nmodule {")
+        if how == "killed once":
+            here = Path(os.environ["TRITON_CACHE_DIR"]) / "killed"
+            if here.exists():
+                return compile_it(self, variant)
+            here.write_text("")
+        os.kill(os.getpid(), signal.SIGABRT if how == "crashes" else signal.SIGKILL)
+        return None
+
+    JITFunction.preload = preload
+    compiling_process.serve()
+
+
+def raised_at(width):
+    try:
+        model((width,))
+    except Exception as error:  # noqa: BLE001 -- its name is the result
+        return type(error).__name__, str(error)
+    return None
+
+
+def scenario_ending(how):
+    from rocm_sd.kernels.triton import compiling_process
+
+    precompile, knobs, driver, compiled_here = prepared()
+    logged = []
+    precompile.log = SimpleNamespace(debug=lambda form, *values: logged.append(form % values))
+    serve = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); import test_precompile; test_precompile."
+    compiling_process._SERVE = f"{serve}ending({how!r})"
+    with precompile.precompiling(2) as done:
+        model()
+        model()
+    with precompile.precompiling(2) as again:
+        model()
+    raised = [[width, *error] for width in WIDTHS if (error := raised_at(width))]
+    return {
+        "done": vars(done),
+        "again": [again.compiled, again.failed],
+        "compiled here": compiled_here,
+        "raised": raised,
+        "launched": len(driver.launched),
+        "hook stays": knobs.runtime.jit_cache_hook is not None,
+        "logged": any("#ttg.blocked" in line for line in logged),
+    }
+
+
+def scenario_crashes():
+    return scenario_ending("crashes")
+
+
+def scenario_raises():
+    return scenario_ending("raises")
+
+
+def scenario_killed():
+    return scenario_ending("killed")
+
+
+def scenario_killed_once():
+    return scenario_ending("killed once")
+
+
 def scenario_no_cache():
     precompile, _, _, _ = prepared()
     with precompile.precompiling(2) as done:
@@ -245,6 +322,7 @@ def play(name: str, cache: Path) -> dict:
         [sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=300, check=False
     )
     assert ran.returncode == 0, ran.stderr
+    assert "#ttg" not in ran.stderr
     return json.loads(ran.stdout.splitlines()[-1])
 
 
@@ -270,11 +348,41 @@ def test_threads_compile_where_no_process_can_be_started(tmp_path):
     assert found["launched"] == 2 * len(WIDTHS)
 
 
-def test_threads_compile_what_a_dying_process_leaves(tmp_path):
+def test_another_process_compiles_what_a_dying_one_leaves(tmp_path):
     found = play("dying_process", tmp_path)
     done = found["done"]
-    assert (done["compiled"], done["failed"]) == (len(WIDTHS), 0)
-    assert found["compiled here"] == len(WIDTHS) - done["in_process"] > 0
+    assert (done["compiled"], done["in_process"], done["failed"]) == (len(WIDTHS), len(WIDTHS), 0)
+    assert found["compiled here"] == 0
+
+
+@pytest.mark.parametrize(
+    ("how", "error", "reason"),
+    [
+        ("crashes", "CompilerCrashed", "its compiler crashed (_geglu: SIGABRT)."),
+        ("raises", "CompilerFailed", "its compiler failed (_geglu: ValueError: no such layout)."),
+        ("killed", "CompilerFailed", "the process that compiles it was ended twice (_geglu: SIGKILL)."),
+    ],
+)
+def test_what_a_fork_could_not_compile_is_never_compiled_here(tmp_path, how, error, reason):
+    found = play(how, tmp_path)
+    done = found["done"]
+    assert (done["compiled"], done["in_process"], done["failed"]) == (2, 2, 1)
+    assert found["again"] == [0, 0]
+    assert found["compiled here"] == []
+    # The launch of that variant says why, and those of the others run.
+    assert found["raised"] == [[128, error, reason]]
+    assert found["launched"] == 8
+    assert found["hook stays"]
+    # What the compiler wrote is for those who ask for it.
+    assert found["logged"]
+
+
+def test_a_fork_that_was_killed_from_outside_is_no_proof(tmp_path):
+    found = play("killed_once", tmp_path)
+    done = found["done"]
+    assert (done["compiled"], done["in_process"], done["failed"]) == (len(WIDTHS), len(WIDTHS), 0)
+    assert (found["raised"], found["compiled here"], found["launched"]) == ([], [], 12)
+    assert not found["hook stays"]
 
 
 def test_a_cache_that_cannot_be_written_is_counted_not_raised(tmp_path):

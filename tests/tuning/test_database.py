@@ -132,6 +132,87 @@ def test_a_measurement_is_found_by_all_of_its_key(database):
         assert database.find(*asked[:number], other, *asked[number + 1 :]) is None
 
 
+IN_KERNEL = replace(HERE, driver="amdgpu of Linux 6.8")
+# The whole releases that keys had, and another series.
+RELEASES = ("amdgpu of Linux 6.8.0-45-generic", "amdgpu of Linux 6.8.0-51-generic", "amdgpu of Linux 6.11.0-8-generic")
+
+
+def _as_of_old(path: Path) -> None:
+    """Measurements under three releases of the kernel, and the rest under the first of them."""
+    old = [IN_KERNEL.key().replace(IN_KERNEL.driver, release) for release in RELEASES]
+    database = Database(path)
+    days = ("2026-01-01T00:00:00+00:00", "2026-02-01T00:00:00+00:00", "2026-03-01T00:00:00+00:00")
+    rows = [entry(10.0 + number, when=day).row() for number, day in enumerate(days)]
+    database.put([entry(7.0, config={"rows": 4}, environment=IN_KERNEL)])
+    database.close()
+    connection = sqlite3.connect(path)
+    # The newest first: what is met later must not replace it.
+    for environment, row in reversed(list(zip(old, rows, strict=True))):
+        put = f"INSERT INTO measurements VALUES ({', '.join('?' * 12)})"
+        connection.execute(put, (*row[:2], environment, *row[3:]))
+    key = ("conv2d", "hip", old[0], HASH)
+    connection.execute("INSERT INTO quarantine VALUES (?, ?, ?, ?, 'wrong', ?)", (*key, days[0]))
+    connection.execute("INSERT INTO self_tests VALUES (?, ?, ?, ?, 'float16', ?)", (*key, days[0]))
+    connection.execute("INSERT INTO trials VALUES (?, ?, ?, ?, 'host', 1, ?)", (*key, days[0]))
+    connection.commit()
+    connection.close()
+
+
+def _found_under_todays_key(database: Database) -> None:
+    found = database.find("conv2d", PROBLEM, IN_KERNEL, HASH, "triton", {"rows": 1})
+    # Of the two releases of the series the newer.
+    assert (found.median_us, found.when[:10], found.environment) == (11.0, "2026-02-01", IN_KERNEL)
+    assert best(database, environment=IN_KERNEL).median_us == 7.0
+    assert database.why_quarantined("conv2d", "hip", IN_KERNEL, HASH) == "wrong"
+    assert database.has_passed("conv2d", "hip", IN_KERNEL, HASH, "float16")
+    later = replace(IN_KERNEL, driver="amdgpu of Linux 6.11")
+    assert best(database, environment=later).median_us == 12.0
+    assert (database.count(), database.count(IN_KERNEL), database.count(later)) == (3, 2, 1)
+
+
+def test_what_was_stored_under_a_whole_release_of_the_kernel_is_found(path):
+    _as_of_old(path)
+    for _ in range(2):
+        database = Database(path)
+        _found_under_todays_key(database)
+        database.close()
+    with sqlite3.connect(path) as connection:
+        kept = {
+            row[0] for table in database_file._TABLES for row in connection.execute(f"SELECT environment FROM {table}")
+        }
+    assert not any("generic" in key for key in kept)
+
+
+def test_a_key_of_another_form_is_left_as_it_is(path):
+    _as_of_old(path)
+    later = IN_KERNEL.key().replace("amdgpu of Linux 6.8", "amdgpu of Linux 6.8.0-45")[:-1] + ',"firmware":"3"}'
+    with sqlite3.connect(path) as connection:
+        connection.execute("UPDATE self_tests SET environment = ?", (later,))
+    database = Database(path)
+    assert best(database, environment=IN_KERNEL).median_us == 7.0
+    database.close()
+    with sqlite3.connect(path) as connection:
+        assert connection.execute("SELECT environment FROM self_tests").fetchone()[0] == later
+
+
+def test_a_file_that_cannot_be_written_is_read_under_todays_keys(path, monkeypatch):
+    _as_of_old(path)
+    opened = database_file.without_file(path, "it is locked")
+    monkeypatch.setattr("rocm_sd.tuning.database.open_file", lambda _path: opened)
+    _found_under_todays_key(Database(path))
+
+
+def test_an_export_of_old_is_imported_under_todays_key(database, tmp_path):
+    database.put([entry(environment=IN_KERNEL)])
+    exported = tmp_path / "export.json"
+    database.export_json(exported)
+    exported.write_text(exported.read_text().replace(IN_KERNEL.driver, RELEASES[0]))
+    other = Database(tmp_path / "other.sqlite3")
+    other.import_json(exported)
+    assert best(other, environment=IN_KERNEL) == entry(environment=IN_KERNEL)
+    other.close()
+
+
 @pytest.mark.parametrize("order", [1, -1])
 def test_the_newer_measurement_is_kept(database, order):
     # The one of Tokyo is the older, though its text is the greater.

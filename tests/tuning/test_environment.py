@@ -24,6 +24,24 @@ def test_the_key_is_the_same_text_for_the_same_environment_and_another_for_any_o
 
 
 @pytest.mark.parametrize(
+    ("written", "read"),
+    [
+        ("amdgpu of Linux 6.8.0-45-generic", "amdgpu of Linux 6.8"),
+        ("amdgpu of Linux 6.14.5-200.fc42.x86_64", "amdgpu of Linux 6.14"),
+        ("amdgpu of Linux 6.14-arch1-1", "amdgpu of Linux 6.14"),
+        ("amdgpu of Linux 6.8", "amdgpu of Linux 6.8"),
+        ("amdgpu 6.10.5", "amdgpu 6.10.5"),
+        ("nvidia 580.82.07", "nvidia 580.82.07"),
+        (None, None),
+    ],
+)
+def test_a_key_with_the_whole_release_of_the_kernel_is_that_of_its_series(written, read):
+    old = CARD.key().replace('"amdgpu 6.10.5"', f'"{written}"' if written else "null")
+    assert Environment.from_key(old) == replace(CARD, driver=read)
+    assert Environment.from_key(old).key() == replace(CARD, driver=read).key()
+
+
+@pytest.mark.parametrize(
     "broken", ["{}", "[]", CARD.key().replace('"arch"', '"gpu"'), CARD.key().replace("96", '"96"')]
 )
 def test_another_text_is_no_key(broken):
@@ -54,7 +72,12 @@ def test_drivers_are_distinguished(tmp_path):
     module.mkdir(parents=True)
     (tmp_path / "proc/sys/kernel").mkdir(parents=True)
     (tmp_path / "proc/sys/kernel/osrelease").write_text("6.8.0-45-generic\n")
-    assert driver(arch.Vendor.AMD, tmp_path) == "amdgpu of Linux 6.8.0-45-generic"
+    assert driver(arch.Vendor.AMD, tmp_path) == "amdgpu of Linux 6.8"
+    (tmp_path / "proc/sys/kernel/osrelease").write_text("6.8.0-51-generic\n")
+    # A distribution's update leaves what was measured.
+    assert driver(arch.Vendor.AMD, tmp_path) == "amdgpu of Linux 6.8"
+    (tmp_path / "proc/sys/kernel/osrelease").write_text("6.11.2-arch1-1\n")
+    assert driver(arch.Vendor.AMD, tmp_path) == "amdgpu of Linux 6.11"
     (module / "version").write_text("6.10.5\n")
     assert driver(arch.Vendor.AMD, tmp_path) == "amdgpu 6.10.5"
     nvidia = tmp_path / "proc/driver/nvidia"

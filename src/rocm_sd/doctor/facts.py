@@ -14,7 +14,8 @@ from rocm_sd import arch
 
 __all__ = ["WATCHED", "Facts", "Gpu", "TorchDevice", "TorchFacts", "known_as", "numbers", "visible_to_torch"]
 
-# The environment variables that a check looks at, and the only ones that are ever read. None of them holds a path.
+# The environment variables that a check looks at, and the only ones that are kept. None of them holds a path; of CC and
+# PATH the name of a compiler is kept.
 WATCHED = (
     "AMD_SERIALIZE_KERNEL",
     "CUDA_VISIBLE_DEVICES",
@@ -106,7 +107,11 @@ class TorchFacts:
 
 @dataclass(frozen=True)
 class Facts:
-    """One machine. `described_by` are the reports that a recorded one was written from."""
+    """One machine. `described_by` are the reports that a recorded one was written from.
+
+    `c_compiler` is the name of the one that Triton would take, "" where there is none; `python_header`: whether
+    Python.h is there. None is what was not looked for.
+    """
 
     system: str
     python: str
@@ -118,6 +123,8 @@ class Facts:
     torch: TorchFacts = field(default_factory=TorchFacts)
     packages: Mapping[str, str] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
+    c_compiler: str | None = None
+    python_header: bool | None = None
     described_by: tuple[str, ...] = ()
 
     @property

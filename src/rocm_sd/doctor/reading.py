@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import platform
 import re
+import shutil
+import sysconfig
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -60,6 +62,8 @@ def gather(root: Path | None = None, environment: Mapping[str, str] | None = Non
         torch=torch,
         packages=_packages(),
         environment={name: given[name] for name in WATCHED if name in given},
+        c_compiler=_c_compiler(given),
+        python_header=(Path(sysconfig.get_path("include", _scheme())) / "Python.h").is_file(),
     )
 
 
@@ -131,6 +135,21 @@ def _rocm_of(torch_version: str | None) -> str | None:
     """The ROCm inside a wheel: "2.9.1+rocm7.1" was built with 7.1."""
     found = re.search(r"\+rocm(\d+(?:\.\d+)*)", torch_version or "")
     return found[1] if found else None
+
+
+def _c_compiler(environment: Mapping[str, str]) -> str:
+    """The name of the compiler that Triton would take, in the order in which it looks; "" where there is none."""
+    named = environment.get("CC")
+    path = environment.get("PATH")
+    wanted = (named,) if named is not None else ("gcc", "clang")
+    found = next(filter(None, (shutil.which(name, path=path) for name in wanted)), None)
+    return Path(found).name if found else ""
+
+
+def _scheme() -> str:
+    """Where Triton looks for headers: of Debian's own scheme it takes the usual one."""
+    scheme = sysconfig.get_default_scheme()
+    return "posix_prefix" if scheme == "posix_local" else scheme
 
 
 def _memory(root: Path) -> int | None:

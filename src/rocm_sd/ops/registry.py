@@ -16,7 +16,8 @@ import torch
 
 from rocm_sd import arch, settings
 from rocm_sd.errors import Unsupported
-from rocm_sd.kernels.hip.launch import HipUnavailable
+from rocm_sd.kernels import triton as triton_kernels
+from rocm_sd.kernels.unavailable import KernelUnavailable
 from rocm_sd.ops import plugins, self_test
 from rocm_sd.ops.candidates import OpCandidates
 from rocm_sd.ops.definition import Implementation
@@ -104,7 +105,7 @@ class Op(OpCandidates):
         if reason is None and not choice.is_stock and tested:
             reason, settled = self._why_not_trusted(choice.implementation, problem, device)
         if reason:
-            if settled:
+            if settled and not triton_kernels.is_said(reason):
                 _say_once(f"{self.name}: stock torch on {architecture}, because {reason}")
             return Choice(STOCK, why=reason), settled
         return choice, settled
@@ -176,10 +177,10 @@ class Op(OpCandidates):
         implementation = self.own.get(choice.implementation) or self.implementation(choice.implementation)
         try:
             return implementation(*arguments, config=choice.config)
-        except HipUnavailable as error:
+        except KernelUnavailable as error:
             if choice.source == "forced":
                 raise
-            return self._run_stock(error, problem, device, *arguments)
+            return self._run_stock(error, choice.implementation, problem, device, *arguments)
         except Exception as error:
             if choice.source == "forced" or self.has(choice.implementation) or _out_of_memory(error):
                 raise
@@ -195,15 +196,21 @@ class Op(OpCandidates):
             return None
         try:
             return implementation(x, *arguments, config=choice.config, out=x)
-        except HipUnavailable:
+        except KernelUnavailable:
             # Then nothing has touched x.
             return None
 
-    def _run_stock(self, error: HipUnavailable, problem: Problem, device: torch.device, *arguments: Any) -> Any:
+    def _run_stock(
+        self, error: KernelUnavailable, name: str, problem: Problem, device: torch.device, *arguments: Any
+    ) -> Any:
         """In place of a kernel that was trusted, but is of another size than the one tested, and cannot be had."""
         architecture, reason = arch.detect(device).name, error.message.rstrip(".")
         if error.reported:
             _say_once(f"{self.name}: stock torch on {architecture}, because {reason}")
+        if error.crashed:
+            # At no size and in no process again: the next might compile it where the crash is the user's.
+            self_test.set_aside(self, name, device, reason)
+            self._chosen.clear()
         if error.lasting:
             self._settle_on_stock(problem, device, reason)
         return self.own[STOCK](*arguments)

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     _Key = tuple[str, str, Environment, str]
 
-__all__ = ["SelfTestVerdict", "catch_up", "forget", "note", "verdict"]
+__all__ = ["SelfTestVerdict", "catch_up", "forget", "note", "set_aside", "verdict"]
 
 log = logging.getLogger("rocm_sd")
 
@@ -99,6 +99,13 @@ def verdict(op: OpCandidates, candidate: str, problem: Problem, device: torch.de
         if known.state in {"passed", "failed"}:
             _known[known_as] = known
     return known
+
+
+def set_aside(op: OpCandidates, candidate: str, device: torch.device, reason: str) -> None:
+    """Without a test, in this process and every later one: for what showed itself in another way."""
+    user_database().quarantine(op.name, candidate, current(device), op.kernel_hash(candidate), reason)
+    for known_as in [each for each in _known if each[1:4] == (op.name, candidate, device)]:
+        del _known[known_as]
 
 
 def note(op: OpCandidates, dtype: str, device: torch.device) -> None:

@@ -11,6 +11,8 @@ from datetime import datetime, timezone
 from functools import cache
 from typing import TYPE_CHECKING
 
+from rocm_sd.tuning.environment import Environment
+
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -69,7 +71,7 @@ def open_file(path: Path) -> Opened:
             if not path.exists():
                 _create(path)
             identity = _identity(path)
-            return Opened(_checked(_connect(path)), identity)
+            return Opened(_renewed(_checked(_connect(path))), identity)
         except _Later as later:
             why = str(later)
             break
@@ -93,7 +95,7 @@ def without_file(path: Path, why: str) -> Opened:
             source = _checked(sqlite3.connect(f"{path.absolute().as_uri()}?{way}", uri=True, timeout=BUSY_S))
             try:
                 source.backup(memory)
-                return Opened(_checked(memory), None, why)
+                return Opened(_renewed(_checked(memory)), None, why)
             finally:
                 source.close()
     memory.close()
@@ -174,6 +176,50 @@ def _check(connection: sqlite3.Connection) -> None:
         raise _Later(f"a later rocm-sd wrote it, in version {version} of its form; this one reads {VERSION}")
     if version != VERSION or not tables >= _TABLES:
         raise _Foreign("its tables are not those of a database of rocm-sd")
+
+
+def _renewed(connection: sqlite3.Connection) -> sqlite3.Connection:
+    """The connection, after rows of environments that are written in another way now have today's key.
+
+    Of two rows that become one, the newer is kept. A file that is busy or cannot be written is left for the next time.
+    """
+    with suppress(sqlite3.OperationalError):
+        for table, columns in _keyed_tables(connection):
+            rows = connection.execute(f"SELECT DISTINCT environment FROM {table}").fetchall()  # noqa: S608 -- of the schema
+            renamed = [(old, new) for (old,) in rows if (new := _todays(old)) != old]
+            if renamed:
+                with connection:
+                    connection.execute("BEGIN IMMEDIATE")
+                    _rename(connection, table, columns, renamed)
+    return connection
+
+
+def _keyed_tables(connection: sqlite3.Connection) -> list[tuple[str, list[str]]]:
+    """Each table that has an environment in its key, with the rest of that key."""
+    found = []
+    for (table,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall():
+        keys = [row[1] for row in connection.execute(f"PRAGMA table_info({table})") if row[5]]
+        if "environment" in keys:
+            found.append((table, [name for name in keys if name != "environment"]))
+    return found
+
+
+def _todays(key: str) -> str:
+    try:
+        return Environment.from_key(key).key()
+    except ValueError:
+        return key  # not of this project, or of a later form: not to be touched
+
+
+def _rename(connection: sqlite3.Connection, table: str, columns: list[str], renamed: list[tuple[str, str]]) -> None:
+    same = " AND ".join(f"n.{name} = {table}.{name}" for name in columns)
+    for old, new in renamed:
+        connection.execute(
+            f"""DELETE FROM {table} WHERE environment = ? AND EXISTS
+            (SELECT 1 FROM {table} n WHERE n.environment = ? AND {same} AND n.taken >= {table}.taken)""",  # noqa: S608
+            (old, new),
+        )
+        connection.execute(f"UPDATE OR REPLACE {table} SET environment = ? WHERE environment = ?", (new, old))  # noqa: S608
 
 
 def _identity(path: Path) -> tuple[int, int] | None:

@@ -27,12 +27,17 @@ __all__ = ["Environment", "current", "driver", "kernel_hash"]
 _IMPORTED = re.compile(rb"^\s*(?:from|import)\s+(rocm_sd\.kernels\.[\w.]+)", re.MULTILINE)
 _LAUNCHED = re.compile(rb'\bKernel\(\s*"(\w+)"')
 _ROOT = Path("/")
+# "amdgpu of Linux 6.8.0-45-generic" up to the series.
+_RELEASE = re.compile(rf"({host.UNVERSIONED} of Linux \d+\.\d+)\b.+")
 
 
 @dataclass(frozen=True)
 class Environment:
     """None is what could not be found out, or what is not there; it equals only itself.
 
+    `driver` is "nvidia 580.82.07", "amdgpu 6.10.5" of AMD's own package, or "amdgpu of Linux 6.8" of one that came with
+    the kernel: with its series alone, since a distribution's updates leave a driver as it is but for repairs. One that
+    was written down with the whole release is taken for that.
     `runtime` is "rocm 7.1.0" or "cuda 13.0". `miopen` is the convolution library: on CUDA it is cuDNN, and says so.
     """
 
@@ -43,6 +48,11 @@ class Environment:
     torch: str
     triton: str | None
     miopen: str | None
+
+    def __post_init__(self) -> None:
+        release = _RELEASE.match(self.driver or "")
+        if release is not None:
+            object.__setattr__(self, "driver", release[1])
 
     def key(self) -> str:
         """One text for one environment, the same in every process; `from_key` reads it."""
@@ -102,9 +112,9 @@ def driver(vendor: arch.Vendor, root: Path = _ROOT) -> str | None:
     found = host.driver(vendor, root)
     if found != host.UNVERSIONED:
         return found
-    # It changes with the kernel.
-    kernel = read_text(root / "proc/sys/kernel/osrelease")
-    return f"{found} of Linux {kernel}" if kernel else None
+    # It changes with the kernel's series.
+    series = re.match(r"\d+\.\d+", read_text(root / "proc/sys/kernel/osrelease"))
+    return f"{found} of Linux {series[0]}" if series else None
 
 
 @cache

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from functools import cache
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,6 +15,7 @@ from rocm_sd.ops.samples import dtype_name
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from types import ModuleType
 
 __all__ = ["compile_kernels", "start_compiling"]
 
@@ -28,17 +31,15 @@ def _compiles(device: torch.device) -> bool:
 
 def start_compiling(device: torch.device) -> None:
     """What compiles kernels takes seconds to come up: it may do so while other things are prepared."""
-    if _compiles(device):
-        from rocm_sd.kernels.triton import precompile  # noqa: PLC0415 -- needs Triton
-
-        precompile.start()
+    # Triton's driver, whose part in C is built at its first use, is for later.
+    if device.type == "cuda" and triton_kernels.why_not_compiled(device) is None:
+        _started()
 
 
 def compile_kernels(run: Callable[[], object], device: torch.device, dtype: torch.dtype) -> None:
     """Run it once for the kernels that it launches alone: what it computes is garbage. `dtype`: the model's."""
-    if _compiles(device):
-        from rocm_sd.kernels.triton import precompile  # noqa: PLC0415 -- needs Triton
-
+    precompile = _started() if _compiles(device) else None
+    if precompile is not None:
         with precompile.precompiling() as done:
             run()
             # The scheduler's step and the VAE come later, each with ops to be tested before their first use.
@@ -49,3 +50,19 @@ def compile_kernels(run: Callable[[], object], device: torch.device, dtype: torc
         self_test.catch_up()
         if done.compiled:
             log.info("%s", done)
+
+
+def _started() -> ModuleType | None:
+    """The module that compiles ahead; None where this Triton lacks what it needs, and kernels are compiled as met."""
+    try:
+        precompile = import_module("rocm_sd.kernels.triton.precompile")
+        precompile.start()
+    except Exception as error:  # noqa: BLE001 -- an old Triton, or one with parts missing
+        _say_once(f"Kernels are not compiled ahead, but as they are met ({triton_kernels.sentence(error)}).")
+        return None
+    return precompile
+
+
+@cache
+def _say_once(sentence: str) -> None:
+    log.warning(sentence)

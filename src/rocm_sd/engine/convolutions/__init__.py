@@ -8,8 +8,9 @@ from rocm_sd.engine.convolutions.library import (
     flags_set_by_hand,
     install_library,
 )  # fmt: skip
+from rocm_sd.engine.convolutions.strides import answers_channels_last
 
 __all__ = [
-    "CHANNELS_LAST", "ChosenLibrary", "choose_layout", "choose_library", "convolution_dtype", "convolving_models",
-    "flags_set_by_hand", "install_library", "lay_out",
+    "CHANNELS_LAST", "ChosenLibrary", "answers_channels_last", "choose_layout", "choose_library", "convolution_dtype",
+    "convolving_models", "flags_set_by_hand", "install_library", "lay_out",
 ]  # fmt: skip

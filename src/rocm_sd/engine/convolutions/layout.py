@@ -1,5 +1,8 @@
 """How convolutions are laid out: as measured here or as the data say, where that is as exact as stock's own layout.
 
+What the data say holds where the library computes in that layout: torch may copy there and back around each call
+(strides.py). What was measured here had those copies in its time.
+
 A library may sum in another order in each layout. In float32 that shows: oneDNN with AVX-512 adds up a channels-last
 convolution in one chain, and with 256 channels its error is 3.7 times that of its other layout.
 """
@@ -14,6 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from rocm_sd import arch
+from rocm_sd.engine.convolutions.strides import answers_channels_last
 from rocm_sd.engine.installed import Installed
 from rocm_sd.tuning import Choice, environment, resolve
 from rocm_sd.tuning.choice import STOCK
@@ -33,8 +37,14 @@ _CHANNELS, _SIDE = 256, 8
 def choose_layout(device: torch.device, dtype: torch.dtype | None) -> Choice:
     """For convolutions in this dtype; `implementation` is CHANNELS_LAST, or anything else for the layout they have."""
     choice = resolve.choose("memory_format", arch.detect(device).name, {}, environment.current(device), "")
+    if choice.implementation != CHANNELS_LAST or dtype is None:
+        return choice
+    if choice.source != "measured here" and not answers_channels_last(device, dtype):
+        return Choice(
+            STOCK, why="torch answers a channels-last convolution contiguous here, and would copy at each call"
+        )
     # In half precision the rounding of each result is a thousand times as large as what the order of a sum makes.
-    if choice.implementation != CHANNELS_LAST or dtype is not torch.float32:
+    if dtype is not torch.float32:
         return choice
     less_exact = _why_less_exact(device)
     return choice if less_exact is None else Choice(STOCK, why=less_exact)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Protocol, Union
+from typing import TYPE_CHECKING, Protocol, Union
 
-from rocm_sd.errors import RocmSdError, Unsupported
+from rocm_sd.errors import Unsupported
 from rocm_sd.kernels.sizes import ceil_div
+from rocm_sd.kernels.unavailable import KernelUnavailable
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -41,14 +42,8 @@ BITS = {2: "bits16", 4: "bits32"}
 _WIDEST = 16  # bytes that one lane moves at once
 
 
-class HipUnavailable(RocmSdError):
-    """A kernel could not be compiled or loaded, so nothing of it has run: another implementation can take the call.
-
-    `lasting`: it will not be otherwise at the next call. `reported`: a user is to hear of it.
-    """
-
-    lasting: ClassVar[bool] = True
-    reported: ClassVar[bool] = True
+class HipUnavailable(KernelUnavailable):
+    """Of a kernel in HIP."""
 
 
 class HipRefused(Unsupported, HipUnavailable):

@@ -4,83 +4,81 @@
     with precompiling() as done:
         unet(...)                            # the result is garbage: what is not compiled yet is not launched
     print(done)                              # how many, and how long it took
+    with noting() as questions:              # the same, and nothing is compiled: another process may ask for it
+        unet(...)
 
 Inside the block a launch of a variant that is not compiled yet is noted and skipped, so that one pass names all that
 the model needs; leaving the block waits for them. Only kernels of this project are skipped, and only where the thread
 that opened the block launches them. Errors are counted, not raised: the real launch meets them again.
 
+A variant that a fork could not compile is not compiled here either: its launch raises `CompilerFailed`, before anything
+has run. Where the fork was ended by a signal, the compiler crashed, and it is `CompilerCrashed`. A fork that was killed
+from outside proves nothing, and another one tries.
+
 Triton 3.6 compiles a variant in 0.33 s and holds Python's lock for 0.07 s of that, so threads alone are at most five
 times as fast as one. Therefore a process imports Triton and the kernels once and forks itself for each variant; what a
-fork compiles lands in Triton's cache on disk, from which this process loads it in a millisecond. A process that is
-missing, dies or writes elsewhere costs time and nothing else: a thread compiles the variant then.
+fork compiles lands in Triton's cache on disk, from which this process loads it in a millisecond. A process that cannot
+be started or writes elsewhere costs time and nothing else: a thread compiles the variant then.
 """
 
 from __future__ import annotations
 
 import atexit
-import importlib
+import hashlib
 import json
 import logging
 import os
-import pkgutil
-import select
-import signal
-import subprocess
 import sys
 import threading
 import time
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from concurrent.futures import TimeoutError as TooLate
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import cache
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
 import triton
-import triton.language as tl
 from triton import knobs
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 from triton.runtime import driver
-from triton.runtime.cache import triton_key
+
+from rocm_sd.kernels.triton import CompilerCrashed, CompilerFailed
+from rocm_sd.kernels.triton.compiling_process import (
+    COMPILED,
+    CRASHED,
+    ENDED,
+    FAILED,
+    HERE,
+    OURS,
+    Answer,
+    CompilingProcess,
+)
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
-__all__ = ["Precompiled", "is_compiled", "precompiling", "serve", "skips_launches", "start"]
+__all__ = [
+    "Precompiled", "compile_variants", "has_compiled", "noting", "precompiling", "skips_launches", "start",
+]  # fmt: skip
 
 log = logging.getLogger("rocm_sd")
 
-OURS = "rocm_sd.kernels.triton"
 # A model has 50 to 90 variants: with more workers than this the slowest few decide.
 MOST_WORKERS = 32
-# The slowest variant met takes 2 s on one core; a process that is silent for so long is given up.
-ANSWER_S = 60.0
-IDLE_S = 60.0
-_SERVE = f"import json, sys; sys.path[:] = json.loads(sys.argv[1]); from {OURS}.precompile import serve; serve()"
+_MARKS = "rocm-sd"
 
 
 @dataclass
 class Precompiled:
-    """`compiled` and `failed` count variants; `in_process` are those among the former that no thread had to compile.
-
-    `touched`: the variants that launches since it was last cleared need, for `is_compiled` after the block.
-    """
+    """`compiled` and `failed` count variants; `in_process` are those among the former that no thread had to compile."""
 
     compiled: int = 0
     in_process: int = 0
     failed: int = 0
     seconds: float = 0.0
-    touched: list[Future[bool]] = field(default_factory=list, repr=False)
 
     def __str__(self) -> str:
         failed = f", {self.failed} failed" if self.failed else ""
         return f"{self.compiled} kernel variants compiled in {self.seconds:.1f} s{failed}"
-
-
-def is_compiled(variant: Future[bool]) -> bool:
-    """Of one that was `touched`: not where it failed, or the block's time was over before it began."""
-    return variant.done() and not variant.cancelled() and variant.result()
 
 
 def _cores() -> int:
@@ -88,79 +86,7 @@ def _cores() -> int:
     return len(usable(0)) if usable else os.cpu_count() or 1
 
 
-class _CompilingProcess:
-    """Asks the process that `serve` runs in. Each question is a line of JSON, each answer a number and a word."""
-
-    def __init__(self) -> None:
-        environment = {**os.environ, "TRITON_CACHE_DIR": str(knobs.cache.dir), "OMP_NUM_THREADS": "1"}
-        self._asked: dict[int, Future[bool]] = {}
-        self._lock = threading.Lock()
-        self._number = 0
-        self._owner = os.getpid()
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", _SERVE, json.dumps(sys.path)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env=environment,
-            # Ctrl-C is for this process; the other one ends when its standard input does.
-            start_new_session=True,
-        )
-        threading.Thread(target=self._read, daemon=True, name="rocm-sd-precompile").start()
-
-    def usable(self) -> bool:
-        # A fork of this process has the object, and no thread that reads answers.
-        return self._owner == os.getpid() and self._process.poll() is None
-
-    def compile(self, question: dict[str, Any]) -> bool:
-        """Whether the variant now lies in Triton's cache."""
-        answer: Future[bool] = Future()
-        with self._lock:
-            self._number += 1
-            self._asked[self._number] = answer
-            line = json.dumps({**question, "number": self._number}).encode() + b"\n"
-            try:
-                assert self._process.stdin is not None
-                self._process.stdin.write(line)
-                self._process.stdin.flush()
-            except (OSError, ValueError):
-                return False
-        if not self.usable():
-            return False
-        try:
-            return answer.result(ANSWER_S)
-        except TooLate:
-            self._process.kill()
-            return False
-
-    def _read(self) -> None:
-        assert self._process.stdout is not None
-        # Half a second of hashing, and a module in C: done before the first answer, not by every thread that gets one.
-        triton_key()
-        with suppress(Exception):
-            _ = driver.active
-        for line in self._process.stdout:
-            number, word = line.split()
-            with self._lock:
-                answer = self._asked.pop(int(number))
-            answer.set_result(word == b"compiled")
-        # The process has ended: every question that is still open is answered by a thread.
-        self._process.wait()
-        with self._lock:
-            left, self._asked = self._asked, {}
-        for answer in left.values():
-            answer.set_result(False)
-
-    def close(self) -> None:
-        if self._owner == os.getpid() and self._process.stdin is not None:
-            with suppress(OSError):
-                self._process.stdin.close()
-            with suppress(subprocess.TimeoutExpired):
-                self._process.wait(1)
-            self._process.kill()
-
-
-_process: _CompilingProcess | None = None
+_process: CompilingProcess | None = None
 _process_lock = threading.Lock()
 
 
@@ -176,33 +102,75 @@ def start() -> None:
         if _process is not None and _process.usable():
             return
         try:
-            _process = _CompilingProcess()
+            _process = CompilingProcess()
             atexit.register(_process.close)
         except OSError as error:
             log.debug("kernels are compiled in threads, because no process could be started: %s", error)
 
 
+def _ask(question: dict[str, Any]) -> Answer:
+    """The compiling process, and once more where it or its fork was ended: by the system, which proves nothing."""
+    answer = Answer(HERE)
+    mark = _mark(question)
+    if mark.exists():
+        return Answer(COMPILED)
+    for _ in range(2):
+        start()
+        process = _process
+        if process is None or not process.usable():
+            return answer
+        answer = process.compile(question)
+        if answer.word != ENDED:
+            break
+    if answer.word == COMPILED:
+        with suppress(OSError):
+            mark.parent.mkdir(parents=True, exist_ok=True)
+            mark.touch()
+    return answer
+
+
+_Variant = tuple[int, int, str]
+
+
+def _variant(kernel: Any, compile: dict[str, Any]) -> _Variant:  # noqa: A002 -- Triton's name
+    return id(kernel), compile["device"], str(compile["key"])
+
+
 class _Hook:
-    """Triton has one hook for all threads: it serves every open block, and hands all else to the hook before it."""
+    """Triton has one hook for all threads: it serves every open block, and hands all else to the hook before it.
+
+    Once a variant was refused, it stays: a launch of that variant is an error, and compiles nothing.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._open: dict[int, list[_Block]] = {}
+        self._open: dict[int, list[Taker]] = {}
+        self._refused: dict[_Variant, CompilerFailed] = {}
         self._before: Any = None
 
     def __call__(self, *, fn: Any, compile: dict[str, Any], is_manual_warmup: bool, **rest: Any) -> bool:  # noqa: A002
         blocks = self._open.get(threading.get_ident())
-        if blocks and fn.module.startswith(OURS) and not is_manual_warmup:
-            blocks[-1].take(fn.jit_function, compile)
-            return True
+        if not is_manual_warmup and fn.module.startswith(OURS):
+            refused = self._refused.get(_variant(fn.jit_function, compile)) if self._refused else None
+            if blocks:
+                if refused is None:
+                    blocks[-1].take(fn.jit_function, compile)
+                return True
+            if refused is not None:
+                raise type(refused)(refused.message)
         before = self._before
         return bool(before and before(fn=fn, compile=compile, is_manual_warmup=is_manual_warmup, **rest))
 
     def is_serving(self) -> bool:
         return bool(self._open.get(threading.get_ident()))
 
+    def refuse(self, variant: _Variant, error: CompilerFailed) -> None:
+        """From within a block, which has put the hook in its place."""
+        with self._lock:
+            self._refused[variant] = error
+
     @contextmanager
-    def serving(self, block: _Block) -> Iterator[None]:
+    def serving(self, block: Taker) -> Iterator[None]:
         thread = threading.get_ident()
         with self._lock:
             if knobs.runtime.jit_cache_hook is not self and not self._open:
@@ -215,12 +183,55 @@ class _Hook:
                 self._open[thread].remove(block)
                 if not self._open[thread]:
                     del self._open[thread]
-                # A hook that another put over this one since then is theirs to take off.
-                if not self._open and knobs.runtime.jit_cache_hook is self:
-                    self._before, knobs.runtime.jit_cache_hook = None, self._before
+                self._take_off()
+
+    def _take_off(self) -> None:
+        # A hook that another put over this one since then is theirs to take off.
+        if not self._open and not self._refused and knobs.runtime.jit_cache_hook is self:
+            self._before, knobs.runtime.jit_cache_hook = None, self._before
 
 
 _HOOK = _Hook()
+
+
+def _question(kernel: Any, compile: dict[str, Any]) -> dict[str, Any]:  # noqa: A002 -- Triton's name
+    target = driver.active.get_current_target()
+    return {
+        "module": kernel.__module__,
+        "kernel": kernel.__name__,
+        # Of Triton 3.6 it depends on which kernel is asked first: here and there that is the order of launches.
+        "source": kernel.cache_key,
+        "target": (target.backend, target.arch, target.warp_size),
+        "variant": compile["specialization_data"],
+    }
+
+
+def _mark(question: dict[str, Any]) -> Path:
+    """What lies beside Triton's own files once the variant is among them: its own names are not known before."""
+    text = json.dumps([triton.__version__, question], sort_keys=True)
+    return Path(knobs.cache.dir) / _MARKS / hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def has_compiled() -> bool:
+    """Whether anything was ever compiled into this cache; then a start of the process can wait until it is needed."""
+    return (Path(knobs.cache.dir) / _MARKS).is_dir()
+
+
+def compile_variants(questions: Sequence[dict[str, Any]], seconds: float) -> list[bool]:
+    """Which of these, noted by another process, lie in Triton's cache after so many seconds; in this order."""
+    end = time.monotonic() + seconds
+    start()
+    pool = ThreadPoolExecutor(min(max(2, _cores()), MOST_WORKERS), thread_name_prefix="rocm-sd-precompile")
+
+    def compiled(question: dict[str, Any]) -> bool:
+        return time.monotonic() < end and _ask(question).word == COMPILED
+
+    try:
+        under_way = [pool.submit(compiled, question) for question in questions]
+        wait(under_way, max(0.0, end - time.monotonic()))
+        return [each.done() and each.result() for each in under_way]
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 def skips_launches() -> bool:
@@ -228,48 +239,63 @@ def skips_launches() -> bool:
     return _HOOK.is_serving()
 
 
+class Taker(Protocol):
+    """What is open in a thread: it takes each variant whose launch is skipped."""
+
+    def take(self, kernel: Any, compile: dict[str, Any]) -> None: ...  # noqa: A002 -- Triton's name
+
+
+@dataclass(frozen=True, eq=False)
+class _Notes:
+    questions: list[dict[str, Any]]
+
+    def take(self, kernel: Any, compile: dict[str, Any]) -> None:  # noqa: A002 -- Triton's name
+        self.questions.append(_question(kernel, compile))
+
+
+@contextmanager
+def noting() -> Iterator[list[dict[str, Any]]]:
+    """Skip launches of what this process has not loaded, and note each as a question for `compile_variants`."""
+    questions: list[dict[str, Any]] = []
+    with _HOOK.serving(_Notes(questions)):
+        yield questions
+
+
 @dataclass(eq=False)
 class _Block:
     pool: ThreadPoolExecutor
     done: Precompiled
     _lock: threading.Lock = field(default_factory=threading.Lock)
-    _wanted: dict[tuple[int, int, str], Future[bool]] = field(default_factory=dict)
+    _wanted: set[_Variant] = field(default_factory=set)
     _launchers: set[tuple[Any, ...]] = field(default_factory=set)
 
     def take(self, kernel: Any, compile: dict[str, Any]) -> None:  # noqa: A002 -- Triton's name
-        variant = (id(kernel), compile["device"], str(compile["key"]))
+        variant = _variant(kernel, compile)
         if variant not in self._wanted:
-            target = driver.active.get_current_target()
-            question = {
-                "module": kernel.__module__,
-                "kernel": kernel.__name__,
-                # Of Triton 3.6 it depends on which kernel is asked first: here and there that is the order of launches.
-                "source": kernel.cache_key,
-                "target": (target.backend, target.arch, target.warp_size),
-                "variant": compile["specialization_data"],
-            }
-            self._wanted[variant] = self.pool.submit(self._compile, kernel, compile["device"], question)
-        self.done.touched.append(self._wanted[variant])
+            self._wanted.add(variant)
+            self.pool.submit(self._compile, kernel, variant, _question(kernel, compile))
 
-    def _compile(self, kernel: Any, device: int, question: dict[str, Any]) -> bool:
-        process = _process
+    def _compile(self, kernel: Any, variant: _Variant, question: dict[str, Any]) -> None:
         try:
             # A new thread is on the first GPU, whichever the model is on.
-            driver.active.set_current_device(device)
-            in_process = process is not None and process.usable() and process.compile(question)
+            driver.active.set_current_device(variant[1])
+            answer = _ask(question)
+            if answer.said:
+                log.debug("%s: its compiler wrote:\n%s", kernel.__name__, answer.said)
+            refused = _refusal(kernel.__name__, answer)
+            if refused is not None:
+                _HOOK.refuse(variant, refused)
+                raise refused  # noqa: TRY301 -- counted and noted as any other
+            in_process = answer.word == COMPILED
             self._build_launcher(kernel.preload(question["variant"]))
         except Exception as error:  # noqa: BLE001 -- whatever a compiler raises, the real launch raises again
             log.debug("%s: a variant could not be compiled ahead: %s", kernel.__name__, error)
             with self._lock:
                 self.done.failed += 1
-            return False
-        with self._lock:
-            self.done.compiled += 1
-            self.done.in_process += in_process
-        return True
-
-    def variants(self) -> list[Future[bool]]:
-        return list(self._wanted.values())
+        else:
+            with self._lock:
+                self.done.compiled += 1
+                self.done.in_process += in_process
 
     def _build_launcher(self, compiled: Any) -> None:
         """Up to Triton 3.6 each signature has a launcher in C, for which the first launch would wait half a second."""
@@ -282,12 +308,20 @@ class _Block:
             driver.active.launcher_cls(compiled.src, compiled.metadata)
 
 
-@contextmanager
-def precompiling(workers: int | None = None, seconds: float | None = None) -> Iterator[Precompiled]:
-    """Skip launches of what is not compiled, and compile it in up to `workers` forks or threads (a core each).
+def _refusal(kernel: str, answer: Answer) -> CompilerFailed | None:
+    """What the launch of a variant raises that a fork could not compile; None where this process may."""
+    if answer.word == CRASHED:
+        return CompilerCrashed(f"its compiler crashed ({kernel}: {answer.why}).")
+    if answer.word == FAILED:
+        return CompilerFailed(f"its compiler failed ({kernel}: {answer.why}).")
+    if answer.word == ENDED:
+        return CompilerFailed(f"the process that compiles it was ended twice ({kernel}: {answer.why or 'no answer'}).")
+    return None
 
-    `seconds` from now on what has not begun is not begun any more; None waits for all of it.
-    """
+
+@contextmanager
+def precompiling(workers: int | None = None) -> Iterator[Precompiled]:
+    """Skip launches of what is not compiled, and compile it in up to `workers` forks or threads (a core each)."""
     done = Precompiled()
     count = min(_cores(), MOST_WORKERS) if workers is None else workers
     if count < 2:
@@ -301,108 +335,8 @@ def precompiling(workers: int | None = None, seconds: float | None = None) -> It
     try:
         with _HOOK.serving(block):
             yield done
-        if seconds is not None:
-            wait(block.variants(), max(0.0, began + seconds - time.monotonic()))
-            pool.shutdown(wait=True, cancel_futures=True)
         pool.shutdown(wait=True)
     finally:
         # After an error, what has not begun is not begun any more.
         pool.shutdown(wait=True, cancel_futures=True)
         done.seconds = time.monotonic() - began
-
-
-class _NoDevice:
-    """Stands for Triton's driver where there is a target and no GPU is touched."""
-
-    def __init__(self, target: GPUTarget) -> None:
-        self.target = target
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_target(self) -> GPUTarget:
-        return self.target
-
-
-def serve() -> None:
-    """What the compiling process runs, in one thread: reads questions, forks for each, tells how it ended."""
-    answers = os.dup(1)
-    # Compilers write to standard output from C++.
-    os.dup2(2, 1)
-    _get_ready()
-    wake, woken = os.pipe()
-    os.set_blocking(woken, False)
-    signal.set_wakeup_fd(woken)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-    forks: dict[int, int] = {}
-    pending = b""
-    while True:
-        ready, _, _ = select.select([0, wake], [], [], IDLE_S)
-        if wake in ready:
-            os.read(wake, 4096)
-            for number, word in _ended(forks):
-                os.write(answers, f"{number} {word}\n".encode())
-        if 0 in ready:
-            read = os.read(0, 1 << 16)
-            if not read:
-                return
-            *lines, pending = (pending + read).split(b"\n")
-            for line in lines:
-                question = json.loads(line)
-                kernel = _aimed(question)
-                fork = os.fork()
-                if fork == 0:
-                    _compile_and_exit(kernel, question["variant"])
-                forks[fork] = question["number"]
-        if not ready and not forks:
-            return
-
-
-def _get_ready() -> None:
-    """Do once what every fork would have to do for itself: imports, and half a second's hashing of Triton's files."""
-    triton_key()
-    package = importlib.import_module(OURS)
-    for module in pkgutil.iter_modules(package.__path__, OURS + "."):
-        importlib.import_module(module.name)
-
-
-@triton.jit
-def _nothing(x):
-    tl.store(x, 0.0)
-
-
-@cache
-def _warm_up(target: GPUTarget) -> None:
-    """The first compilation takes 0.1 s more than any other, here once and not in every fork."""
-    with suppress(Exception):
-        triton.compile(ASTSource(_nothing, {"x": "*fp32"}, {}, {}), target=target)
-
-
-def _aimed(question: dict[str, Any]) -> Any:
-    """The kernel, with Triton set to compile for the target; None where the source here is another than there."""
-    target = GPUTarget(*question["target"])
-    driver.set_active(_NoDevice(target))
-    _warm_up(target)
-    kernel = getattr(importlib.import_module(question["module"]), question["kernel"], None)
-    return kernel if kernel is not None and kernel.cache_key == question["source"] else None
-
-
-def _ended(forks: dict[int, int]) -> Iterator[tuple[int, str]]:
-    while forks:
-        pid, status = os.waitpid(-1, os.WNOHANG)
-        if pid == 0:
-            return
-        yield forks.pop(pid), "compiled" if status == 0 else "failed"
-
-
-def _compile_and_exit(kernel: Any, variant: str) -> None:
-    status = 1
-    try:
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        if kernel is not None:
-            kernel.preload(variant)
-            status = 0
-    finally:
-        # Not sys.exit: what the process registered to be done at its end is not this fork's to do.
-        os._exit(status)

@@ -5,6 +5,7 @@ Nothing is timed meanwhile: calls of other processes would slow one another.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import queue
@@ -15,11 +16,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rocm_sd.tuning.search.workbench import ask, compile_candidate, compile_side_by_side
-from rocm_sd.workers import OutOfTime, Pool, WorkerFailed
+from rocm_sd.tuning.search.workbench import ask, compile_candidate, variants_of
+from rocm_sd.workers import Pool, WorkerFailed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from rocm_sd.tuning.search.calls import OpCall
     from rocm_sd.tuning.search.candidates import Candidate
@@ -27,13 +28,13 @@ if TYPE_CHECKING:
 
     _Group = tuple[OpCall, Sequence[Candidate]]
 
-__all__ = ["SHARE", "compile_all", "compile_in", "default_jobs"]
+__all__ = ["SHARE", "compile_all", "compile_beside", "default_jobs"]
 
 log = logging.getLogger("rocm_sd")
 
 SHARE = 0.45  # of the budget, at most
 _MEMORY_OF_ONE = 6 * 2**30  # bytes: a process on a GPU, its libraries, and the tensors of a large problem
-_GRACE_S = 10.0  # to make the calls, and for the compilers that are under way
+_NOTING_S = 30.0
 _AT_ONCE = 6  # candidates of one problem: its tensors are made once for them
 
 
@@ -89,26 +90,44 @@ def compile_all(
     return compiled
 
 
-def compile_in(
+def compile_beside(
     worker: Worker, wanted: Sequence[_Group], device: torch.device, *, seconds: float
 ) -> set[tuple[OpCall, Candidate]]:
-    """What a worker has compiled in the time, on all cores: none of it was run. Empty where that cannot be done."""
+    """What forks of a process without a card have compiled in the time, on all cores: none of it was run.
+
+    The worker, which has the card, only says which variants of the kernels its launches would be.
+    """
+    from rocm_sd.kernels.triton import precompile  # noqa: PLC0415 -- needs Triton
+
+    begun = time.monotonic()
     groups = [(call, candidates) for call, candidates in wanted if candidates]
     try:
-        begun = time.monotonic()
-        ready = worker.call(compile_side_by_side, groups, device, seconds, timeout=2 * seconds + _GRACE_S)
-        log.info(
-            "%d of %d candidates are compiled after %.1f s",
-            sum(map(sum, ready)), sum(map(len, ready)), time.monotonic() - begun,
-        )  # fmt: skip
-    except (OutOfTime, WorkerFailed):
+        noted = worker.call(variants_of, groups, device, timeout=_NOTING_S)
+    except WorkerFailed as error:
+        log.info("nothing is compiled ahead: %s", error)
         return set()
-    return {
-        (call, candidate)
-        for (call, candidates), each in zip(groups, ready, strict=True)
-        for candidate, is_ready in zip(candidates, each, strict=True)
-        if is_ready
+    questions = {_text(question): question for _, _, each in noted for question in each}
+    ready = precompile.compile_variants(list(questions.values()), seconds - (time.monotonic() - begun))
+    is_ready = dict(zip(questions, ready, strict=True))
+    found = {
+        (groups[number][0], groups[number][1][place])
+        for number, place, each in noted
+        if all(is_ready[_text(question)] for question in each)
     }
+    took = time.monotonic() - begun
+    log.info(
+        "%d of %d candidates, %d of %d variants compiled in %.1f s",
+        len(found),
+        len(noted),
+        sum(ready),
+        len(ready),
+        took,
+    )
+    return found
+
+
+def _text(question: Mapping[str, object]) -> str:
+    return json.dumps(question, sort_keys=True)
 
 
 def _groups(wanted: Sequence[_Group]) -> Iterator[_Group]:

@@ -237,7 +237,7 @@ class Tuner:
         if worker is not None:
             self.progress(TunerProgress(self._share(), "compiling"))
             triton = [(call, [c for c in each if _is_compiled_apart(by_call[call].op, c)]) for call, each in wanted]
-            compiled = ahead.compile_in(worker, triton, self.device, seconds=ahead.SHARE * self.left_s)
+            compiled = ahead.compile_beside(worker, triton, self.device, seconds=ahead.SHARE * self.left_s)
         else:
             compiled = ahead.compile_all(
                 wanted, self.device, jobs=self.options.jobs, seconds=ahead.SHARE * self.left_s,

@@ -27,8 +27,7 @@ if TYPE_CHECKING:
     from rocm_sd.workers import Worker
 
 __all__ = [
-    "HUNG", "OK", "Answer", "Workbench", "ask", "compile_candidate", "compile_side_by_side", "measure_candidate",
-    "open_call",
+    "HUNG", "OK", "Answer", "Workbench", "ask", "compile_candidate", "measure_candidate", "open_call", "variants_of",
 ]  # fmt: skip
 
 Answer = dict[str, Any]  # of a worker process, about one candidate
@@ -206,39 +205,35 @@ def open_call(call: OpCall, device: torch.device) -> Answer:
     return _answer(call, device, prepare)
 
 
-def compile_side_by_side(
-    groups: Sequence[tuple[OpCall, Sequence[Candidate]]], device: torch.device, seconds: float
-) -> list[list[bool]]:
-    """Which candidates are in the compiler's cache after so many seconds; those of every group's head come first.
+def variants_of(
+    groups: Sequence[tuple[OpCall, Sequence[Candidate]]], device: torch.device
+) -> list[tuple[int, int, list[dict[str, Any]]]]:
+    """(group, place, variants that are to be compiled) of each candidate that can be launched: nothing runs.
 
-    Forks of a process that never saw the card compile them: nothing runs, and one that crashes costs itself.
+    The heads of all groups come first.
     """
     from rocm_sd.kernels.triton import precompile  # noqa: PLC0415 -- needs Triton
 
     _kept.clear()
-    waited: dict[tuple[int, int], list[Any]] = {}
-    with torch.no_grad(), precompile.precompiling(seconds=seconds) as done:
-        longest = max((len(candidates) for _, candidates in groups), default=0)
-        made: dict[int, tuple[Any, ...]] = {}
-        for place in range(longest):
-            for number, (call, candidates) in enumerate(groups):
-                if place >= len(candidates):
-                    continue
+    found = []
+    made: dict[int, tuple[Any, ...]] = {}
+    places = sorted((place, number) for number, (_, each) in enumerate(groups) for place in range(len(each)))
+    with torch.no_grad(), precompile.noting() as questions:
+        for place, number in places:
+            call, candidates = groups[number]
+            questions.clear()
+            with suppress(Exception):
                 if number not in made:
-                    made[number] = make(call, torch.device("meta"))
+                    made[number] = _empty(make(call, torch.device("meta")), device)
                 candidate = candidates[place]
-                done.touched.clear()
-                with suppress(Exception):
-                    arguments = _empty(made[number], device)
-                    operation(call.op).implementation(candidate.implementation)(*arguments, config=candidate.config)
-                    waited[number, place] = list(done.touched)
-    ready = {key for key, variants in waited.items() if all(map(precompile.is_compiled, variants))}
-    return [[(number, place) in ready for place in range(len(each))] for number, (_, each) in enumerate(groups)]
+                operation(call.op).implementation(candidate.implementation)(*made[number], config=candidate.config)
+                found.append((number, place, list(questions)))
+    return found
 
 
 def _empty(arguments: tuple[Any, ...], device: torch.device) -> tuple[Any, ...]:
-    """What decides how a kernel is compiled are strides and where a tensor begins. Integers are 0, which are indices:
-    what was compiled before runs.
+    """What decides how a kernel is compiled are strides and where a tensor begins. Integers are 0: what this process
+    has loaded before does run, and they are indices.
     """
 
     def like(argument: Any) -> Any:
