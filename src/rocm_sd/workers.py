@@ -39,7 +39,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "OutOfTime", "Pool", "Worker", "WorkerCannotStart", "WorkerFailed", "WorkerLost", "cancelling", "inside", "serve",
-    "shared",
 ]  # fmt: skip
 
 T = TypeVar("T")
@@ -86,7 +85,7 @@ class Worker(AbstractContextManager["Worker"]):
         self._connection: Connection[Any, Any] | None = None
         self._log: Any = None
         self._resources = ExitStack()
-        self._ended = False
+        self._ended = self._is_up = False
 
     def __exit__(self, *_: object) -> None:
         self.stop()
@@ -109,10 +108,16 @@ class Worker(AbstractContextManager["Worker"]):
         value: T = answer[0]
         return value
 
+    def start(self) -> None:
+        """Start the process without waiting for it: a call finds it up, or on its way."""
+        if self._process is None:
+            self._start()
+
     def stop(self) -> None:
         """End the process; the next call starts another."""
         self._resources.close()
         self._process = self._connection = None
+        self._is_up = False
 
     def end(self) -> None:
         """Kill the process, from any thread and for good: the call that waits for it, and all after, are lost."""
@@ -152,7 +157,7 @@ class Worker(AbstractContextManager["Worker"]):
         if self._process is not None and self._process.poll() is not None:
             # It died after its last answer, which is no fault of this function.
             self.stop()
-        is_up = self._process is not None
+        is_up = self._is_up
         try:
             connection = self._connection or self._start()
             # Two messages: to read the second, the process imports the module.
@@ -161,7 +166,7 @@ class Worker(AbstractContextManager["Worker"]):
             connection.send((function, arguments))
             answer = _received(connection, _START_S, end)
             if answer is None:
-                is_up = True
+                is_up = self._is_up = True
                 answer = _received(connection, timeout, end)
         except TimeoutError as late:
             reason = str(late)
@@ -255,19 +260,6 @@ class Pool(AbstractContextManager["Pool"]):
         for thread in self._threads:
             # What hangs in a driver cannot even be killed: nobody waits for it.
             thread.join(_END_S)
-
-
-_shared: Worker | None = None
-_shared_lock = threading.Lock()
-
-
-@contextmanager
-def shared() -> Iterator[Worker]:
-    global _shared
-    with _shared_lock:
-        if _shared is None:
-            _shared = Worker()
-        yield _shared
 
 
 @contextmanager

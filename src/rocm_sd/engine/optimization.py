@@ -14,6 +14,7 @@ from torch import nn
 from rocm_sd import arch
 from rocm_sd.engine import calibration, convolutions, denoising, levels, vae
 from rocm_sd.engine.capture import graphs_wanted, start_compiling
+from rocm_sd.engine.denoisers import denoiser
 from rocm_sd.engine.installed import Installed
 from rocm_sd.engine.levels import LEVELS
 from rocm_sd.engine.model_ways import is_vae, subjects, unmeasured, way_of
@@ -153,8 +154,9 @@ class _Again:
         before = calibration.measured(key, self.device, graphs=self.graphs)
         if calibration.measured(key, self.device, graphs=self.graphs, call=call) is not None:
             return False
+        subjects = [calibration.Subject(model, args, kwargs), *self._others(model, args, kwargs)]
         try:
-            done = calibration.measure_with_progress(model, key, call, args, kwargs, self.device, prepare_plan)
+            done = calibration.measure_with_progress(subjects, self.device, prepare_plan, graphs=self.graphs)
         except calibration.NotMeasured as reason:
             unmeasured[key] = str(reason)
             log.warning("%s is not measured here, and runs as the shipped data say: %s", type(model).__name__, reason)
@@ -167,6 +169,26 @@ class _Again:
             return False
         optimize_with(target, self.level, self.quality, self.parts)
         return True
+
+    def _others(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[calibration.Subject]:
+        """The VAE's decoder, which a pipeline calls last: measured with the first model, it is ready by then."""
+        target, known = self.target(), denoiser(model)
+        vae: Any = getattr(target, "vae", None)
+        decoder = getattr(vae, "decoder", None)
+        if known is None or not known.is_unet or decoder is None or denoiser(decoder) is None:
+            return []
+        sample = kwargs.get("sample", args[0] if args else None)
+        weight = next(decoder.parameters())
+        # Such a VAE is turned to float32 for the decoding.
+        upcast = getattr(vae.config, "force_upcast", False) and weight.dtype is torch.float16
+        key = calibration.model_key(decoder)
+        if upcast or not isinstance(sample, torch.Tensor) or sample.dim() != 4 or key in unmeasured:
+            return []
+        count = sample.shape[0] // (2 if getattr(target, "do_classifier_free_guidance", False) else 1)
+        shape = (max(1, count), vae.config.latent_channels, *sample.shape[2:])
+        subject = calibration.Subject(decoder, (torch.zeros(shape, dtype=weight.dtype, device=self.device),), {})
+        known_here = calibration.measured(key, self.device, graphs=self.graphs, call=subject.call)
+        return [] if known_here is not None else [subject]
 
 
 def _weakly_held(target: Any) -> bool:

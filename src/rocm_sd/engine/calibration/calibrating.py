@@ -1,9 +1,10 @@
-"""Measure once which plan and which ops are the fastest for a model on this card, in a worker process.
+"""Measure once which plan and which ops are the fastest for a model on this card, in worker processes.
 
-The worker rebuilds the model from its shapes, with random weights: the user's process runs nothing that was never
-tried, and a candidate that crashes or hangs costs itself. Ops come first: each problem of the model, by its share of
-the time, with what a library offers and with the configs that were compiled in time. Then whole plans are timed with
-what was found. Everything is stored as it is measured, so Ctrl-C loses nothing.
+The user's process only traces: which problems of which ops the model's call makes. A worker that has the card times
+the ops: each problem by its share of the time, with what the libraries offer and with the configs that were compiled in
+time. Meanwhile another imports the model's classes; it then rebuilds the model from its shapes, with random weights,
+and times whole plans with the ops as they were found. So nothing that was never tried runs in the user's process, and a
+candidate that crashes or hangs costs itself. All is stored as it is measured, so Ctrl-C loses nothing.
 """
 
 from __future__ import annotations
@@ -11,15 +12,15 @@ from __future__ import annotations
 import logging
 import math
 import time
-from contextlib import suppress
 from dataclasses import dataclass
-from itertools import product
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from rocm_sd.engine.calibration import trials
 from rocm_sd.engine.calibration.plans import OP, PLANS, kernels_hash, problem_of
-from rocm_sd.engine.calibration.skeleton import Skeleton
+from rocm_sd.engine.calibration.skeleton import Skeleton, described_call, model_key
+from rocm_sd.engine.calibration.tracing import trace_call
+from rocm_sd.engine.memory import is_out_of_memory
 from rocm_sd.measuring import interval
 from rocm_sd.ops.registry import forget_choices
 from rocm_sd.tuning import environment
@@ -28,139 +29,186 @@ from rocm_sd.tuning.entries import Entry, now
 from rocm_sd.tuning.resolve import user_database
 from rocm_sd.tuning.search.halving import Halving
 from rocm_sd.tuning.search.tuner import Tuner, TunerOptions
+from rocm_sd.tuning.search.watching import Watched
 from rocm_sd.tuning.search.workbench import OK
-from rocm_sd.workers import OutOfTime, WorkerFailed, shared
+from rocm_sd.workers import OutOfTime, Pool, Worker, WorkerFailed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     import torch
     from torch import nn
 
     from rocm_sd.engine.calibration.plans import Plan
     from rocm_sd.engine.calibration.trials import Prepare
+    from rocm_sd.tuning.search.calls import Traced
     from rocm_sd.tuning.search.problems import TuningResult
-    from rocm_sd.workers import Worker
 
-__all__ = ["BUDGET_S", "Calibration", "NotMeasured", "calibrate", "quick_options"]
+    Progress = Callable[[str, float, float], object]
+
+__all__ = ["BUDGET_S", "Calibration", "NotMeasured", "Subject", "calibrate"]
 
 log = logging.getLogger("rocm_sd")
 
-BUDGET_S = 24.0
-_PLANS_S = 6.0  # of the budget, kept for timing plans
-_TRIAL_S = 30.0  # for a plan: its kernels are compiled, and captured
-_START_S = 60.0  # to rebuild and trace a model, the libraries' first calls included
+BUDGET_S = 30.0
+_FOR_PLANS_S = 7.0  # of it; ops are searched in the rest
+_TRIAL_S = 60.0  # for one plan: what is rebuilt, captured, and what a library does at its first calls
+_IMPORT_S = 300.0
 
 
 class NotMeasured(Exception):
     """No plan could be measured; its text is the reason."""
 
 
+@dataclass(frozen=True, eq=False)
+class Subject:
+    """A model and a call of it."""
+
+    model: nn.Module
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+    @property
+    def key(self) -> str:
+        return model_key(self.model)
+
+    @property
+    def call(self) -> str:
+        return described_call(self.args, self.kwargs)
+
+
 @dataclass(frozen=True)
 class Calibration:
-    """`ops`: an outcome for each problem. `plans`: milliseconds of a call by mode and plan."""
+    """`ops`: an outcome for each problem. `plans`: milliseconds of a call by model, with graphs or not, and plan."""
 
-    ops: list[TuningResult]
-    plans: Mapping[tuple[bool, str], float]
+    ops: Sequence[TuningResult]
+    plans: Mapping[tuple[str, bool, str], float]
     seconds: float
     interrupted: bool
 
 
-def quick_options(budget_s: float) -> TunerOptions:
+def _quick(budget_s: float) -> TunerOptions:
     """For a search that a user waits for at a first picture."""
     strategy = Halving(first=4, growth=3, last=8, share=0.8)
     return TunerOptions(budget_s, timeout_s=10.0, strategy=strategy, confirmed=8, shortlist=4, compiled_alone=True)
 
 
 def calibrate(
-    model: nn.Module,
-    key: str,
-    call: str,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
+    subjects: Sequence[Subject],
     device: torch.device,
     prepare: Prepare,
     *,
+    graphs: bool,
     options: TunerOptions | None = None,
-    progress: Callable[[str, float, float], object] = lambda _what, _spent, _of: None,
+    progress: Progress = lambda _what, _spent, _of: None,
 ) -> Calibration:
-    """`key` and `call` name the model and the shapes of its call; `progress` hears what, of how many seconds how many."""
-    options = options or quick_options(BUDGET_S)
+    """The first subject is the one that is called now. `graphs`: whether plans are timed as graphs, or launched.
+
+    `progress` hears what is done, how many seconds were spent, and of how many. Raises `NotMeasured`.
+    """
     begun = time.monotonic()
-    budget = options.budget_s
+    budget = BUDGET_S if options is None else options.budget_s + _FOR_PLANS_S
 
     def say(what: str) -> None:
         progress(what, time.monotonic() - begun, budget)
 
-    try:
-        skeleton = Skeleton.of(model, args, kwargs)
-    except Exception as error:
-        raise NotMeasured(f"it cannot be rebuilt: {type(error).__name__}: {error}") from error
-    with shared() as worker:
-        say("starting")
-        try:
-            traced = worker.call(trials.trace, skeleton, device, prepare, timeout=_START_S)
-        except (WorkerFailed, OutOfTime) as error:
-            raise NotMeasured(str(error)) from error
-        log.info("calibration: traced %d problems after %.1f s", len(traced), time.monotonic() - begun)
-        tuner = Tuner(device, user_database(), options, lambda step: say(step.what))
-        outcomes = tuner.run(traced, begun, worker)
-        log.info("calibration: ops after %.1f s", time.monotonic() - begun)
+    skeletons = _skeletons(subjects)
+    names = sorted({type(module).__module__ for subject in skeletons for module in subject.model.modules()})
+    with Pool(1) as planning:
+        imported = planning.submit(trials.import_all, names, timeout=_IMPORT_S)
+        with Worker() as measuring:
+            measuring.start()
+            say("tracing")
+            traced = _traced(skeletons)
+            tuner = Tuner(
+                device, user_database(), options or _quick(BUDGET_S - _FOR_PLANS_S), lambda step: say(step.what)
+            )
+            outcomes = tuner.run(traced, begun, measuring)
         forget_choices()
-        found = {} if tuner.interrupted else _Trials(worker, skeleton, device, prepare, say).timed()
-        if found:
-            _store(key, call, device, found)
-        with suppress(WorkerFailed, OutOfTime):
-            worker.call(trials.close, timeout=_TRIAL_S)
-    plans = {each: median(answer["ms"]) for each, answer in found.items() if "ms" in answer}
-    log.info("calibration: plans after %.1f s: %s", time.monotonic() - begun, plans)
+        log.info("calibration: %d problems searched after %.1f s", len(outcomes), time.monotonic() - begun)
+        plans: dict[tuple[str, bool, str], float] = {}
+        try:
+            imported.result()
+            for subject, skeleton in skeletons.items() if not tuner.interrupted else ():
+                found = _Trials(planning, skeleton, device, prepare, say).timed(graphs=graphs)
+                _store(subject, device, found, graphs=graphs)
+                plans |= {(subject.key, graphs, plan): median(a["ours"]) for plan, a in found.items() if "ours" in a}
+        except WorkerFailed as error:
+            raise NotMeasured(error.message) from error
+    log.info("calibration: %s after %.1f s", plans, time.monotonic() - begun)
     return Calibration(outcomes, plans, time.monotonic() - begun, tuner.interrupted)
+
+
+def _skeletons(subjects: Sequence[Subject]) -> dict[Subject, Skeleton]:
+    """Of the first, and of those others that can be rebuilt."""
+    found = {subject: _skeleton(subject, needed=subject is subjects[0]) for subject in subjects}
+    return {subject: skeleton for subject, skeleton in found.items() if skeleton is not None}
+
+
+def _skeleton(subject: Subject, *, needed: bool) -> Skeleton | None:
+    try:
+        return Skeleton.of(subject.model, subject.args, subject.kwargs)
+    except Exception as error:  # what a pickle cannot take along is said in as many ways as there are classes
+        if needed:
+            raise NotMeasured(f"it cannot be rebuilt: {type(error).__name__}: {error}") from error
+        return None
+
+
+def _traced(subjects: Iterable[Subject]) -> list[Traced]:
+    seen = Watched()
+    for number, subject in enumerate(subjects):
+        _trace(subject, seen, needed=not number)
+    return seen.traced()
+
+
+def _trace(subject: Subject, seen: Watched, *, needed: bool) -> None:
+    try:
+        trace_call(subject.model, subject.args, subject.kwargs, seen)
+    except Exception as error:
+        if needed and not is_out_of_memory(error):
+            raise NotMeasured(f"it cannot be traced: {type(error).__name__}: {error}") from error
+        log.info("%s is not traced: %s", type(subject.model).__name__, error)
 
 
 @dataclass(frozen=True)
 class _Trials:
-    """The plans of one call of a model, each timed by the worker with graphs and without."""
+    """The plans of one call of a model, each timed by the worker."""
 
-    worker: Worker
+    worker: Pool
     skeleton: Skeleton
     device: torch.device
     prepare: Prepare
     say: Callable[[str], None]
 
-    def timed(self) -> dict[tuple[bool, str], dict[str, Any]]:
-        """Milliseconds, or what is wrong, by (with graphs, plan)."""
-        found: dict[tuple[bool, str], dict[str, Any]] = {}
-        for graphs, plan in product((True, False), PLANS):
-            # Without graphs both of these are the model as it came.
-            if graphs or plan.rules:
-                found[graphs, plan.name] = self._one(plan, graphs=graphs)
-        return found
+    def timed(self, *, graphs: bool) -> dict[str, dict[str, Any]]:
+        """Milliseconds, or what is wrong, by plan."""
+        # Without graphs a captured stock model is the model as it came.
+        return {
+            plan.name: self._one(plan, graphs=graphs) for plan in PLANS if graphs or plan.rules or not plan.captured
+        }
 
     def _one(self, plan: Plan, *, graphs: bool) -> dict[str, Any]:
         self.say(f"the whole model, {plan.name}")
         given = (self.skeleton, self.device, plan, self.prepare, graphs)
         try:
-            return self.worker.call(trials.time_plan, *given, timeout=_TRIAL_S)
+            return self.worker.submit(trials.time_plan, *given, timeout=_TRIAL_S).result()
         except (WorkerFailed, OutOfTime) as error:
             return {"wrong": str(error)}
 
 
-def _store(key: str, call: str, device: torch.device, found: Mapping[tuple[bool, str], Mapping[str, Any]]) -> None:
-    stock = found[True, STOCK]
-    if "ms" not in stock:
+def _store(subject: Subject, device: torch.device, found: Mapping[str, Mapping[str, Any]], *, graphs: bool) -> None:
+    stock = found[STOCK]
+    if "ours" not in stock:
         raise NotMeasured(f"stock could not be timed: {stock['wrong']}")
     here, when, entries = environment.current(device), now(), []
-    for graphs, plan in product((True, False), PLANS):
-        answer = stock if plan.name == STOCK else found.get((graphs, plan.name))
-        if answer is None:
-            continue
-        problem = problem_of(key, call, graphs=graphs)
+    problem = problem_of(subject.key, subject.call, graphs=graphs)
+    for name, answer in found.items():
         numerics, figures, of_stock = answer.get("wrong", OK), (math.inf,) * 3, None
-        if "ms" in answer:
-            figures, of_stock = _figures(answer["ms"], stock["ms"]), 1e3 * median(stock["ms"])
-        entries.append(Entry(OP, problem, here, kernels_hash(), plan.name, {}, *figures, of_stock, numerics, when))
+        if "ours" in answer:
+            beside = answer.get("stock", stock["ours"])
+            figures, of_stock = _figures(answer["ours"], beside), 1e3 * median(beside)
+        entries.append(Entry(OP, problem, here, kernels_hash(), name, {}, *figures, of_stock, numerics, when))
     user_database().put(entries)
-    forget_choices()
 
 
 def _figures(ours: list[float], stock: list[float]) -> tuple[float, float, float]:

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import logging
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from rocm_sd.engine.calibration.calibrating import BUDGET_S, Calibration, calibrate
+from rocm_sd.engine.calibration.calibrating import BUDGET_S, Calibration, Subject, calibrate
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Sequence
 
     import torch
-    from torch import nn
 
     from rocm_sd.engine.calibration.trials import Prepare
 
@@ -23,27 +22,22 @@ _WIDTH = 100
 
 
 def measure_with_progress(
-    model: nn.Module,
-    key: str,
-    call: str,
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    device: torch.device,
-    prepare: Prepare,
+    subjects: Sequence[Subject], device: torch.device, prepare: Prepare, *, graphs: bool
 ) -> Calibration:
     """`calibrate`, as it is at a first picture."""
-    kind, on_terminal = type(model).__name__, sys.stderr.isatty()
+    what = " and ".join(type(subject.model).__name__ for subject in subjects)
+    on_terminal = sys.stderr.isatty()
     if not on_terminal:
-        log.warning("measuring your card for %s, once: up to %.0f s (ROCM_SD_CALIBRATE=0 skips it)", kind, BUDGET_S)
+        log.warning("measuring your card for %s, once: up to %.0f s (ROCM_SD_CALIBRATE=0 skips it)", what, BUDGET_S)
 
-    def show(what: str, spent: float, budget: float) -> None:
+    def show(step: str, spent: float, budget: float) -> None:
         if on_terminal:
-            line = f"measuring your card for {kind}, once: {spent:.0f} of {budget:.0f} s ({what})"
+            line = f"measuring your card, once: {spent:.0f} of {budget:.0f} s ({step})"
             sys.stderr.write(f"\r{line[:_WIDTH]:<{_WIDTH}}")
             sys.stderr.flush()
 
     try:
-        return calibrate(model, key, call, args, kwargs, device, prepare, progress=show)
+        return calibrate(subjects, device, prepare, graphs=graphs, progress=show)
     finally:
         if on_terminal:
             sys.stderr.write(f"\r{'':<{_WIDTH}}\r")

@@ -1,102 +1,100 @@
-"""What the worker process of a calibration runs: a model of random weights, traced, or timed by one plan.
+"""What a worker process of a calibration runs: a model of random weights, timed as one plan has it, beside stock.
 
 `prepare(model, plan, mode)` puts a plan on the model and gives what takes it off: it stands above this package. The
-mode is `captured`, `none` (no graphs), or `hoisted` (as for a graph, and launched one by one).
+mode is `captured`, or `none` for no graphs.
 """
 
 from __future__ import annotations
 
 import time
-from itertools import product
+from dataclasses import dataclass
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils import _pytree as pytree
 
-from rocm_sd.engine.calibration.plans import CHANNELS_LAST
 from rocm_sd.engine.memory import free_memory, release
-from rocm_sd.tuning.search.watching import Watched, watched
+from rocm_sd.measuring import turn
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping, Sequence
 
     from rocm_sd.engine.calibration.plans import Plan
     from rocm_sd.engine.calibration.skeleton import Rebuilt, Skeleton
-    from rocm_sd.tuning.search.calls import Traced
 
     Prepare = Callable[[Any, Plan, str], Callable[[], None]]
 
-__all__ = ["time_plan", "trace"]
+__all__ = ["import_all", "time_plan"]
 
-# The weights twice over, since a layout or a packing is a copy for a moment, and as much for activations.
-_ROOMY = 3
+# The weights of two models, and twice as much for what a layout or a packing copies for a moment and for activations.
+_ROOMY = 4
 # First, second and the calls after it are captured, compared and compared again.
-_WARM_UP = 8
-_ROUNDS = 5
-_ROUND_S = 0.04
+_WARM_UP = 6
+_ROUNDS = 8
+_ROUND_S = 0.02
 # As of a graph and its model: products of other shapes round in another order.
 _ROUNDINGS = 32.0
 
-_kept: list[tuple[bytes, Rebuilt]] = []  # of this process, at most one
-_stock: dict[bytes, list[torch.Tensor]] = {}
+
+@dataclass(frozen=True)
+class _Pair:
+    """The model that plans are put on, another that stays stock where there is room for it, and what stock computes."""
+
+    ours: Rebuilt
+    stock: Rebuilt | None
+    expected: list[torch.Tensor]
 
 
-def _opened(skeleton: Skeleton, device: torch.device) -> Rebuilt:
+_kept: list[tuple[bytes, _Pair]] = []  # of this process, at most one
+
+
+def _opened(skeleton: Skeleton, device: torch.device) -> _Pair:
     if not _kept or _kept[0][0] != skeleton.content:
-        close()
+        _kept.clear()
         release(device)
         free = free_memory(device)
-        share = free is not None and free < _ROOMY * skeleton.weights
-        _kept.append((skeleton.content, skeleton.rebuilt(device, share=share)))
+        tight = free is not None and free < _ROOMY * skeleton.weights
+        ours = skeleton.rebuilt(device, share=tight)
+        expected = [each.clone() for each in _leaves(ours())]
+        _kept.append(
+            (skeleton.content, _Pair(ours, None if tight else skeleton.rebuilt(device, share=False), expected))
+        )
     return _kept[0][1]
 
 
-def close() -> None:
-    """Give the memory back."""
-    _kept.clear()
-    _stock.clear()
-
-
-def trace(skeleton: Skeleton, device: torch.device, prepare: Prepare) -> list[Traced]:
-    """Every problem that the model makes with all rules, channels-last, whatever runs here today."""
-    seen = Watched()
-    with torch.no_grad():
-        rebuilt = _opened(skeleton, device)
-        for mode, answer_stock in product(("hoisted", "none"), (False, True)):
-            take_off = prepare(rebuilt.model, CHANNELS_LAST, mode)
-            try:
-                # The first call lays out what is laid out once, and the second is as all that follow.
-                with watched(Watched(), answer_stock=answer_stock):
-                    rebuilt()
-                with watched(seen, answer_stock=answer_stock):
-                    rebuilt()
-            finally:
-                take_off()
-    return seen.traced()
+def import_all(modules: Sequence[str]) -> None:
+    """What a model's classes need: Diffusers takes seconds to import, and others work meanwhile."""
+    for name in modules:
+        import_module(name)
 
 
 def time_plan(skeleton: Skeleton, device: torch.device, plan: Plan, prepare: Prepare, graphs: bool) -> dict[str, Any]:
-    """Milliseconds of one call in a row of calls, host and card together, or the reason that its result is wrong."""
+    """Milliseconds of one call in a row of calls, host and card together, and stock's in turns with them; or the
+    reason that its result is wrong.
+    """
     with torch.no_grad():
-        rebuilt = _opened(skeleton, device)
-        if skeleton.content not in _stock:
-            _stock[skeleton.content] = [each.clone() for each in _leaves(rebuilt())]
-        take_off = prepare(rebuilt.model, plan, "captured" if graphs and plan.captured else "none")
+        pair = _opened(skeleton, device)
+        take_off = prepare(pair.ours.model, plan, "captured" if graphs and plan.captured else "none")
         try:
             for _ in range(_WARM_UP):
-                result = rebuilt()
-            wrong = _why_wrong(_leaves(result), _stock[skeleton.content])
+                result = pair.ours()
+            wrong = _why_wrong(_leaves(result), pair.expected)
             if wrong is not None:
                 return {"wrong": wrong}
-            return {"ms": _timed(rebuilt, device)}
+            calls = {"ours": pair.ours} if pair.stock is None else {"stock": pair.stock, "ours": pair.ours}
+            return _timed(calls, device)
         finally:
             take_off()
 
 
-def _timed(call: Callable[[], Any], device: torch.device) -> list[float]:
-    one = _round(call, device, 2)
-    count = max(2, round(_ROUND_S / one))
-    return [1e3 * _round(call, device, count) for _ in range(_ROUNDS)]
+def _timed(calls: Mapping[str, Callable[[], Any]], device: torch.device) -> dict[str, Any]:
+    counts = {who: max(1, round(_ROUND_S / _round(call, device, 1))) for who, call in calls.items()}
+    times: dict[str, list[float]] = {who: [] for who in calls}
+    for number in range(_ROUNDS):
+        for who in turn(list(calls), number):
+            times[who].append(1e3 * _round(calls[who], device, counts[who]))
+    return times
 
 
 def _round(call: Callable[[], Any], device: torch.device, count: int) -> float:

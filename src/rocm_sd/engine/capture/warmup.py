@@ -56,7 +56,9 @@ def _started() -> ModuleType | None:
     """The module that compiles ahead; None where this Triton lacks what it needs, and kernels are compiled as met."""
     try:
         precompile = import_module("rocm_sd.kernels.triton.precompile")
-        precompile.start()
+        # Later on little is new, and the process is started when something is.
+        if not precompile.has_compiled():
+            precompile.start()
     except Exception as error:  # noqa: BLE001 -- an old Triton, or one with parts missing
         _say_once(f"Kernels are not compiled ahead, but as they are met ({triton_kernels.sentence(error)}).")
         return None

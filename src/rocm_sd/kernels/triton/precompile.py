@@ -329,7 +329,6 @@ def precompiling(workers: int | None = None) -> Iterator[Precompiled]:
         yield done
         return
     began = time.monotonic()
-    start()
     pool = ThreadPoolExecutor(count, thread_name_prefix="rocm-sd-precompile")
     block = _Block(pool, done)
     try:
