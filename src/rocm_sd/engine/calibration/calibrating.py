@@ -90,7 +90,7 @@ class Calibration:
 def _quick(budget_s: float) -> TunerOptions:
     """For a search that a user waits for at a first picture."""
     strategy = Halving(first=4, growth=3, last=8, share=0.8)
-    return TunerOptions(budget_s, timeout_s=10.0, strategy=strategy, confirmed=8, shortlist=4, compiled_alone=True)
+    return TunerOptions(budget_s, timeout_s=10.0, strategy=strategy, confirmed=8, shortlist=4)
 
 
 def calibrate(

@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from rocm_sd.engine.memory import free_memory, release
 from rocm_sd.measuring import turn
+from rocm_sd.tuning.choice import STOCK
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -75,6 +76,8 @@ def time_plan(skeleton: Skeleton, device: torch.device, plan: Plan, prepare: Pre
     """
     with torch.no_grad():
         pair = _opened(skeleton, device)
+        if plan.name == STOCK:
+            return _timed({"ours": pair.ours}, device)
         take_off = prepare(pair.ours.model, plan, "captured" if graphs and plan.captured else "none")
         try:
             for _ in range(_WARM_UP):

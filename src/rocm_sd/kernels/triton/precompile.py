@@ -221,7 +221,8 @@ def compile_variants(questions: Sequence[dict[str, Any]], seconds: float) -> lis
     """Which of these, noted by another process, lie in Triton's cache after so many seconds; in this order."""
     end = time.monotonic() + seconds
     start()
-    pool = ThreadPoolExecutor(min(max(2, _cores()), MOST_WORKERS), thread_name_prefix="rocm-sd-precompile")
+    # One core is for whoever measures meanwhile.
+    pool = ThreadPoolExecutor(min(max(1, _cores() - 1), MOST_WORKERS), thread_name_prefix="rocm-sd-precompile")
 
     def compiled(question: dict[str, Any]) -> bool:
         return time.monotonic() < end and _ask(question).word == COMPILED

@@ -11,6 +11,7 @@ import os
 import queue
 import threading
 import time
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
     _Group = tuple[OpCall, Sequence[Candidate]]
 
-__all__ = ["SHARE", "compile_all", "compile_beside", "default_jobs"]
+__all__ = ["SHARE", "Variants", "compile_all", "default_jobs"]
 
 log = logging.getLogger("rocm_sd")
 
@@ -90,40 +91,40 @@ def compile_all(
     return compiled
 
 
-def compile_beside(
-    worker: Worker, wanted: Sequence[_Group], device: torch.device, *, seconds: float
-) -> set[tuple[OpCall, Candidate]]:
-    """What forks of a process without a card have compiled in the time, on all cores: none of it was run.
+@dataclass(frozen=True)
+class Variants:
+    """Which variants of kernels each candidate needs; `compile` may run in a thread, while others use the worker."""
 
-    The worker, which has the card, only says which variants of the kernels its launches would be.
-    """
-    from rocm_sd.kernels.triton import precompile  # noqa: PLC0415 -- needs Triton
+    groups: Sequence[_Group]
+    needed: Sequence[tuple[int, int, list[dict[str, object]]]]
 
-    begun = time.monotonic()
-    groups = [(call, candidates) for call, candidates in wanted if candidates]
-    try:
-        noted = worker.call(variants_of, groups, device, timeout=_NOTING_S)
-    except WorkerFailed as error:
-        log.info("nothing is compiled ahead: %s", error)
-        return set()
-    questions = {_text(question): question for _, _, each in noted for question in each}
-    ready = precompile.compile_variants(list(questions.values()), seconds - (time.monotonic() - begun))
-    is_ready = dict(zip(questions, ready, strict=True))
-    found = {
-        (groups[number][0], groups[number][1][place])
-        for number, place, each in noted
-        if all(is_ready[_text(question)] for question in each)
-    }
-    took = time.monotonic() - begun
-    log.info(
-        "%d of %d candidates, %d of %d variants compiled in %.1f s",
-        len(found),
-        len(noted),
-        sum(ready),
-        len(ready),
-        took,
-    )
-    return found
+    @classmethod
+    def noted(cls, worker: Worker, wanted: Sequence[_Group], device: torch.device) -> Variants:
+        """By a worker that has the card: it only says what its launches would be."""
+        groups = [(call, candidates) for call, candidates in wanted if candidates]
+        try:
+            return cls(groups, worker.call(variants_of, groups, device, timeout=_NOTING_S))
+        except WorkerFailed as error:
+            log.info("nothing is compiled ahead: %s", error)
+            return cls(groups, [])
+
+    def compile(self, seconds: float) -> set[tuple[OpCall, Candidate]]:
+        """What forks of a process without a card have compiled in the time, on nearly all cores: none of it was run."""
+        if not self.needed:
+            return set()
+        from rocm_sd.kernels.triton import precompile  # noqa: PLC0415 -- needs Triton
+
+        begun = time.monotonic()
+        questions = {_text(question): question for _, _, each in self.needed for question in each}
+        ready = dict(zip(questions, precompile.compile_variants(list(questions.values()), seconds), strict=True))
+        found = {
+            (self.groups[number][0], self.groups[number][1][place])
+            for number, place, each in self.needed
+            if all(ready[_text(question)] for question in each)
+        }
+        counts = len(found), len(self.needed), sum(ready.values()), len(ready)
+        log.info("%d of %d candidates, %d of %d variants compiled in %.1f s", *counts, time.monotonic() - begun)
+        return found
 
 
 def _text(question: Mapping[str, object]) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from statistics import median
@@ -50,8 +51,7 @@ class TunerOptions:
     """Seconds: `budget_s` for all, `timeout_s` for one candidate, its compilation included.
 
     `confirmed` turns are enough that the best is not the luckiest. `shortlist`: where a neighbour was measured, no more
-    than so many configs are tried, the fastest there first; None tries all. `compiled_alone`: a config is tried only
-    where it was compiled in time.
+    than so many configs are tried, the fastest there first; None tries all.
     """
 
     budget_s: float
@@ -61,7 +61,6 @@ class TunerOptions:
     fresh: bool = False
     confirmed: int = 24
     shortlist: int | None = None
-    compiled_alone: bool = False
 
 
 @dataclass(frozen=True)
@@ -94,7 +93,8 @@ class Tuner:
     ) -> list[TuningResult]:
         """`begun`, by the monotonic clock: since when the budget is being spent; now, unless given.
 
-        `worker`: one that is there already; it compiles what is to be compiled, and stays.
+        `worker`: one that is there already, and stays. Then configs are compiled by processes that have no card, while
+        others are measured, and those that are not compiled in time are left out.
         """
         self._begun = time.monotonic()
         if begun is not None:
@@ -103,8 +103,10 @@ class Tuner:
         waiting = [search for search in searches if self.options.fresh or not search.is_complete]
         self._total = sum(len(search.candidates) for search in waiting)
         try:
-            if worker is not None or self.options.jobs > 1:
-                self._compile_ahead(waiting, worker)
+            if worker is not None:
+                self._measure_while_compiling(waiting, worker)
+            elif self.options.jobs > 1:
+                self._compile_ahead(waiting)
             with Worker() if worker is None else nullcontext(worker) as measuring:
                 for number, search in enumerate(waiting):
                     if self.left_s <= 0:
@@ -142,6 +144,29 @@ class Tuner:
                 ProblemSearch(op, each, candidates(op, problem, self.device), known, weight(op, each), arch_name)
             )
         return sorted(found, key=lambda search: (search.op.composed, -search.weight))
+
+    def _measure_while_compiling(self, waiting: Sequence[ProblemSearch], worker: Worker) -> None:
+        """What needs no compiler is measured while configs are compiled; those that are not in time are left out."""
+        wanted = [
+            (each.call, [c for c in each.others if _is_compiled_apart(each.op, c) and not each.is_known(c)])
+            for each in waiting
+        ]
+        self.progress(TunerProgress(self._share(), "compiling"))
+        variants = ahead.Variants.noted(worker, wanted, self.device)
+        with ThreadPoolExecutor(1) as beside:
+            compiling = beside.submit(variants.compile, ahead.SHARE * self.left_s)
+            for search in waiting:
+                measure = _Measure(self, search, worker, self.left_s)
+                for candidate in [c for c in search.others if not c.config]:
+                    if self.left_s > 0 and not search.is_known(candidate):
+                        measure.anew(candidate, LEAST_TURNS)
+            compiled = compiling.result()
+        for search in waiting:
+            search.candidates[:] = [
+                c
+                for c in search.candidates
+                if not c.config or (search.call, c) in compiled or search.is_known(c) or c in _first_of_each(search)
+            ]
 
     def _put_in_order(self, search: ProblemSearch, all_searches: Sequence[ProblemSearch]) -> None:
         """What is fast at neighbours comes first, after stock and what the data name."""
@@ -225,7 +250,7 @@ class Tuner:
         self.database.put([entry])
         return entry
 
-    def _compile_ahead(self, waiting: Sequence[ProblemSearch], worker: Worker | None) -> None:
+    def _compile_ahead(self, waiting: Sequence[ProblemSearch]) -> None:
         wanted = [
             (search.call, [c for c in search.others if c.config and not search.is_known(c)]) for search in waiting
         ]
@@ -234,23 +259,12 @@ class Tuner:
         def failed(call: OpCall, candidate: Candidate, reason: str) -> None:
             self.store(by_call[call], candidate, {"failed": reason})
 
-        if worker is not None:
-            self.progress(TunerProgress(self._share(), "compiling"))
-            triton = [(call, [c for c in each if _is_compiled_apart(by_call[call].op, c)]) for call, each in wanted]
-            compiled = ahead.compile_beside(worker, triton, self.device, seconds=ahead.SHARE * self.left_s)
-        else:
-            compiled = ahead.compile_all(
-                wanted, self.device, jobs=self.options.jobs, seconds=ahead.SHARE * self.left_s,
-                timeout_s=self.options.timeout_s, on_failed=failed,
-                on_progress=lambda what: self.progress(TunerProgress(self._share(), what)),
-            )  # fmt: skip
+        compiled = ahead.compile_all(
+            wanted, self.device, jobs=self.options.jobs, seconds=ahead.SHARE * self.left_s,
+            timeout_s=self.options.timeout_s, on_failed=failed,
+            on_progress=lambda what: self.progress(TunerProgress(self._share(), what)),
+        )  # fmt: skip
         for search in waiting:
-            if self.options.compiled_alone:
-                search.candidates[:] = [
-                    c
-                    for c in search.candidates
-                    if not c.config or (search.call, c) in compiled or search.is_known(c) or c in _first_of_each(search)
-                ]
             # Those that are compiled can be timed at once.
             slow = {c for c in search.others[1:] if c.config and (search.call, c) not in compiled}
             search.candidates.sort(key=lambda candidate, slow=slow: candidate in slow)  # type: ignore[misc]
