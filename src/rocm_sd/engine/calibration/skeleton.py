@@ -61,7 +61,7 @@ class _Pickler(pickle.Pickler):
         if not isinstance(obj, nn.Module) or _has_own_state(type(obj)):
             return NotImplemented
         state = {
-            name: type(value)() if name.endswith(_HOOKS) and isinstance(value, dict) else value
+            name: type(value)() if _HOOKS in name and isinstance(value, dict) else value
             for name, value in obj.__dict__.items()
             if name not in _LEFT_BEHIND
         }
@@ -69,8 +69,7 @@ class _Pickler(pickle.Pickler):
 
 
 def _has_own_state(kind: type) -> bool:
-    # Python has one for every object since 3.11.
-    return getattr(kind, "__getstate__", None) is not getattr(object, "__getstate__", None)
+    return getattr(kind, "__getstate__", None) is not getattr(nn.Module, "__getstate__", None)
 
 
 class _Unpickler(pickle.Unpickler):
