@@ -77,7 +77,9 @@ def test_the_report_says_what_was_done_and_why(pipe):
     facts = report.to_dict()
     assert facts["arch"] == "cpu"
     assert {c["rule"] for c in facts["replaced"]} == {"resblock", "norm_out", "vae_attention", "vae_decoder"}
-    assert any("upsample, downsample are not applied: on a CPU" in note for note in facts["notes"])
+    assert any(
+        "upsample, downsample, vae_attention_bounded are not applied: on a CPU" in note for note in facts["notes"]
+    )
     assert {c["path"].split(".")[0] for c in facts["replaced"]} == {"unet", "vae"}
     assert any("quality high" in note for note in facts["notes"])
     text = str(report)

@@ -8,12 +8,16 @@ from accelerate import cpu_offload
 from diffusers.models.attention_processor import Attention, AttnProcessor
 from torch import nn
 
+from live_memory import live_peak
 from pipelines import tiny_unet, tiny_vae
 from rocm_sd import numerics
-from rocm_sd.rewrite import apply, undo, vae_attention
+from rocm_sd.engine.vae.plan import predicted_peak
+from rocm_sd.ops import registry
+from rocm_sd.ops.attention import op
+from rocm_sd.rewrite import RULES, apply, undo, vae_attention
 from rocm_sd.rewrite.resblock import RULE as RESBLOCK
 from rocm_sd.rewrite.sampling import DOWNSAMPLE, UPSAMPLE
-from rocm_sd.rewrite.vae_attention import RULE
+from rocm_sd.rewrite.vae_attention import BOUNDED, RULE
 
 EVERY = "conv2d=torch,upsample=torch,upsample_conv2d=torch,group_norm_silu=torch,attention=torch,linear_residual=torch"
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -254,3 +258,88 @@ def test_a_whole_unet_by_every_rule(dtype, monkeypatch):
     numerics.require("unet", unet(x, 7, text).sample, exact(x.double(), 7, text.double()).sample, stock)
     undo(changes)
     assert torch.equal(unet(x, 7, text).sample, stock)
+
+
+KEPT = "its convolutions keep their layout (slower on Radeon)"
+
+
+@pytest.fixture
+def _unfused(monkeypatch):
+    """A CPU in place of a card for which torch has no fused attention, with few scores allowed."""
+    monkeypatch.setattr(op, "_MAY_BE_UNFUSED", frozenset({"cpu"}))
+    monkeypatch.setattr(op, "_SCORES", 2**10)
+    monkeypatch.setattr(op, "_is_fused", lambda *_sizes, **_named: False)
+    registry.forget_choices()
+    yield
+    registry.forget_choices()
+
+
+def test_in_another_layout_the_second_rule_is_left():
+    rules = [rule for rule in RULES if rule.applies(block())]
+    assert [rule.name for rule in rules] == ["vae_attention", "vae_attention_bounded"]
+    assert [rule.on_cpu for rule in rules] == [True, False]
+    kept = apply(block(), rules, not_channels_last=KEPT)
+    assert [(change.rule, change.why_skipped) for change in kept] == [
+        ("vae_attention", KEPT),
+        ("vae_attention_bounded", None),
+    ]
+    assert [change.rule for change in apply(block(), rules)] == ["vae_attention"]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"heads": 4}, {"bias": False, "out_bias": False}, {"residual_connection": False},
+     {"rescale_output_factor": 1.7}],
+    ids=lambda o: "-".join(f"{k}={v}" for k, v in o.items()) or "plain",
+)  # fmt: skip
+@pytest.mark.usefixtures("_unfused")
+def test_bounded_attention_is_as_near_to_float64_as_stock(options, dtype):
+    module = block(**options).to(dtype)
+    for x in (picture(size=(9, 7)), picture(size=(9, 7)).contiguous()):
+        x = x.to(dtype)  # noqa: PLW2901
+        stock, exact = module(x), copy.deepcopy(module).double()(x.double())
+        changes = apply(module, [BOUNDED])
+        ours = module(x)
+        assert (ours.dtype, ours.shape) == (stock.dtype, stock.shape)
+        numerics.require("vae_attention_bounded", ours, exact, stock)
+        undo(changes)
+        assert torch.equal(module(x), stock)
+
+
+def test_where_torch_fuses_or_scores_are_few_the_forward_is_stocks(monkeypatch):
+    module, x = block(), picture()
+    stock = module(x)
+    apply(module, [BOUNDED])
+    monkeypatch.setattr(vae_attention, "attention", lambda *_: pytest.fail("the op was called"))
+    assert torch.equal(module(x), stock)
+    monkeypatch.setattr(op, "_MAY_BE_UNFUSED", frozenset({"cpu"}))
+    monkeypatch.setattr(op, "_is_fused", lambda *_sizes, **_named: False)
+    assert torch.equal(module(x), stock)
+
+
+@pytest.mark.usefixtures("_unfused")
+def test_bounded_attention_leaves_to_stock_what_the_other_rule_does():
+    module, x = block(), picture()
+    tokens, text = torch.randn(2, 35, 64), torch.randn(2, 5, 64)
+    calls = [((tokens,), {}), ((x, text), {}), ((x,), {"scale": 2.0})]
+    stock = [module(*positional, **named) for positional, named in calls]
+    apply(module, [BOUNDED])
+    for (positional, named), expected in zip(calls, stock, strict=True):
+        assert torch.equal(module(*positional, **named), expected)
+
+
+@pytest.mark.usefixtures("_unfused")
+def test_the_scores_of_a_vae_in_another_layout_are_bounded_and_so_is_what_is_predicted():
+    vae, z = tiny_vae().eval(), torch.randn(1, 4, 32, 32)
+    tokens = z.shape[2] * z.shape[3]
+    whole = predicted_peak(vae, tuple(z.shape), torch.float32, device=z.device)
+    apply(vae, [BOUNDED])
+    bounded = predicted_peak(vae, tuple(z.shape), torch.float32, device=z.device)
+    assert bounded < whole
+    module, x = block(32), torch.randn(1, 32, 32, 32)
+    apply(module, [BOUNDED])
+    with torch.no_grad():
+        peak = live_peak(lambda: module(x), x)
+    # All scores in float32, before the softmax and after it, would be 8 bytes each.
+    assert peak < 4 * tokens**2

@@ -40,7 +40,13 @@ class AblationRow:
 
 _NORMS = frozenset({"resblock", "norm_out", "vae_decoder"})
 _FEED_FORWARD = _NORMS | {"transformer"}
-_ATTENTION = _FEED_FORWARD | {"spatial_transformer", "vae_attention", "joint_transformer", "flux_transformer"}
+_ATTENTION = _FEED_FORWARD | {
+    "spatial_transformer",
+    "vae_attention",
+    "vae_attention_bounded",
+    "joint_transformer",
+    "flux_transformer",
+}
 _EPILOGUES = _ATTENTION | {"up_block"}
 _SAMPLERS = _EPILOGUES | {"upsample", "downsample", "flux_single_transformer"}
 

@@ -29,6 +29,8 @@ class OpCandidates:
 
     `derived` has the arguments that follow from others, by name, and how: a caller may keep them, and at random they
     would be wrong. `composed`: its stock implementation calls other ops, which are to be tuned before it.
+    `instead_of_stock(problem, device)` names the op's own that are to be tried in place of stock, where data or nothing
+    at all would choose it though it takes memory without a bound there; most ops have no such problem.
     """
 
     name: str
@@ -39,6 +41,7 @@ class OpCandidates:
     family: Family | None = None
     derived: Mapping[str, Callable[..., torch.Tensor]] = field(default_factory=dict)
     composed: bool = False
+    instead_of_stock: Callable[[Problem, torch.device], tuple[str, ...]] | None = None
     own: Mapping[str, Implementation] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

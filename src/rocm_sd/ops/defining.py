@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
     from rocm_sd.ops.definition import Family, Implementation, Tuning, Verification
+    from rocm_sd.tuning import Problem
 
 __all__ = ["FLOATS", "Argument", "DefinedOp", "Saved", "Signature", "define"]
 
@@ -157,6 +158,7 @@ def define(
     eager_only: tuple[str, ...] = (),
     derived: Mapping[str, Callable[..., torch.Tensor]] | None = None,
     composed: bool = False,
+    instead_of_stock: Callable[[Problem, torch.device], tuple[str, ...]] | None = None,
 ) -> DefinedOp[R]:
     """The op of that function, registered here and with torch.
 
@@ -165,7 +167,7 @@ def define(
     `backward(saved, *gradients)` gives the gradients of arguments by name, in any dtype; those that it does not name
     have none. `saves` are the tensors, arguments or `results`, that it reads: all arguments where nothing is said.
     `same_dtype` are the tensors that must be of the first one's dtype. `eager_only` are arguments that never reach
-    torch's dispatcher: the function has to do without them there. `derived` and `composed`: as of
+    torch's dispatcher: the function has to do without them there. `derived`, `composed` and `instead_of_stock`: as of
     `OpCandidates`.
     """
     name, signature = function.__name__, Signature.of(function, eager_only)
@@ -188,6 +190,7 @@ def define(
             family,
             derived or {},
             composed,
+            instead_of_stock,
             signature=signature,
             call=call,
             at_once=at_once,

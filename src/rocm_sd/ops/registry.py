@@ -99,6 +99,9 @@ class Op(OpCandidates):
                 raise Unsupported(f"{self.name} ({name})", reason)
             config = self.config_at(name, choice, problem, device)
             return Choice(name, config, "forced", "asked for by name"), True
+        instead = self._instead_of_stock(choice, problem, device, architecture)
+        if instead is not None:
+            return instead
         reason = self.implementation(choice.implementation).why_not(problem, device)
         settled = True
         tested = device.type in SELF_TESTED or not self.has(choice.implementation)
@@ -109,6 +112,24 @@ class Op(OpCandidates):
                 _say_once(f"{self.name}: stock torch on {architecture}, because {reason}")
             return Choice(STOCK, why=reason), settled
         return choice, settled
+
+    def _instead_of_stock(
+        self, choice: Choice, problem: Problem, device: torch.device, architecture: str
+    ) -> tuple[Choice, bool] | None:
+        """What runs where stock would take memory without a bound; None where stock may. A measurement is obeyed."""
+        if self.instead_of_stock is None or not choice.is_stock or choice.source == "measured here":
+            return None
+        for name in self.instead_of_stock(problem, device):
+            if self.own[name].why_not(problem, device) is not None:
+                continue
+            reason, settled = self._why_not_trusted(name, problem, device)
+            if reason is None:
+                why = f"stock torch on {architecture} has no kernel for it that bounds its memory"
+                return Choice(name, self.config_of(name, choice), choice.source, why, choice.others), settled
+            if not settled:
+                return choice, False
+            _say_once(f"{self.name}: {name} is passed over on {architecture}, because {reason}")
+        return None
 
     def named(self, problem: Problem, device: torch.device) -> Choice:
         """What measurements and data name, whether or not it can run and passes its test."""

@@ -1,22 +1,30 @@
 """Attention of a VAE's middle block: channels-last pictures are read as tokens in place, and the residual is added by
 the output projection.
+
+In another layout the second rule: stock's own forward, but for pictures whose scores torch would write out whole, 2 GB
+at 1024x1024 and 33 GB at 2048x2048. Those go through the op, which bounds them.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from rocm_sd.ops import attention, library_scratch, linear_residual
+from rocm_sd.ops.attention.op import keeps_more_than_bounded
+from rocm_sd.ops.samples import dtype_name
 from rocm_sd.rewrite.apply import Rule
 from rocm_sd.rewrite.convolutions import falls_back, is_diffusers, norm_silu, of_kind
 from rocm_sd.rewrite.layers import is_plain
 from rocm_sd.rewrite.tokens import map_of, tokens_of
 from rocm_sd.rewrite.transformer import stock_processor
 
-__all__ = ["RULE"]
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = ["BOUNDED", "RULE"]
 
 # One core: 1.03 of stock's time at 1x128x16x16, 0.95 at 1x128x32x32, 0.96 at 1x512x16x16.
 _WORTH_IT_ON_CPU = 2**17
@@ -52,9 +60,7 @@ def _forward(
     attention_mask: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> Any:
-    # A VAE hands over `temb`, which only a spatial norm reads.
-    to_itself = encoder_hidden_states is None and attention_mask is None and kwargs.keys() <= {"temb"}
-    known = to_itself and _is_stock_processor(self.processor)
+    known = _is_to_itself(encoder_hidden_states, attention_mask, kwargs) and _is_stock_processor(self.processor)
     if (
         not known
         or falls_back(hidden_states, self.group_norm.weight, "attention", _WORTH_IT_ON_CPU)
@@ -77,6 +83,46 @@ def _forward(
     return map_of(y, hidden_states)
 
 
+def _is_to_itself(text: object, mask: object, rest: Mapping[str, object]) -> bool:
+    # A VAE hands over `temb`, which only a spatial norm reads.
+    return text is None and mask is None and rest.keys() <= {"temb"}
+
+
+def _bounded_forward(
+    self: Any,
+    hidden_states: torch.Tensor,
+    encoder_hidden_states: torch.Tensor | None = None,
+    attention_mask: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> Any:
+    known = _is_to_itself(encoder_hidden_states, attention_mask, kwargs) and _is_stock_processor(self.processor)
+    if (
+        not known
+        or falls_back(hidden_states, self.group_norm.weight, "attention")
+        or not hidden_states.numel()
+        or not _writes_out_scores(self, hidden_states)
+    ):
+        return type(self).forward(self, hidden_states, encoder_hidden_states, attention_mask, **kwargs)
+    # Layer by layer as Diffusers' processor has it.
+    x = self.group_norm(hidden_states.flatten(2)).transpose(1, 2)
+    q, k, v = (_heads(layer(x), self.heads) for layer in (self.to_q, self.to_k, self.to_v))
+    y = attention(q, k, v).flatten(2)
+    for layer in self.to_out:
+        y = layer(y)
+    y = y.transpose(1, 2).reshape(hidden_states.shape)
+    y = y + hidden_states if self.residual_connection else y
+    return y / self.rescale_output_factor
+
+
+def _writes_out_scores(module: Any, x: torch.Tensor) -> bool:
+    tokens = x.shape[2] * x.shape[3]
+    problem = {
+        "b": x.shape[0], "s": tokens, "t": tokens, "h": module.heads, "d": module.inner_dim // module.heads,
+        "dtype": dtype_name(x.dtype),
+    }  # fmt: skip
+    return keeps_more_than_bounded(problem, x.device)
+
+
 def _heads(x: torch.Tensor, heads: int) -> torch.Tensor:
     return x.view(*x.shape[:2], heads, -1)
 
@@ -95,4 +141,16 @@ RULE = Rule(
     applies=_applies,
     why_not=_why_not,
     forward=_forward,
+)
+
+# Found after the other: where that one is applied, nothing is left to this one.
+BOUNDED = Rule(
+    name="vae_attention_bounded",
+    summary="attention over a picture's pixels with scores that are bounded, where torch would write them out whole",
+    channels_last=False,
+    applies=_applies,
+    why_not=_why_not,
+    forward=_bounded_forward,
+    # A CPU's own attention is fused.
+    on_cpu=False,
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from rocm_sd.arch.host import TRITON_PACKAGES
 from rocm_sd.doctor.check import Finding, Fix, Probes, check, fine, not_here, problem
 from rocm_sd.doctor.facts import Facts, known_as
 
@@ -38,7 +39,7 @@ def c_compiler(facts: Facts, _probes: Probes) -> Finding:
 
 
 def _why_not_needed(facts: Facts) -> str | None:
-    if not any("triton" in name for name in facts.packages):
+    if not any(name in facts.packages for name in TRITON_PACKAGES):
         return "Triton is not installed; nothing else needs a C compiler."
     if not facts.system.startswith("Linux"):
         return "Triton for other systems brings its own."

@@ -19,7 +19,7 @@ from rocm_sd.ops.attention.op import stock_module_bytes
 from rocm_sd.ops.attention.workload import problem as attention_problem
 from rocm_sd.ops.group_norm_silu.workload import problem as norm_problem
 from rocm_sd.ops.upsample_conv2d.workload import problem as upsample_problem
-from rocm_sd.rewrite import vae_decoder
+from rocm_sd.rewrite import vae_attention, vae_decoder
 from rocm_sd.rewrite.apply import is_applied
 from rocm_sd.rewrite.resblock import WORTH_IT_ON_CPU
 
@@ -323,12 +323,14 @@ class _Walk:
         return y
 
     def _attention(self, module: Any, x: _MapSize) -> _MapSize:
-        ours = rewritten(module)
+        bounded = is_applied(module, vae_attention.BOUNDED)
+        ours = rewritten(module) and not bounded
         normed = self._norm_silu(module.group_norm, x) if ours else self._stock_norm(x)
         q_k_v = [self._map(x) for _ in range(3)]
         mixed = self._map(x)
         head = x.C // module.heads
-        self._for_a_moment(scores_bytes(x.N, x.H * x.W, module.heads, head, self.dtype, self.device, op=ours))
+        by_op = ours or bounded
+        self._for_a_moment(scores_bytes(x.N, x.H * x.W, module.heads, head, self.dtype, self.device, op=by_op))
         # Projected; with the residual; divided by the output's scale, which the rule leaves out. In stock's module each
         # takes the name of the one before it.
         for number in range(2 if ours else 3):

@@ -165,16 +165,17 @@ class _Hook:
         return bool(self._open.get(threading.get_ident()))
 
     def refuse(self, variant: _Variant, error: CompilerFailed) -> None:
-        """From within a block, which has put the hook in its place."""
+        """From now on: the block that asked for it may have ended, and taken the hook off."""
         with self._lock:
             self._refused[variant] = error
+            self._put_on()
 
     @contextmanager
     def serving(self, block: Taker) -> Iterator[None]:
         thread = threading.get_ident()
         with self._lock:
-            if knobs.runtime.jit_cache_hook is not self and not self._open:
-                self._before, knobs.runtime.jit_cache_hook = knobs.runtime.jit_cache_hook, self
+            if not self._open:
+                self._put_on()
             self._open.setdefault(thread, []).append(block)
         try:
             yield
@@ -184,6 +185,10 @@ class _Hook:
                 if not self._open[thread]:
                     del self._open[thread]
                 self._take_off()
+
+    def _put_on(self) -> None:
+        if knobs.runtime.jit_cache_hook is not self:
+            self._before, knobs.runtime.jit_cache_hook = knobs.runtime.jit_cache_hook, self
 
     def _take_off(self) -> None:
         # A hook that another put over this one since then is theirs to take off.

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from rocm_sd.ops.layouts import Part
     from rocm_sd.tuning import Problem
 
-__all__ = ["OP", "attention", "stock_module_bytes"]
+__all__ = ["OP", "attention", "keeps_more_than_bounded", "stock_module_bytes"]
 
 
 def attention(
@@ -89,7 +89,7 @@ def _stock(q: Tensor, k: Tensor, v: Tensor, scale: float | None, *, backend: SDP
     if not q.numel():
         return _allocate(q)
     q, scale = _positive(q, scale)
-    if backend is None and _kept_from_fused(q.shape[-1], q.device):
+    if backend is None and _keeps_scores(q, k):
         return _in_slices(q, k, v, scale)
     heads = (q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
     if backend is None:
@@ -101,6 +101,17 @@ def _stock(q: Tensor, k: Tensor, v: Tensor, scale: float | None, *, backend: SDP
 @lru_cache(maxsize=1024)
 def _kept_from_fused(head: int, device: torch.device) -> str | None:
     return why_not_fused(arch.detect(device), head)
+
+
+def _keeps_scores(q: Tensor, k: Tensor) -> bool:
+    """Whether torch may not take a fused kernel for these, or has none and would keep more scores than are bounded."""
+    B, S, H, D = q.shape
+    if _kept_from_fused(D, q.device):
+        return True
+    T = k.shape[1]
+    if q.device.type not in _MAY_BE_UNFUSED or B * H * S * T <= _SCORES:
+        return False
+    return not _is_fused(B, S, T, H, D, str(q.dtype).removeprefix("torch."), q.device, _switches())
 
 
 def _in_slices(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
@@ -117,6 +128,8 @@ def _in_slices(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     return out
 
 
+# A CPU's own attention is always fused.
+_MAY_BE_UNFUSED = frozenset({"cuda"})
 _CAN_USE = {
     SDPBackend.FLASH_ATTENTION: "can_use_flash_attention",
     SDPBackend.EFFICIENT_ATTENTION: "can_use_efficient_attention",
@@ -137,6 +150,31 @@ def _backend_takes(
     )
     parameters = torch.backends.cuda.SDPAParams(q, k, k, None, 0.0, False, False)
     return bool(can_use(parameters, False))
+
+
+def _switches() -> tuple[bool, ...]:
+    """Torch's own for its fused kernels, which a program may turn."""
+    cuda: Any = torch.backends.cuda
+    return cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.cudnn_sdp_enabled()
+
+
+@lru_cache(maxsize=1024)
+def _is_fused(
+    b: int, s: int, t: int, h: int, d: int, dtype: str, device: torch.device, _switches: tuple[bool, ...]
+) -> bool:
+    """Whether one of torch's fused kernels takes it, with its switches as they are."""
+    return any(_backend_takes.__wrapped__(backend, b, s, t, h, d, dtype, device) for backend in _CAN_USE)
+
+
+def _instead_of_stock(problem: Problem, device: torch.device) -> tuple[str, ...]:
+    """What keeps no scores, or few, where torch would write out more than are bounded; then comes stock, in slices."""
+    sizes = {name: int(problem[name]) for name in ("b", "s", "t", "h", "d")}
+    if device.type not in _MAY_BE_UNFUSED or sizes["b"] * sizes["h"] * sizes["s"] * sizes["t"] <= _SCORES:
+        return ()
+    kept = _kept_from_fused(sizes["d"], device)
+    if not kept and _is_fused(**sizes, dtype=str(problem["dtype"]), device=device, _switches=_switches()):
+        return ()
+    return "hip", "triton", "gemm_softmax"
 
 
 def _stock_why_not(problem: Problem, device: torch.device, *, backend: SDPBackend) -> str | None:
@@ -244,11 +282,10 @@ def _scores_bytes(problem: Problem, *, at_most: int | None = None) -> int:
 
 def _fused_bytes(problem: Problem, device: torch.device) -> int:
     """Nothing where one of torch's fused kernels takes it, all scores where none does."""
-    if device.type != "cuda":
+    if device.type not in _MAY_BE_UNFUSED:
         return 0
     sizes = {name: int(problem[name]) for name in ("b", "s", "t", "h", "d")}
-    dtype = str(problem["dtype"])
-    fused = any(_backend_takes(backend, **sizes, dtype=dtype, device=device) for backend in _CAN_USE)
+    fused = _is_fused(**sizes, dtype=str(problem["dtype"]), device=device, _switches=_switches())
     return 0 if fused else _scores_bytes(problem)
 
 
@@ -258,11 +295,17 @@ def stock_module_bytes(problem: Problem, device: torch.device) -> int:
     return _scores_bytes(problem) if kept else _fused_bytes(problem, device)
 
 
+def keeps_more_than_bounded(problem: Problem, device: torch.device) -> bool:
+    """Whether a model that calls torch's attention itself keeps more scores than the op ever does."""
+    return stock_module_bytes(problem, device) > _scores_bytes(problem, at_most=_SCORES)
+
+
 def _stock_bytes(arguments: tuple[Any, ...], _config: Config, device: torch.device) -> int:
     asked = problem(*arguments)
+    bounded = _scores_bytes(asked, at_most=_SCORES)
     if device.type == "cuda" and _kept_from_fused(int(asked["d"]), device):
-        return _scores_bytes(asked, at_most=_SCORES)
-    return _fused_bytes(asked, device)
+        return bounded
+    return min(_fused_bytes(asked, device), bounded)
 
 
 def _math_bytes(arguments: tuple[Any, ...], _config: Config, _device: torch.device) -> int:
@@ -344,4 +387,5 @@ OP = define(
     same_dtype=("k", "v"),
     verification=VERIFICATION,
     tuning=TUNING,
+    instead_of_stock=_instead_of_stock,
 )
