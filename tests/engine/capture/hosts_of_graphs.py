@@ -13,9 +13,6 @@ from rocm_sd.engine.parts import EVERYTHING
 from rocm_sd.integrations.a1111.switch import UnetGraphs
 from rocm_sd.integrations.comfyui.comfyui_policy import StepGraph
 
-# The first call of a kind, the one that is captured, three on which the graph is tried, and a replay.
-CALLS_TO_A_REPLAY = 6
-
 
 def small_model(package):
     """Of a class of its own in `package`. `watch` is called in each run of it, and not when a graph is replayed."""

@@ -1,10 +1,10 @@
 """A model's calls from graphs: one graph for each kind of call, replayed with the call's tensors copied in.
 
 The first call of a kind compiles and lays out what is needed, and gives the bits that the graph will give. The second
-is captured, and compared with the model's own answer. The next three are answered by eager runs, with which the graph's
-replays are compared and timed (trial.py): one that differs is not used, nor one that is slower. Whatever a graph has
-baked in is looked at before each replay (snapshot.py). What does not fit, or cannot be captured, is answered as if
-there were no graphs, and the reason is noted. What a host program decides for itself is in its policy.
+is captured, and compared with the model's own answer. On changed inputs its next replays are compared with eager runs,
+and timed (trial.py): a graph that differs is not used, nor one that is slower. Whatever a graph has baked in is looked
+at before each replay (snapshot.py). What does not fit, or cannot be captured, is answered as if there were no graphs,
+and the reason is noted. What a host program decides for itself is in its policy.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import threading
 from collections import Counter
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
@@ -55,8 +54,7 @@ def graphs_wanted(device: torch.device, *, allowed: bool = True) -> bool:
 @dataclass
 class _Entry:
     """One kind of call: `run` computes it on `inputs`. `snapshot` is of the model after its first run; while the host
-    may be changing models, `dormant` stands in for it. `graph` answers once its `trial` is over; where it was given up
-    for being slower, `eagerly` says so.
+    may be changing models, `dormant` stands in for it. `eagerly`: why its graph was given up, for being slower.
     """
 
     form: FlatCall
@@ -67,7 +65,6 @@ class _Entry:
     snapshot: Snapshot | None = None
     dormant: DormantSnapshot | None = None
     graph: Graph | None = None
-    trial: Trial | None = None
     eagerly: str | None = None
 
     @property
@@ -75,6 +72,10 @@ class _Entry:
         held = sum(tensor.nbytes for tensor in self.inputs)
         held += 0 if self.prepared is None else self.prepared.memory
         return held + (0 if self.graph is None else self.graph.memory)
+
+    def take_in(self, tensors: list[torch.Tensor]) -> None:
+        for buffer, tensor in zip(self.inputs, tensors, strict=True):
+            buffer.copy_(tensor, non_blocking=True)
 
     def run(self) -> list[torch.Tensor]:
         args, kwargs = self.form.with_tensors(self.inputs)
@@ -134,7 +135,7 @@ class CapturedCalls:
         self._device = call.device
         self._wake(model)
         entry = self._current(flat.key)
-        if entry is None or entry.graph is None or entry.trial is not None:
+        if entry is None or entry.graph is None:
             return self._without_a_graph(model, entry, call, flat)
         self._fill(entry, call, flat)
         entry.graph.replay()
@@ -143,10 +144,6 @@ class CapturedCalls:
         return entry.answer(entry.graph.outputs)
 
     def _without_a_graph(self, model: nn.Module, entry: _Entry | None, call: HostCall, flat: FlatCall) -> Any:
-        """A call of a kind for which no graph is in use: there is none yet, or it is on trial, or it was slower."""
-        if entry is not None and entry.graph is not None and entry.trial is not None:
-            self._first_calls[flat.key] = 0
-            return self._guarded(partial(self._tried, entry, entry.graph, entry.trial), entry, call, flat)
         settled = entry is not None and entry.eagerly is not None
         reason = None if settled else self._policy.why_not(model, call.device)
         if reason is not None:
@@ -154,9 +151,9 @@ class CapturedCalls:
             return call.eager()
         if entry is not None and (settled or not self._policy.captures):
             self._fill(entry, call, flat)
+            self._first_calls[flat.key] = 0
             return entry.answer(entry.run())
-        step = partial(self._first, model) if entry is None else partial(self._second, entry)
-        return self._guarded(step, entry, call, flat)
+        return self._first_or_second(model, entry, call, flat)
 
     def count_eager(self, reason: str) -> None:
         """Note that a call is answered without a graph."""
@@ -171,14 +168,14 @@ class CapturedCalls:
         # By somebody else, around this call.
         return is_capturing(device)
 
-    def _guarded(
-        self, step: Callable[[HostCall, FlatCall], Any], entry: _Entry | None, call: HostCall, flat: FlatCall
-    ) -> Any:
+    def _first_or_second(self, model: nn.Module, entry: _Entry | None, call: HostCall, flat: FlatCall) -> Any:
         """Whatever comes between, the model's own answer is there."""
         following: str | None = None
         try:
             with library_scratch.given_back():
-                return step(call, flat)
+                if entry is None:
+                    return self._first(model, call, flat)
+                return self._second(entry, call, flat)
         except NotAdopted as error:
             attempts = self._attempts.setdefault(flat.key, Attempts())
             following = attempts.after(error)
@@ -189,8 +186,6 @@ class CapturedCalls:
                 raise
             reason = _words(error)
         # Not while the error is at hand: its frames hold the memory that may just have run out.
-        if entry is not None:
-            entry.graph = entry.trial = None
         if following is None:
             self._entries.drop(flat.key)
         result = call.eager()
@@ -235,14 +230,22 @@ class CapturedCalls:
     def _second(self, entry: _Entry, call: HostCall, flat: FlatCall) -> Any:
         model = call.eager()
         self._fill(entry, call, flat)
-        eager = entry.answer(entry.run())
         graph = self._captured(entry, call.device, flat.key)
         graph.replay()
         changed = None if entry.snapshot is None else entry.snapshot.difference()
         if changed is not None:
             raise RuntimeError(f"{changed} by being run")
         ours = entry.answer(graph.outputs)
-        entry.trial, entry.graph = Trial.begun(ours, eager, model), graph
+        trial = Trial.begun(ours, model, lambda: entry.answer(entry.run()))
+        for turn in range(trial.turns):
+            self._take_turn(entry, graph, trial, call, flat.changed(turn + 1))
+        entry.eagerly = trial.why_slower(self._policy.name)
+        if entry.eagerly is None:
+            entry.graph = graph
+        else:
+            self._policy.say(entry.eagerly)
+            if entry.prepared is not None:
+                entry.prepared.give_up_graph()
         self._entries.put(flat.key, entry)
         return ours
 
@@ -260,34 +263,24 @@ class CapturedCalls:
                 raise
             raise NotAdopted(_words(error), again=True) from error
 
-    def _tried(self, entry: _Entry, graph: Graph, trial: Trial, call: HostCall, flat: FlatCall) -> Any:
-        """The graph is replayed first: what the call brings must not be where it reads before."""
+    def _take_turn(self, entry: _Entry, graph: Graph, trial: Trial, call: HostCall, flat: FlatCall) -> None:
+        """The graph is replayed first: what is new must not be where it reads before."""
+        if entry.prepared is not None:
+            entry.prepared.fill(*flat.with_tensors(flat.tensors))
+        outputs: list[torch.Tensor] = []
 
         def replay() -> None:
-            self._fill(entry, call, flat)
+            entry.take_in(flat.tensors)
             graph.replay()
 
         def run() -> None:
-            self._fill(entry, call, flat)
+            entry.take_in(flat.tensors)
             outputs.extend(entry.run())
 
         graph_ms = _milliseconds(replay, call.device)
         replayed = entry.answer(graph.outputs)
-        outputs: list[torch.Tensor] = []
         eager_ms = _milliseconds(run, call.device)
-        eager = entry.answer(outputs)
-        trial.take(replayed, eager, graph_ms, eager_ms)
-        if trial.is_over:
-            entry.trial, entry.eagerly = None, trial.why_slower(self._policy.name)
-            if entry.eagerly is not None:
-                self._give_up(entry, entry.eagerly)
-        return eager
-
-    def _give_up(self, entry: _Entry, sentence: str) -> None:
-        entry.graph = None
-        if entry.prepared is not None:
-            entry.prepared.give_up_graph()
-        self._policy.say(sentence)
+        trial.take(replayed, entry.answer(outputs), graph_ms, eager_ms)
 
     def _fill(self, entry: _Entry, call: HostCall, flat: FlatCall) -> None:
         stream = _current_stream(call.device)
@@ -295,8 +288,7 @@ class CapturedCalls:
             # For the last use of the same memory.
             stream.wait_stream(self._stream)
         self._stream = stream
-        for buffer, tensor in zip(entry.inputs, flat.tensors, strict=True):
-            buffer.copy_(tensor, non_blocking=True)
+        entry.take_in(flat.tensors)
         if entry.prepared is not None:
             entry.prepared.fill(call.args, call.kwargs)
 
@@ -329,7 +321,7 @@ class CapturedCalls:
 
     def holds(self, x: torch.Tensor) -> bool:
         """Whether calls with such a first input are replayed, so that they take no memory but what is held already."""
-        captured = [entry.inputs[0] for entry in self._entries if entry.graph is not None and entry.trial is None]
+        captured = [entry.inputs[0] for entry in self._entries if entry.graph is not None]
         return any(known.shape == x.shape and known.dtype == x.dtype for known in captured)
 
     def clear(self) -> None:

@@ -1,30 +1,33 @@
 """What a graph has to show before it is used: that its first replays are right, and that it is faster than eager runs.
 
-The first replay is held against the model's own forward, the next three against eager runs of the same calls, on the
-inputs that these calls bring: ROCm has read what a buffer held before it was last written (ROCm/hip#3902), or stale
-pointers (ROCm/hip#3887), and one process in five was wrong on some releases (ROCm/clr#279). Both are timed on the way.
-A kind of call is captured whole first. Where that cannot be done or is wrong, as blocks; where these are no better, not
-at all. A capture that fails is tried once more: MIOpen polls streams while others capture (ROCm/rocm-libraries#12121).
+The first replay is held against the model's own forward, the next three against eager runs, on inputs that change each
+time: ROCm has read what a buffer held before it was last written (ROCm/hip#3902), or stale pointers (ROCm/hip#3887),
+and one process in five was wrong on some releases (ROCm/clr#279). Both are timed on the way. A kind of call is captured
+whole first. Where that cannot be done or is wrong, as blocks; where these are no better, not at all. A capture that
+fails is tried once more: MIOpen polls streams while others capture (ROCm/rocm-libraries#12121).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils import _pytree as pytree
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
 __all__ = ["CHECKED_REPLAYS", "Attempts", "NotAdopted", "Trial", "why_different"]
 
-# The one at the capture, and those of three calls after it.
+# The one at the capture, and three on changed inputs.
 CHECKED_REPLAYS = 4
 # Of the reference's norm, in units of the dtype's rounding. Products of other shapes round in another order: a whole
 # UNet differs by 2 units in float16 and by 8 in float32. A graph that reads the wrong memory differs by all of it.
 _ROUNDINGS = 32.0
-# A later replay has the kernels of an eager run and, nearly everywhere, its bits. What was a step ago differs by one
-# unit at the least; kernels that add in no fixed order differ at the first replay already.
+# A later replay has the kernels of an eager run and, nearly everywhere, its bits. Kernels that add in no fixed order
+# differ at the first replay already.
 _LATER_ROUNDINGS = 1.0
 _OF_THE_FIRST = 4.0
 # Two medians of three are not told apart within 2%; between equals a graph leaves the host free.
@@ -75,15 +78,16 @@ class Trial:
     eager_ms: list[float] = field(default_factory=list)
 
     @classmethod
-    def begun(cls, replayed: Any, eager: Any, model: Any) -> Trial:
-        """After the first replay; `model`: the model's own answer. Raises NotAdopted."""
+    def begun(cls, replayed: Any, model: Any, eager: Callable[[], Any]) -> Trial:
+        """After the first replay; `model`: the model's own answer; `eager` gives an eager run's. Raises NotAdopted."""
         differs = why_different(replayed, model)
         if differs is not None:
             raise NotAdopted(f"its replay differs from the model's forward {differs}")
-        return cls(_distance(replayed, eager))
+        # Where nothing is prepared in advance, the model's own answer has the same bits.
+        return cls(_distance(replayed, model) and _distance(replayed, eager()))
 
     def take(self, replayed: Any, eager: Any, graph_ms: float, eager_ms: float) -> None:
-        """One turn, with the call's inputs. Raises NotAdopted."""
+        """One turn, with inputs of its own. Raises NotAdopted."""
         self.graph_ms.append(graph_ms)
         self.eager_ms.append(eager_ms)
         allowed = min(_ROUNDINGS, max(_LATER_ROUNDINGS, _OF_THE_FIRST * self.first))
@@ -94,8 +98,8 @@ class Trial:
             )
 
     @property
-    def is_over(self) -> bool:
-        return len(self.graph_ms) + 1 >= CHECKED_REPLAYS
+    def turns(self) -> int:
+        return CHECKED_REPLAYS - 1
 
     def why_slower(self, name: str) -> str | None:
         graph, eager = median(self.graph_ms), median(self.eager_ms)
