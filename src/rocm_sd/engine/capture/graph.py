@@ -50,7 +50,7 @@ def _launches(function: Callable[[], Tensors], device: torch.device) -> Graph:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.device(device), library_scratch.given_back():
         # As torch.cuda.graph does next: counted before, what it gives back would hide what the graph takes (SD 1.5's
-        # decoder was said to hold 0 of its 366 MiB).
+        # decoder was said to hold 0 MiB; in blocks, where it was counted so, it held 366).
         torch.cuda.empty_cache()
         reserved = torch.cuda.memory_reserved(device)
         # Other threads (previews, loaders) may go on using the GPU meanwhile.
