@@ -27,6 +27,7 @@ PROBES = {
     "bf16_speed": "half_precision",
     "mapped_weights": "mapped_weights",
     "graph_replay": "graph_capture",
+    "large_graph": "large_graph",
     "fp8_product": "scaled_product",
     "triton_works": "triton_compile",
 }
@@ -103,6 +104,7 @@ DECISIVE = {
     "bf16_speed": [("float16",), ("bfloat16",), ("bfloat16", "conv_ms"), ("float16", "gemm_ms")],
     "mapped_weights": [("mapped_s",), ("heap_s",), ("bytes",)],
     "graph_replay": [("captured",), ("replays",), ("replays", 1, "ok")],
+    "large_graph": [("nodes",), ("processes",), ("processes", 2, "captured"), ("processes", 1, "wrong")],
     "fp8_product": [("fnuz",), ("fnuz", "accepted"), ("ocp", "accepted"), ("fnuz", "ok")],
     "triton_works": [("add_float32",), ("multiply_float16", "ok"), ("multiply_bfloat16", "ok")],
 }
@@ -357,6 +359,31 @@ def test_a_graph_that_replays_wrongly_or_not_at_all_is_found():
         assert word in found.says
         assert found.fix
         assert (dict(found.fix.env), found.fix.safe) == ({"ROCM_SD_STEP_GRAPH": "0"}, True)
+
+
+def test_a_large_graph_that_replays_wrongly_in_one_process_or_crashes_is_found():
+    wrong, crashed = _healthy("large_graph"), _healthy("large_graph")
+    wrong["processes"][1]["wrong"] = 2
+    crashed["processes"][2] |= {"captured": False, "replays": 0, "error": "its process was ended by SIGSEGV"}
+    words = "2 of 15 replays of a graph of 400 nodes are wrong, in 1 of 3 processes"
+    for answer, word in ((wrong, words), (crashed, "SIGSEGV")):
+        found = _find("large_graph", answer)
+        assert found.status is Status.PROBLEM
+        assert word in found.says
+        assert (dict(found.fix.env), found.fix.safe) == ({"ROCM_SD_STEP_GRAPH": "0"}, True)
+        assert "7.2.0 to 7.2.3" in found.fix.summary
+
+
+def test_the_large_graph_has_a_launch_for_each_node_and_a_known_result():
+    import torch
+
+    from rocm_sd.doctor.checks.large_graph import chain
+
+    others = [torch.full((4,), float(each % 7)) for each in range(400)]
+    with torch.profiler.profile() as recorded:
+        result = chain(torch.arange(4.0), others)
+    assert sum(event.name == "aten::add" for event in recorded.events()) == 400
+    assert torch.equal(result, torch.arange(4.0) + sum(each % 7 for each in range(400)))
 
 
 _REFUSED = {"accepted": False, "ok": None, "error": "not supported"}

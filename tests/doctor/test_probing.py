@@ -137,7 +137,7 @@ def test_scaled_product_multiplies_in_both_formats():
     assert answer["expected"] == "none"
 
 
-@pytest.mark.parametrize("name", ["graph_capture", "triton_compile"])
+@pytest.mark.parametrize("name", ["graph_capture", "large_graph", "triton_compile"])
 def test_what_needs_a_gpu_says_so(name):
     assert "there is no GPU" in _answers()[name]["cannot"]
 
@@ -216,7 +216,7 @@ assert torch.allclose(product.double(), x.double() @ y.double(), atol=1e-4)
 
 def test_each_probe_belongs_to_one_check():
     measured = [check for check in all_checks() if check.probe is not None]
-    assert len(all_probes()) == len(measured) == 12
+    assert len(all_probes()) == len(measured) == 13
     for check in measured:
         assert callable(check.probe.answer)
         assert check.probe.answer.__module__ == f"rocm_sd.doctor.checks.{check.name}"

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "FUSED_HEADS", "GEMM_LIBRARIES", "ConvolutionLibrary", "FusedHeads", "GemmLibrary", "build_of_torch",
-    "convolution_library", "why_not_fused",
+    "convolution_library", "counter_of_nodes", "why_not_fused",
 ]  # fmt: skip
 
 
@@ -45,6 +45,14 @@ def build_of_torch() -> str | None:
     if torch.version.hip is not None:
         return "ROCm"
     return "CUDA" if torch.version.cuda is not None else None
+
+
+_COUNTERS_OF_NODES = {"CUDA": "cudaGraphGetNodes", "ROCm": "hipGraphGetNodes"}
+
+
+def counter_of_nodes() -> str | None:
+    """The function of the vendor's runtime that counts the nodes of a graph; both take the same arguments."""
+    return _COUNTERS_OF_NODES.get(build_of_torch() or "")
 
 
 @dataclass(frozen=True)

@@ -249,7 +249,8 @@ def test_a_graph_that_differs_from_the_model_is_not_used(host, monkeypatch):
     for _ in range(3):
         near(host(*given), host.stock(*given))
     assert host.calls.replays == 0
-    assert said(host, "a call is not captured, because RuntimeError: its replay differs from the model's forward by")
+    assert said(host, "a call is not captured, because its replay differs from the model's forward by")
+    assert said(host, "in blocks, it has less than 150 nodes, too few to be cut into blocks")
 
 
 def test_a_graph_that_gives_nan_is_not_used(host, monkeypatch):
@@ -277,10 +278,11 @@ def test_what_was_refused_is_not_tried_again_and_other_kinds_are(host, monkeypat
         patch.setattr(captured, "capture_graph", failing)
         for _ in range(5):
             near(host(*inputs(host)), host.stock(*inputs(host)))
-    assert len(attempts) == 1
+    assert len(attempts) == 2, "once more, and in blocks, for which it is too small"
     (note,) = (note for note in host.notes() if "is not captured" in note)
-    assert note.endswith("because RuntimeError: operation not permitted when stream is capturing")
-    host(*inputs(host))
+    assert "because RuntimeError: operation not permitted when stream is capturing; in blocks, it has less" in note
+    for _ in range(3):
+        host(*inputs(host))
     assert host.calls.replays == 0
     captured_by(host, *inputs(host, batch=1))
 
@@ -486,8 +488,9 @@ def test_clear_gives_the_memory_back_and_keeps_what_was_refused(host, monkeypatc
     refused, given = inputs(host, batch=1), inputs(host)
     with monkeypatch.context() as patch:
         patch.setattr(captured, "capture_graph", lambda *_: 1 / 0)
-        for _ in range(2):
+        for _ in range(4):
             host(*refused)
+    assert said(host, "a call is not captured, because ZeroDivisionError")
     captured_by(host, *given)
     assert host.calls._entries.memory
     assert host.calls.holds(given[0])
@@ -541,7 +544,10 @@ def test_the_graphs_do_not_keep_the_model_alive(host):
 def test_without_graphs_each_call_is_as_the_first_of_its_kind(device):
     """A row of an ablation: what is computed once a picture, and no graph."""
     host = Diffusers(device, parts=Parts(captured=False))
-    runs, given = watched(host), inputs(host)
+    given = inputs(host)
+    # On a GPU the first call compiles, for which the model is run as well.
+    near(host(*given), host.stock(*given))
+    runs = watched(host)
     for number in range(3):
         near(host(*given), host.stock(*given))
         # The model's own run is stock's.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
+from collections import deque
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ import rocm_sd
 from pipelines import tiny_pipeline, tiny_unet
 from rocm_sd import numerics
 from rocm_sd.engine import denoising
-from rocm_sd.engine.capture import captured
+from rocm_sd.engine.capture import captured, hoisting
 from rocm_sd.errors import Unsupported
 
 
@@ -250,8 +251,9 @@ def test_a_replay_that_differs_is_not_used(unet, monkeypatch):
         return captured.Graph(graph.outputs, lambda: [o.add_(1) for o in graph.outputs])
 
     monkeypatch.setattr(captured, "capture_graph", broken)
-    results = [answer(unet, *given) for _ in range(3)]
-    assert "differs from the model's forward" in notes(unet)
+    results = [answer(unet, *given) for _ in range(4)]
+    assert "captured in blocks, because its replay differs from the model's forward" in notes(unet)
+    assert graphs(unet).replays == 1
     assert all(torch.allclose(results[0], result, rtol=1e-4, atol=1e-4) for result in results)
 
 
@@ -263,11 +265,50 @@ def test_a_capture_that_fails_leaves_the_model_running(unet, monkeypatch):
     stock = answer(unet, *given)
     rocm_sd.optimize(unet)
     monkeypatch.setattr(captured, "capture_graph", failing)
-    for _ in range(3):
+    monkeypatch.setattr(captured, "capture_blocks", failing)
+    for _ in range(6):
         torch.testing.assert_close(answer(unet, *given), stock, rtol=1e-4, atol=1e-4)
     assert "a call is not captured, because RuntimeError: operation not permitted when stream is capturing" in notes(
         unet
     )
+
+
+def test_a_wrong_replay_of_what_is_computed_once_a_picture_reaches_no_step(unet, monkeypatch):
+    real, replays = hoisting.capture_graph, []
+
+    def stale(function, device):
+        graph = real(function, device)
+
+        def replay():
+            replays.append(1)
+            if len(replays) != 3:
+                graph.replay()
+
+        return captured.Graph(graph.outputs, replay)
+
+    monkeypatch.setattr(hoisting, "capture_graph", stale)
+    rocm_sd.optimize(unet)
+    ours = [answer(unet, *inputs(unet, seed=seed)) for seed in range(5)]
+    assert graphs(unet).replays == 3
+    assert len(replays) == 3, "and it is not replayed any more"
+    assert "what is computed once a picture runs eagerly, because a graph of it differs by" in notes(unet)
+    for seed, one in enumerate(ours):
+        stock, exact = stock_answer(unet, *inputs(unet, seed=seed))
+        numerics.require("UNet", one, exact, stock)
+
+
+def test_a_graph_that_is_slower_is_given_up_with_that_of_what_is_computed_once(unet, monkeypatch):
+    times = deque([5.1, 4.9] * 3)
+    monkeypatch.setattr(captured, "_milliseconds", lambda call, _device: (call(), times.popleft())[1])
+    rocm_sd.optimize(unet)
+    ours = [answer(unet, *inputs(unet, seed=seed)) for seed in range(5)]
+    (entry,) = graphs(unet)._entries
+    assert entry.graph is None
+    assert entry.prepared._graph is None
+    assert "takes 5.1 ms and eager 4.9 ms: it runs eagerly" in notes(unet)
+    for seed, one in enumerate(ours):
+        stock, exact = stock_answer(unet, *inputs(unet, seed=seed))
+        numerics.require("UNet", one, exact, stock)
 
 
 def test_what_a_failed_capture_held_is_free_before_the_model_answers(unet, monkeypatch):

@@ -8,7 +8,7 @@ import weakref
 import torch
 from torch import nn
 
-from rocm_sd.engine.capture.snapshot import DormantSnapshot, Snapshot
+from rocm_sd.engine.capture.snapshot import DormantSnapshot, Snapshot, flatten
 
 
 def model():
@@ -77,3 +77,16 @@ def test_what_is_remembered_between_two_uses_keeps_no_weights():
     gc.collect()
     assert old() is None
     assert not asleep.is_of(known)
+
+
+def test_a_changed_call_has_other_values_in_the_same_places():
+    x, steps, time = torch.randn(2, 4, 3, 3), torch.tensor([3, 4]), torch.tensor(500.0)
+    call = flatten((x.to(memory_format=torch.channels_last), time), {"also": [steps, None, 2]}, x.device)
+    assert call is not None
+    (given, when), named = (changed := call.changed(1)).with_tensors(changed.tensors)
+    assert given.shape == x.shape
+    assert not torch.equal(given, x)
+    assert torch.equal(given.flatten().sort().values, x.flatten().sort().values)
+    assert when is time
+    assert named["also"][0] is steps
+    assert named["also"][1:] == [None, 2]

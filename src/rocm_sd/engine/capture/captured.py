@@ -1,9 +1,10 @@
 """A model's calls from graphs: one graph for each kind of call, replayed with the call's tensors copied in.
 
 The first call of a kind compiles and lays out what is needed, and gives the bits that the graph will give. The second
-is captured, and compared with the model's own answer: a graph that differs is not used. Whatever a graph has baked in
-is looked at before each replay (snapshot.py). What does not fit, or cannot be captured, is answered as if there were no
-graphs, and the reason is noted. What a host program decides for itself is in its policy.
+is captured, and compared with the model's own answer. On changed inputs its next replays are compared with eager runs,
+and timed (trial.py): a graph that differs is not used, nor one that is slower. Whatever a graph has baked in is looked
+at before each replay (snapshot.py). What does not fit, or cannot be captured, is answered as if there were no graphs,
+and the reason is noted. What a host program decides for itself is in its policy.
 """
 
 from __future__ import annotations
@@ -20,9 +21,12 @@ from torch.utils import _pytree as pytree
 
 from rocm_sd import settings
 from rocm_sd.engine.capture import warmup
+from rocm_sd.engine.capture.blocks import TooSmall, capture_blocks
 from rocm_sd.engine.capture.graph import Graph, GraphCache, capture_graph
 from rocm_sd.engine.capture.snapshot import DormantSnapshot, FlatCall, Snapshot, flatten
-from rocm_sd.engine.memory import free_memory, is_capturing
+from rocm_sd.engine.capture.trial import Attempts, NotAdopted, Trial
+from rocm_sd.engine.memory import free_memory, is_capturing, is_out_of_memory
+from rocm_sd.measuring import Stopwatch
 from rocm_sd.ops import library_scratch
 
 if TYPE_CHECKING:
@@ -37,9 +41,6 @@ __all__ = ["CapturedCalls", "graphs_wanted"]
 
 # A model that changes itself at every call would be captured anew at every second call.
 _MOST_FIRST_CALLS = 4
-# Of the reference's norm, in units of the dtype's rounding. Products of other shapes round in another order: a whole
-# UNet differs by 2 units in float16 and by 8 in float32. A graph that reads the wrong memory differs by all of it.
-_ROUNDINGS = 32.0
 
 
 def graphs_wanted(device: torch.device, *, allowed: bool = True) -> bool:
@@ -53,7 +54,7 @@ def graphs_wanted(device: torch.device, *, allowed: bool = True) -> bool:
 @dataclass
 class _Entry:
     """One kind of call: `run` computes it on `inputs`. `snapshot` is of the model after its first run; while the host
-    may be changing models, `dormant` stands in for it.
+    may be changing models, `dormant` stands in for it. `eagerly`: why its graph was given up, for being slower.
     """
 
     form: FlatCall
@@ -64,12 +65,17 @@ class _Entry:
     snapshot: Snapshot | None = None
     dormant: DormantSnapshot | None = None
     graph: Graph | None = None
+    eagerly: str | None = None
 
     @property
     def memory(self) -> int:
         held = sum(tensor.nbytes for tensor in self.inputs)
         held += 0 if self.prepared is None else self.prepared.memory
         return held + (0 if self.graph is None else self.graph.memory)
+
+    def take_in(self, tensors: list[torch.Tensor]) -> None:
+        for buffer, tensor in zip(self.inputs, tensors, strict=True):
+            buffer.copy_(tensor, non_blocking=True)
 
     def run(self) -> list[torch.Tensor]:
         args, kwargs = self.form.with_tensors(self.inputs)
@@ -95,6 +101,7 @@ class CapturedCalls:
         self._device: torch.device | None = None
         self._entries: GraphCache[_Entry] = GraphCache(self._room)
         self._refused: dict[Hashable, str] = {}
+        self._attempts: dict[Hashable, Attempts] = {}
         self._first_calls: Counter[Hashable] = Counter()
         self._eager: Counter[str] = Counter()
         self._busy = threading.Lock()
@@ -128,18 +135,23 @@ class CapturedCalls:
         self._device = call.device
         self._wake(model)
         entry = self._current(flat.key)
-        if entry is not None and entry.graph is not None:
-            self._fill(entry, call, flat)
-            entry.graph.replay()
-            self.replays += 1
-            self._first_calls[flat.key] = 0
-            return entry.answer(entry.graph.outputs)
-        reason = self._policy.why_not(model, call.device)
+        if entry is None or entry.graph is None:
+            return self._without_a_graph(model, entry, call, flat)
+        self._fill(entry, call, flat)
+        entry.graph.replay()
+        self.replays += 1
+        self._first_calls[flat.key] = 0
+        return entry.answer(entry.graph.outputs)
+
+    def _without_a_graph(self, model: nn.Module, entry: _Entry | None, call: HostCall, flat: FlatCall) -> Any:
+        settled = entry is not None and entry.eagerly is not None
+        reason = None if settled else self._policy.why_not(model, call.device)
         if reason is not None:
             self.count_eager(reason)
             return call.eager()
-        if entry is not None and not self._policy.captures:
+        if entry is not None and (settled or not self._policy.captures):
             self._fill(entry, call, flat)
+            self._first_calls[flat.key] = 0
             return entry.answer(entry.run())
         return self._first_or_second(model, entry, call, flat)
 
@@ -158,21 +170,30 @@ class CapturedCalls:
 
     def _first_or_second(self, model: nn.Module, entry: _Entry | None, call: HostCall, flat: FlatCall) -> Any:
         """Whatever comes between, the model's own answer is there."""
+        following: str | None = None
         try:
             with library_scratch.given_back():
                 if entry is None:
                     return self._first(model, call, flat)
                 return self._second(entry, call, flat)
+        except NotAdopted as error:
+            attempts = self._attempts.setdefault(flat.key, Attempts())
+            following = attempts.after(error)
+            reason = str(error) if following is not None else attempts.why
         except Exception as error:
-            self._entries.drop(flat.key)
             if self._policy.propagates(error):
+                self._entries.drop(flat.key)
                 raise
-            reason = (f"{type(error).__name__}: {error}".splitlines() or [""])[0]
+            reason = _words(error)
         # Not while the error is at hand: its frames hold the memory that may just have run out.
+        if following is None:
+            self._entries.drop(flat.key)
         result = call.eager()
         # What the model itself cannot do either is not refused: it has said so.
-        self._refused[flat.key] = reason
-        self._policy.say(f"a call of {self._policy.name} is not replayed from a graph, and runs as it is: {reason}")
+        if following is None:
+            self._refused[flat.key] = reason
+            following = "it runs as it is"
+        self._policy.say(f"a call of {self._policy.name} is not replayed from a graph, and {following}: {reason}")
         return result
 
     def _current(self, key: Hashable) -> _Entry | None:
@@ -207,22 +228,59 @@ class CapturedCalls:
         return result
 
     def _second(self, entry: _Entry, call: HostCall, flat: FlatCall) -> Any:
-        eager = call.eager()
+        model = call.eager()
         self._fill(entry, call, flat)
-        if entry.prepared is not None:
-            entry.prepared.capture(call.device)
-        graph = capture_graph(entry.run, call.device)
+        graph = self._captured(entry, call.device, flat.key)
         graph.replay()
         changed = None if entry.snapshot is None else entry.snapshot.difference()
         if changed is not None:
             raise RuntimeError(f"{changed} by being run")
         ours = entry.answer(graph.outputs)
-        worst = _difference(ours, eager)
-        if worst is not None:
-            raise RuntimeError(f"its replay differs from the model's forward {worst}")
-        entry.graph = graph
+        trial = Trial.begun(ours, model, lambda: entry.answer(entry.run()))
+        for turn in range(trial.turns):
+            self._take_turn(entry, graph, trial, call, flat.changed(turn + 1))
+        entry.eagerly = trial.why_slower(self._policy.name)
+        if entry.eagerly is None:
+            entry.graph = graph
+        else:
+            self._policy.say(entry.eagerly)
+            if entry.prepared is not None:
+                entry.prepared.give_up_graph()
         self._entries.put(flat.key, entry)
         return ours
+
+    def _captured(self, entry: _Entry, device: torch.device, key: Hashable) -> Graph:
+        attempts = self._attempts.get(key)
+        capture = capture_blocks if attempts is not None and attempts.in_blocks else capture_graph
+        try:
+            if entry.prepared is not None:
+                entry.prepared.capture(device)
+            return capture(entry.run, device)
+        except TooSmall as error:
+            raise NotAdopted(str(error)) from None
+        except Exception as error:
+            if self._policy.propagates(error) or is_out_of_memory(error):
+                raise
+            raise NotAdopted(_words(error), again=True) from error
+
+    def _take_turn(self, entry: _Entry, graph: Graph, trial: Trial, call: HostCall, flat: FlatCall) -> None:
+        """The graph is replayed first: what is new must not be where it reads before."""
+        if entry.prepared is not None:
+            entry.prepared.fill(*flat.with_tensors(flat.tensors))
+        outputs: list[torch.Tensor] = []
+
+        def replay() -> None:
+            entry.take_in(flat.tensors)
+            graph.replay()
+
+        def run() -> None:
+            entry.take_in(flat.tensors)
+            outputs.extend(entry.run())
+
+        graph_ms = _milliseconds(replay, call.device)
+        replayed = entry.answer(graph.outputs)
+        eager_ms = _milliseconds(run, call.device)
+        trial.take(replayed, entry.answer(outputs), graph_ms, eager_ms)
 
     def _fill(self, entry: _Entry, call: HostCall, flat: FlatCall) -> None:
         stream = _current_stream(call.device)
@@ -230,8 +288,7 @@ class CapturedCalls:
             # For the last use of the same memory.
             stream.wait_stream(self._stream)
         self._stream = stream
-        for buffer, tensor in zip(entry.inputs, flat.tensors, strict=True):
-            buffer.copy_(tensor, non_blocking=True)
+        entry.take_in(flat.tensors)
         if entry.prepared is not None:
             entry.prepared.fill(call.args, call.kwargs)
 
@@ -274,19 +331,32 @@ class CapturedCalls:
         self._policy.cleared()
 
     def notes(self) -> list[str]:
-        name, graphs = self._policy.name, sum(entry.graph is not None for entry in self._entries)
+        name, graphs = self._policy.name, [entry.graph for entry in self._entries if entry.graph is not None]
         found = []
         if graphs or self.replays:
-            held = f"{_counted(graphs, 'graph')} of its forward ({self._entries.memory / 2**20:.0f} MiB)"
+            held = f"{_counted(len(graphs), 'graph')} of its forward ({self._entries.memory / 2**20:.0f} MiB)"
             found.append(f"{name}: {held}, replayed {self.replays} times")
+        found += dict.fromkeys(
+            f"{name}: a graph of it is {graph.blocks} blocks, replayed in order" for graph in graphs if graph.blocks > 1
+        )
         if self._entries.dropped:
             found.append(f"{name}: {self._entries.dropped} graphs gave way to others, to keep half of the memory free")
         for reason, count in self._eager.items():
             found.append(f"{name}: {_counted(count, 'call')} without a graph, because {reason}")
         if self.stale is not None:
             found.append(f"{name}: last captured anew because {self.stale}")
+        found += dict.fromkeys(f"{name}: {why}" for why in self._why_not_whole())
         refusals = dict.fromkeys(self._refused.values())
         return [*found, *(f"{name}: a call is not captured, because {reason}" for reason in refusals)]
+
+    def _why_not_whole(self) -> list[str]:
+        """What was tried first, or is computed without a graph, in words."""
+        slower = [entry.eagerly for entry in self._entries if entry.eagerly is not None]
+        tried = [attempts for key, attempts in self._attempts.items() if key not in self._refused]
+        found = [f"{'captured in blocks' if one.in_blocks else 'captured again'}, because {one.why}" for one in tried]
+        wrong = [entry.prepared.wrong for entry in self._entries if entry.prepared is not None]
+        once = "what is computed once a picture runs eagerly, because a graph of it differs"
+        return [*slower, *found, *(f"{once} {differs}" for differs in wrong if differs is not None)]
 
 
 def _counted(count: int, what: str) -> str:
@@ -297,20 +367,13 @@ def _current_stream(device: torch.device) -> Any:
     return torch.cuda.current_stream(device) if device.type == "cuda" else None
 
 
-def _difference(ours: Any, eager: Any) -> str | None:
-    for mine, theirs in zip(pytree.tree_leaves(ours), pytree.tree_leaves(eager), strict=True):
-        if torch.equal(mine, theirs):
-            continue
-        exact = theirs.double()
-        distance = float((mine.double() - exact).norm()) / max(float(exact.norm()), 1e-30)
-        allowed = _ROUNDINGS * _rounding(theirs)
-        if not distance <= allowed:
-            return f"by {distance:.1e} of its norm, and {allowed:.1e} is allowed"
-    return None
+def _words(error: Exception) -> str:
+    return (f"{type(error).__name__}: {error}".splitlines() or [""])[0]
 
 
-def _rounding(tensor: torch.Tensor) -> float:
-    """Of one operation; TF32, which convolutions of float32 are computed in unless forbidden, keeps 10 bits."""
-    eps = torch.finfo(tensor.dtype).eps
-    tf32 = torch.backends.cudnn.allow_tf32 or torch.backends.cuda.matmul.allow_tf32
-    return max(eps, 2.0**-10) if tensor.is_cuda and tensor.dtype == torch.float32 and tf32 else eps
+def _milliseconds(call: Callable[[], object], device: torch.device) -> float:
+    """Of the host and the device together. On a CPU a trace stands for the graph, and its time for nothing: none."""
+    if device.type == "cuda":
+        return Stopwatch(device).milliseconds(call)
+    call()
+    return 0.0

@@ -1,21 +1,19 @@
 """A function of tensors that stay where they are, captured once and replayed.
 
-On a GPU the graph is one of its launches. Elsewhere it is the trace of its tensor operations: replayed, it
-reads the same memory and has the same Python values baked in as a graph of launches would have, so that what makes one
-stale makes the other stale, and tests without a GPU see it. Graphs are kept in the order of their last use, within a
-bound on the memory that they hold together.
+On a GPU the graph is one of its launches. Elsewhere it is the trace of its tensor operations (tape.py). blocks.py
+captures the same function as several graphs. Graphs are kept in the order of their last use, within a bound on the
+memory that they hold together.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 import torch
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from rocm_sd.engine.capture.tape import Tape
 from rocm_sd.ops import library_scratch
 
 if TYPE_CHECKING:
@@ -28,90 +26,37 @@ Tensors = list[torch.Tensor]
 
 @dataclass(frozen=True)
 class Graph:
-    """`replay` fills `outputs`, which are the same tensors every time. `memory`: bytes that it holds on its device."""
+    """`replay` fills `outputs`, which are the same tensors every time. `memory`: bytes that it holds on its device.
+
+    `blocks`: how many graphs it is, which are replayed one after the other.
+    """
 
     outputs: Tensors
     replay: Callable[[], None]
     memory: int = 0
+    blocks: int = 1
 
 
 def capture_graph(function: Callable[[], Tensors], device: torch.device) -> Graph:
     """The function must have run before: what it compiles, moves or chooses at its first call is no part of it."""
-    return _launches(function, device) if device.type == "cuda" else _trace(function)
+    if device.type == "cuda":
+        return _launches(function, device)
+    with Tape() as tape:
+        results = function()
+    return Graph(*tape.replayed(results))
 
 
 def _launches(function: Callable[[], Tensors], device: torch.device) -> Graph:
-    reserved = torch.cuda.memory_reserved(device)
     graph = torch.cuda.CUDAGraph()
-    # Other threads (previews, loaders) may go on using the GPU meanwhile.
-    with (
-        torch.cuda.device(device),
-        library_scratch.given_back(),
-        torch.cuda.graph(graph, capture_error_mode="thread_local"),
-    ):
-        outputs = function()
+    with torch.cuda.device(device), library_scratch.given_back():
+        # As torch.cuda.graph does next: counted before, what it gives back would hide what the graph takes (SD 1.5's
+        # decoder was said to hold 0 MiB; in blocks, where it was counted so, it held 366).
+        torch.cuda.empty_cache()
+        reserved = torch.cuda.memory_reserved(device)
+        # Other threads (previews, loaders) may go on using the GPU meanwhile.
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            outputs = function()
     return Graph(outputs, graph.replay, max(0, torch.cuda.memory_reserved(device) - reserved))
-
-
-def _trace(function: Callable[[], Tensors]) -> Graph:
-    with _Tape() as tape:
-        results = function()
-    played = tape.player(results)
-    outputs = [output.clone() for output in played()]
-
-    def replay() -> None:
-        for output, value in zip(outputs, played(), strict=True):
-            output.copy_(value)
-
-    return Graph(outputs, replay)
-
-
-class _Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes each operation: what is a result of another one by number, everything else as the very object it was.
-
-    A tenth of the cost of torch's own tracer, which makes a graph that could be compiled.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._steps: list[tuple[Any, list[Any], Any, list[tuple[int, int]], list[int | None]]] = []
-        self._numbers: dict[int, int] = {}
-        # Held while tracing, or another tensor would come by the same identity.
-        self._alive: list[Any] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        leaves, tree = pytree.tree_flatten((args, kwargs))
-        places = [(at, self._numbers[id(leaf)]) for at, leaf in enumerate(leaves) if id(leaf) in self._numbers]
-        known = {at for at, _ in places}
-        outs = pytree.tree_leaves(result)
-        self._alive += [*leaves, *outs]
-        kept = [None if at in known else leaf for at, leaf in enumerate(leaves)]
-        self._steps.append((func, kept, tree, places, [self._number(out) for out in outs]))
-        return result
-
-    def _number(self, value: Any) -> int | None:
-        if not isinstance(value, torch.Tensor):
-            return None
-        return self._numbers.setdefault(id(value), len(self._numbers))
-
-    def player(self, results: Tensors) -> Callable[[], Tensors]:
-        wanted = [(self._numbers.get(id(result)), result) for result in results]
-        steps = self._steps
-        self._alive.clear()
-
-        def play() -> Tensors:
-            values: dict[int | None, Any] = {}
-            for func, kept, tree, places, numbers in steps:
-                leaves = list(kept)
-                for at, number in places:
-                    leaves[at] = values[number]
-                args, kwargs = pytree.tree_unflatten(leaves, tree)
-                values.update(zip(numbers, pytree.tree_leaves(func(*args, **kwargs)), strict=True))
-            return [result if number is None else values[number] for number, result in wanted]
-
-        return play
 
 
 class Held(Protocol):

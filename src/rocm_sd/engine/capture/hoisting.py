@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from rocm_sd.engine.capture.graph import Graph, capture_graph
+from rocm_sd.engine.capture.trial import CHECKED_REPLAYS, why_different
 from rocm_sd.engine.denoisers import denoiser
 from rocm_sd.ops.upsample_conv2d import parity_weights
 from rocm_sd.rewrite import conditioning, forwards, resblock, transformer
@@ -204,6 +205,9 @@ class PreparedCall:
         self._batch = batch
         self._of_the_run = hoist.of_the_run(text)
         self._graph: Graph | None = None
+        self._unchecked = 0
+        # Its graph's replay, where that was found to be.
+        self.wrong: str | None = None
         self._prompt: _Identity | None = None
         self._table: torch.Tensor | None = None
         self._table_of: _Identity | None = None
@@ -225,9 +229,31 @@ class PreparedCall:
         return sum(tensor.nbytes for tensor in (self._row, self._text, *self._of_the_run, *tables))
 
     def capture(self, device: torch.device) -> None:
-        graph = capture_graph(partial(self.hoist.of_the_run, self._text), device)
-        graph.replay()
-        self._graph, self._of_the_run = graph, graph.outputs
+        if self._graph is None:
+            self._graph = capture_graph(partial(self.hoist.of_the_run, self._text), device)
+            self._of_the_run, self._unchecked = self._graph.outputs, CHECKED_REPLAYS
+            self._replay(self._graph)
+
+    def give_up_graph(self) -> None:
+        """Compute what changes with the prompt without one from now on: the model's graph does not read it any more."""
+        if self._graph is not None:
+            self._graph, self._of_the_run = None, self.hoist.of_the_run(self._text)
+
+    def _replay(self, graph: Graph) -> None:
+        """The first ones are held against the same layers' answers: a step in which this is wrong is wrong throughout.
+
+        A graph that was found to be wrong is not replayed: what it would have filled is where the model's graph reads.
+        """
+        if self.wrong is None:
+            graph.replay()
+        if self.wrong is None and not self._unchecked:
+            return
+        self._unchecked -= 1
+        right = self.hoist.of_the_run(self._text)
+        self.wrong = self.wrong or why_different(graph.outputs, right)
+        if self.wrong is not None:
+            for held, value in zip(graph.outputs, right, strict=True):
+                held.copy_(value)
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
@@ -262,7 +288,7 @@ class PreparedCall:
         if self._graph is None:
             self._of_the_run = self.hoist.of_the_run(self._text)
         else:
-            self._graph.replay()
+            self._replay(self._graph)
         self._prompt = prompt
 
 

@@ -168,9 +168,19 @@ class FlatCall:
         args, kwargs = _built(self.shape, leaves)
         return args, kwargs
 
+    def changed(self, by: int) -> FlatCall:
+        """The same call with other values: each tensor's own, moved on. Numbers that count or index stay."""
+        return replace(self, tensors=[_moved_on(tensor, by) for tensor in self.tensors])
+
     def without_tensors(self) -> FlatCall:
         """For whoever keeps the call, and must not keep its tensors."""
         return replace(self, tensors=[])
+
+
+def _moved_on(tensor: torch.Tensor, by: int) -> torch.Tensor:
+    if not tensor.is_floating_point() or tensor.numel() == 1:
+        return tensor
+    return tensor.flatten().roll(by).view_as(tensor)
 
 
 class _Place:
