@@ -7,6 +7,7 @@ import op_checks
 from op_checks import dtype_id, shape_id
 from rocm_sd import numerics
 from rocm_sd.errors import Unsupported
+from rocm_sd.kernels.configs.attention import pieces
 from rocm_sd.ops import attention
 from rocm_sd.ops.attention import op as attention_op
 from rocm_sd.ops.attention import reference
@@ -116,9 +117,6 @@ def test_every_way_to_cut_the_work(keys, change, device):
 
 @pytest.mark.parametrize("head", [16, 24, 40, 48, 64, 72, 80, 96, 112, 128, 160, 176, 240, 256, 512])
 def test_a_head_is_cut_into_powers_of_two_that_cover_it(head):
-    pytest.importorskip("triton")
-    from rocm_sd.kernels.triton.attention import pieces
-
     for most in (1, 2, 3):
         cut = [size for size in pieces(head, most) if size]
         assert all(size >= 16 and size & (size - 1) == 0 for size in cut)

@@ -270,8 +270,11 @@ class _Block:
 
 
 @contextmanager
-def precompiling(workers: int | None = None) -> Iterator[Precompiled]:
-    """Skip launches of what is not compiled, and compile it in up to `workers` forks or threads (a core each)."""
+def precompiling(workers: int | None = None, *, forks: bool = True) -> Iterator[Precompiled]:
+    """Skip launches of what is not compiled, and compile it in up to `workers` forks or threads (a core each).
+
+    Without `forks` threads compile: for the few variants of a process that is a worker itself.
+    """
     done = Precompiled()
     count = min(_cores(), MOST_WORKERS) if workers is None else workers
     if count < 2:
@@ -279,7 +282,8 @@ def precompiling(workers: int | None = None) -> Iterator[Precompiled]:
         yield done
         return
     began = time.monotonic()
-    start()
+    if forks:
+        start()
     pool = ThreadPoolExecutor(count, thread_name_prefix="rocm-sd-precompile")
     block = _Block(pool, done)
     try:
