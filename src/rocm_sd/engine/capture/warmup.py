@@ -32,6 +32,9 @@ def start_compiling(device: torch.device) -> None:
         from rocm_sd.kernels.triton import precompile  # noqa: PLC0415 -- needs Triton
 
         precompile.start()
+        from rocm_sd.ops import self_test  # noqa: PLC0415 -- as in compile_kernels
+
+        self_test.start(device)
 
 
 def compile_kernels(run: Callable[[], object], device: torch.device, dtype: torch.dtype) -> None:

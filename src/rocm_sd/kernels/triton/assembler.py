@@ -2,7 +2,8 @@
 
 ptxas 12.8.93, which Triton 3.6 brings, takes a stale register for the shared-memory descriptor of a wgmma that follows
 a loop: where a head is in several pieces and a block of keys is left for after the loop, the last piece's product with
-the values reads keys 16 and up from elsewhere. See docs/ptxas-wgmma.md.
+the values reads keys 16 and up from elsewhere. Wrong were two pieces with 64 and 128 keys in a block, and three with
+32, too. See docs/ptxas-wgmma.md.
 """
 
 from __future__ import annotations
@@ -20,23 +21,16 @@ if TYPE_CHECKING:
 
 __all__ = ["loses_last_block", "ptxas_version"]
 
-# 12.9.86 is right on the same PTX.
+# 12.9.86 and 13.0.88 are right on the same calls.
 _RIGHT_FROM = (12, 9)
 # Of fewer queries, or in fewer warps than a warpgroup has, Triton takes mma and not wgmma.
 _WGMMA_QUERIES = 64
 _WARPGROUP = 4
-# Of 32 keys and fewer every call was right; 64 and 128 were wrong.
-_RIGHT_KEYS = 32
 
 
 def loses_last_block(device: torch.device, config: AttentionConfig) -> bool:
     """Whether what comes after the loop over keys may be wrong where a head is in several pieces."""
-    return (
-        config.block_n > _RIGHT_KEYS
-        and config.block_m >= _WGMMA_QUERIES
-        and config.warps >= _WARPGROUP
-        and _is_affected(device)
-    )
+    return config.block_m >= _WGMMA_QUERIES and config.warps >= _WARPGROUP and _is_affected(device)
 
 
 @cache

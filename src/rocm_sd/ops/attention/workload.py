@@ -67,9 +67,11 @@ _LIKE_SCORES = 2**26
 def _similar(problem: Problem) -> Iterator[Sample]:
     b, s, t, h, d = (int(problem[name]) for name in ("b", "s", "t", "h", "d"))
     dtype = getattr(torch, str(problem["dtype"]))
-    for items, heads in ((b, h), (1, h), (1, 1)):
-        if items * heads * s * t <= _LIKE_SCORES:
-            yield _sample(items, s, t, heads, d, dtype)
+    # Of fewer keys with the same tail: where programs are many, how many queries there are counts, too.
+    for keys in (t, min(t, 4096 + t % 1024), min(t, 1024 + t % 1024)):
+        for items, heads in ((b, h), (1, h), (1, 1)):
+            if items * heads * s * keys <= _LIKE_SCORES:
+                yield _sample(items, s, keys, heads, d, dtype)
     for rows in (_LIKE_SCORES // (h * t), 1024, 128, 16):
         for heads in (h, 1):
             yield _sample(1, max(1, min(s, rows)), t, heads, d, dtype)

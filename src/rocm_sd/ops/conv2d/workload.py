@@ -124,17 +124,19 @@ _LIKE_PIXELS = (2**15, 2**12, 2**8)
 
 
 def _similar(problem: Problem) -> Iterator[Sample]:
-    """In one picture, or in one of fewer lines."""
+    """In one picture, or in one of fewer lines; at last with fewer results, whose weights are fewer, too."""
     kernel, stride, padding = (int(problem[name]) for name in ("kernel", "stride", "padding"))
-    for pixels in (int(problem["pixels"]), *_LIKE_PIXELS):
+    cout = int(problem["cout"])
+    wanted = [(pixels, cout) for pixels in (int(problem["pixels"]), *_LIKE_PIXELS)]
+    for pixels, channels in (*wanted, (_LIKE_PIXELS[-1], min(cout, 320))):
         height, width = rectangle(min(pixels, int(problem["pixels"])))
         # 1 x 8191 is no picture: of a prime number of pixels a few are left out.
         if width > 64 * height:
             height, width = rectangle(height * width // 64 * 64 or height * width)
-        sides = ((side - 1) * stride + kernel - 2 * padding for side in (height, width))
+        height, width = ((side - 1) * stride + kernel - 2 * padding for side in (height, width))
         yield _sample(
-            (1, int(problem["cin"]), *sides),
-            int(problem["cout"]),
+            (1, int(problem["cin"]), height, width),
+            channels,
             kernel,
             stride=stride,
             padding=padding,

@@ -53,11 +53,11 @@ def variant(problem: Problem, config: Any, _device: torch.device) -> str:
 
 
 def _similar(problem: Problem) -> Iterator[Sample]:
-    """In one picture, or in one of fewer lines."""
+    """In one picture, or in one of fewer lines; at last with fewer results, whose weights are fewer, too."""
     dtype = getattr(torch, str(problem["dtype"]))
-    for pixels in (int(problem["pixels"]), 2**13, 2**10):
-        sides = rectangle(min(pixels, int(problem["pixels"])))
-        yield _sample((1, int(problem["cin"]), *sides), int(problem["cout"]), dtype=dtype)
+    all_, cout = int(problem["pixels"]), int(problem["cout"])
+    for pixels, channels in ((all_, cout), (2**13, cout), (2**10, cout), (2**10, min(cout, 320))):
+        yield _sample((1, int(problem["cin"]), *rectangle(min(pixels, all_))), channels, dtype=dtype)
 
 
 def _real(n: int, channels: int, size: int) -> Sample:
