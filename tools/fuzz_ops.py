@@ -38,16 +38,16 @@ REASONS = 200
 
 
 def fuzz(
-    calls: Annotated[int, typer.Option(help="How many, over all ops.")] = 20_000,
-    seed: Annotated[int, typer.Option(help="The same seed draws the same calls.")] = 0,
-    seconds: Annotated[float, typer.Option(help="Begin nothing new after this long.")] = 3600.0,
-    out: Annotated[Path, typer.Option(help="The record, which is also where it goes on.")] = Path("fuzz.json"),
-    ops: Annotated[str | None, typer.Option(help="Ops by name, e.g. attention,conv2d. (default: all)")] = None,
-    device: Annotated[str | None, typer.Option(help="cuda or cpu. (default: what is there)")] = None,
+    calls: Annotated[int, typer.Option("--calls", help="How many, over all ops.")] = 20_000,
+    seed: Annotated[int, typer.Option("--seed", help="The same seed draws the same calls.")] = 0,
+    seconds: Annotated[float, typer.Option("--seconds", help="Begin nothing new after this long.")] = 3600.0,
+    out: Annotated[Path, typer.Option("--out", help="The record, which is also where it goes on.")] = Path("fuzz.json"),
+    ops: Annotated[str | None, typer.Option("--ops", help="Ops by name, e.g. attention,conv2d. (default: all)")] = None,
+    device: Annotated[str | None, typer.Option("--device", help="cuda or cpu. (default: what is there)")] = None,
     small: Annotated[
         bool | None, typer.Option("--small/--real", help="Tiny calls, for a CPU. (default: on a CPU)")
     ] = None,
-    samples: Annotated[int, typer.Option(help="Drawn calls of one round.")] = SAMPLES_A_ROUND,
+    samples: Annotated[int, typer.Option("--samples", help="Drawn calls of one round.")] = SAMPLES_A_ROUND,
 ) -> None:
     """The exit code is 7 when a call failed."""
     only = tuple(parts(ops))
