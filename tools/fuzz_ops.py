@@ -3,21 +3,22 @@
 Calls have sizes that pictures have: maps of 64 to 2048 pixels in steps of 8, batches with guidance, texts, tails of
 every residue, views of packed projections, parts that are there or not. Each result is held to float64 (see
 fuzz_rounds.py). A worker process runs them, so that a crash or a hang costs one call. The record has a row for each
-op, implementation, config and variant; Ctrl-C keeps what was done, and the same command goes on from there.
+op, implementation, config and variant; Ctrl-C keeps what was done, and the same command goes on from there. The exit
+code is 7 where a call failed.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 import tempfile
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-import typer
 from rich.console import Console
 
 from fuzz_calls import CALLS
@@ -38,18 +39,17 @@ REASONS = 200
 
 
 def fuzz(
-    calls: Annotated[int, typer.Option("--calls", help="How many, over all ops.")] = 20_000,
-    seed: Annotated[int, typer.Option("--seed", help="The same seed draws the same calls.")] = 0,
-    seconds: Annotated[float, typer.Option("--seconds", help="Begin nothing new after this long.")] = 3600.0,
-    out: Annotated[Path, typer.Option("--out", help="The record, which is also where it goes on.")] = Path("fuzz.json"),
-    ops: Annotated[str | None, typer.Option("--ops", help="Ops by name, e.g. attention,conv2d. (default: all)")] = None,
-    device: Annotated[str | None, typer.Option("--device", help="cuda or cpu. (default: what is there)")] = None,
-    small: Annotated[
-        bool | None, typer.Option("--small/--real", help="Tiny calls, for a CPU. (default: on a CPU)")
-    ] = None,
-    samples: Annotated[int, typer.Option("--samples", help="Drawn calls of one round.")] = SAMPLES_A_ROUND,
+    *,
+    calls: int,
+    seed: int,
+    seconds: float,
+    out: Path,
+    ops: str | None = None,
+    device: str | None = None,
+    small: bool | None = None,
+    samples: int = SAMPLES_A_ROUND,
 ) -> None:
-    """The exit code is 7 when a call failed."""
+    """`samples`: drawn calls of one round. `small`: tiny calls, as on a CPU."""
     only = tuple(parts(ops))
     for name in only:
         if name not in CALLS:
@@ -142,9 +142,22 @@ def _say(record: dict[str, Any], out: Path) -> None:
     )
 
 
-if __name__ == "__main__":
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--calls", type=int, default=20_000, help="how many, over all ops")
+    parser.add_argument("--seed", type=int, default=0, help="the same seed draws the same calls")
+    parser.add_argument("--seconds", type=float, default=3600.0, help="begin nothing new after this long")
+    parser.add_argument("--out", type=Path, default=Path("fuzz.json"), help="the record, and where to go on")
+    parser.add_argument("--ops", help="by name, e.g. attention,conv2d (default: all)")
+    parser.add_argument("--device", help="cuda:0 or cpu (default: what is there)")
+    parser.add_argument("--small", action=argparse.BooleanOptionalAction, help="tiny calls (default: on a CPU)")
+    parser.add_argument("--samples", type=int, default=SAMPLES_A_ROUND, help="drawn calls of one round")
     try:
-        typer.run(fuzz)
+        fuzz(**vars(parser.parse_args()))
     except RocmSdError as error:
         Console(stderr=True).print(f"{error.message} {error.hint or ''}".strip(), markup=False)
         sys.exit(error.exit_code)
+
+
+if __name__ == "__main__":
+    main()

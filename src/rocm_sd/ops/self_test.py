@@ -8,6 +8,7 @@ process and never in the user's: a crash is a verdict, a hang is ended, and the 
 from __future__ import annotations
 
 import logging
+import time
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -41,6 +42,8 @@ _PREPARE_S = 600.0
 _JUDGE_S = 8.0
 # A library may search at its first call, too: that it takes so long twice, in two processes, is no chance.
 _HANGS = 2
+# Where no worker has room beside the model, each attempt would take seconds, for every kernel of the model.
+_UNUSABLE_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,8 @@ _known: dict[tuple[Any, ...], SelfTestVerdict] = {}
 _noted: set[tuple[str, Trial]] = set()
 # What a model has used without a test, since its launches were only noted.
 _unseen: dict[tuple[str, Trial], OpCandidates] = {}
+# Until when no worker is asked for a device, and why.
+_unusable: dict[torch.device, tuple[float, str]] = {}
 
 
 def forget() -> None:
@@ -66,6 +71,7 @@ def forget() -> None:
     _known.clear()
     _noted.clear()
     _unseen.clear()
+    _unusable.clear()
 
 
 def start(device: torch.device) -> None:
@@ -169,11 +175,17 @@ def _answer(op: OpCandidates, trial: Trial) -> tuple[Answer, bool]:
     if workers.inside():
         prepared = trials.prepare(op, trial)
         return (prepared if prepared.reason else trials.judge(op, trial)), False
+    until, why = _unusable.get(trial.device, (0.0, ""))
+    if time.monotonic() < until:
+        return Answer(why, lasting=False), False
     try:
         with workers.shared() as worker:
-            return _asked(worker, op, trial)
+            answer, hung = _asked(worker, op, trial)
     except workers.WorkerFailed as failed:
-        return Answer(f"no worker process could test it: {failed.message}", lasting=False), False
+        answer, hung = Answer(f"no worker process could test it: {failed.message}", lasting=False, broken=True), False
+    if answer.broken and not answer.lasting:
+        _unusable[trial.device] = time.monotonic() + _UNUSABLE_S, str(answer.reason)
+    return answer, hung
 
 
 def _asked(worker: workers.Worker, op: OpCandidates, trial: Trial) -> tuple[Answer, bool]:

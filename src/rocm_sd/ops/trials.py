@@ -167,7 +167,7 @@ def _failed(error: Exception, device: torch.device) -> Answer:
     sentence = f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
     # A second context, or what it holds, did not fit beside the model: torch has two errors for that.
     if isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error).lower():
-        return Answer(f"no memory is left on {device} to test it: {sentence}", lasting=False, broken=True)
+        return Answer(f"no memory is left on {device} to test it: {sentence}", lasting=False, broken=_is_broken(device))
     lasting = not isinstance(error, _SET_UP) and "C compiler" not in str(error)
     return Answer(sentence, lasting, _is_broken(device))
 
@@ -250,7 +250,7 @@ def arguments_of(op: OpCandidates, trial: Trial) -> Iterator[tuple[tuple[Any, ..
         both = (sample(op, trial.candidate, trial.dtype, trial.device, real=real) for real in (False, True))
         samples = [each for each in both if each is not None]
     for each in samples:
-        arguments = each.make(trial.device)
+        arguments = each.make(trial.device, filled=False)
         yield arguments, trial.config or _data_config(op, trial.candidate, arguments, trial.device)
 
 

@@ -146,6 +146,10 @@ def test_without_a_worker_nothing_is_trusted_but_what_was_tested_before(preferre
     assert found.implementation == "torch"
     assert "a frozen program has no interpreter to start" in found.why
     assert user_database().quarantined() == ()
+    # Nor is it tried again at once: a model has dozens of kernels.
+    again = self_test.verdict(OPS["attention"], "sdpa_math", {"dtype": "float32"}, CPU)
+    assert again.state == "failed"
+    assert "a frozen program" in again.reason
     user_database().passed("geglu", "sleeps", current(CPU), "1", "float16")
     new_process()
     assert OPS["geglu"].choose(problem, CPU).implementation == "sleeps"
