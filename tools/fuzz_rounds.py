@@ -163,9 +163,10 @@ def _try(case: _Case, chosen: list[Candidate], device: torch.device, done: Round
         row = (op.name, candidate.implementation, str(candidate.config), said)
         under_way.write_text(f"{case.number} {candidate}", encoding="utf-8")
         done.calls[row] = done.calls.get(row, 0) + 1
-        own = is_noted(op, candidate.implementation) or made.kernels is not None
         try:
-            reason = _why_wrong(partial(made, config=candidate.config), arguments, exact, stock, twice=own)
+            reason = _why_wrong(
+                partial(made, config=candidate.config), arguments, exact, stock, twice=bool(candidate.config)
+            )
         except Exception as error:  # noqa: BLE001 -- whatever a candidate raises is what was looked for
             reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}"
             done.broken = _is_broken(device)
