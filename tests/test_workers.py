@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from concurrent.futures import CancelledError
 from pathlib import Path
@@ -16,7 +17,17 @@ import pytest
 
 from rocm_sd import workers
 from rocm_sd.errors import InvalidOption, MissingDependency, RocmSdError
-from rocm_sd.workers import OutOfTime, Pool, Worker, WorkerCannotStart, WorkerFailed, WorkerLost, cancelling
+from rocm_sd.workers import (
+    OutOfTime,
+    Pool,
+    Worker,
+    WorkerCannotStart,
+    WorkerFailed,
+    WorkerLost,
+    cancelling,
+    shared,
+    start_shared,
+)
 
 
 def process() -> int:
@@ -258,3 +269,124 @@ def test_a_caller_that_stops_early_cancels_what_has_not_begun():
             raise KeyboardInterrupt
         assert futures[-1].cancelled()
         assert pool.submit(process, timeout=60).result() != os.getpid()
+
+
+@pytest.fixture
+def alone():
+    """The shared worker as a new process finds it, and nothing of it after the test."""
+    end_shared()
+    yield
+    end_shared()
+
+
+def end_shared() -> None:
+    if workers._keeper is not None:
+        workers._keeper.worker.end()
+        workers._keeper.ended = True
+
+
+def shared_process() -> int:
+    with shared() as worker:
+        return worker.call(process, timeout=60)
+
+
+@pytest.mark.usefixtures("alone")
+def test_all_that_is_tried_shares_one_worker_also_from_other_threads():
+    first = shared_process()
+    found = []
+    threads = [threading.Thread(target=lambda: found.append(shared_process())) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    # Nor does it die with a thread that has used it.
+    assert {first, shared_process(), *found} == {first}
+    with shared() as worker, shared() as again:
+        assert worker is again
+        with pytest.raises(WorkerLost, match=r"^crashed with exit status 3"):
+            worker.call(crash, timeout=60)
+    assert shared_process() != first
+
+
+@pytest.mark.usefixtures("alone")
+def test_one_thread_at_a_time_has_the_shared_worker():
+    order = []
+
+    def other() -> None:
+        with shared() as worker:
+            worker.call(process, timeout=60)
+            order.append("other")
+
+    with shared() as worker:
+        thread = threading.Thread(target=other)
+        thread.start()
+        worker.call(sleep, 0.5, timeout=60)
+        order.append("first")
+    thread.join()
+    assert order == ["first", "other"]
+
+
+@pytest.mark.usefixtures("alone")
+def test_the_shared_worker_ends_when_nobody_asks(monkeypatch):
+    monkeypatch.setattr(workers, "_IDLE_S", 0.5)
+    pid = shared_process()
+    assert gone(pid)
+    with shared() as worker:
+        pid = worker.call(process, timeout=60)
+        time.sleep(1.5)
+        assert worker.call(process, timeout=60) == pid, "it was in use"
+    assert gone(pid)
+
+
+@pytest.mark.usefixtures("alone")
+def test_the_shared_worker_can_be_started_ahead(tmp_path):
+    start_shared(Path.touch, tmp_path / "ready")
+    end = time.monotonic() + 60
+    while not (tmp_path / "ready").exists():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    assert lives(shared_process())
+
+
+def uses_shared() -> None:
+    with shared():
+        pass
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_worker_has_no_shared_worker():
+    with shared() as worker, pytest.raises(WorkerCannotStart, match="a worker starts no other"):
+        worker.call(uses_shared, timeout=60)
+
+
+@pytest.mark.usefixtures("alone")
+def test_the_shared_worker_ends_with_the_process(tmp_path):
+    (tmp_path / "asked.py").write_text("import os\n\ndef process():\n    return os.getpid()\n")
+    script = """
+import asked
+from rocm_sd.workers import shared
+with shared() as worker:
+    print(worker.call(asked.process, timeout=60), flush=True)
+"""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])}
+    done = subprocess.run(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, env=environment, timeout=60, check=True, text=True
+    )
+    assert gone(int(done.stdout))
+
+
+def test_what_cannot_be_started_says_why(monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(workers.subprocess, "Popen", no_memory)
+        with (
+            Worker() as worker,
+            pytest.raises(WorkerCannotStart, match=r"no process could be started.*Cannot allocate"),
+        ):
+            worker.call(process, timeout=60)
+    monkeypatch.setattr(sys, "executable", "")
+    with Worker() as worker, pytest.raises(WorkerCannotStart, match="frozen"):
+        worker.call(process, timeout=60)
+
+
+def no_memory(*_given, **_named):
+    raise OSError(12, "Cannot allocate memory")

@@ -5,6 +5,9 @@
 
     Pool(4).submit(tasks.build, op, arch, timeout=60)      # a future; as many workers as are needed, at most four
 
+    with shared() as worker:                               # one for all that this process has to try out
+        worker.call(trials.judge, op, trial, timeout=10)
+
 A worker is a new interpreter and never a fork, which could not use a GPU that this process has opened; nor does it run
 the user's script again, as those of `multiprocessing` do. Its environment is its own: Triton reads TRITON_INTERPRET
 when a kernel is decorated, so compiling and interpreting cannot share a process.
@@ -12,6 +15,7 @@ when a kernel is decorated, so compiling and interpreting cannot share a process
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import math
 import multiprocessing
@@ -26,7 +30,7 @@ import threading
 import time
 import traceback
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import partial
 from multiprocessing.connection import Connection
 from types import MappingProxyType
@@ -39,6 +43,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "OutOfTime", "Pool", "Worker", "WorkerCannotStart", "WorkerFailed", "WorkerLost", "cancelling", "inside", "serve",
+    "shared", "start_shared",
 ]  # fmt: skip
 
 T = TypeVar("T")
@@ -46,6 +51,8 @@ _SERVE = f"import sys; from {__name__} import serve; serve(int(sys.argv[1]))"
 _SETTINGS = "ROCM_SD_"
 _START_S = 300.0  # to import torch and Triton takes seconds; many processes on a slow disk take longer
 _END_S = 5.0
+# A model's first call asks for all that it needs within seconds; what is idle for longer holds memory of the card.
+_IDLE_S = 60.0
 _inside = False
 
 
@@ -109,7 +116,9 @@ class Worker(AbstractContextManager["Worker"]):
         return value
 
     def start(self) -> None:
-        """Start the process without waiting for it: a call finds it up, or on its way."""
+        """Start the process, where none runs; the first call would start it else. It ends with this thread."""
+        if self._process is not None and self._process.poll() is not None:
+            self.stop()
         if self._process is None:
             self._start()
 
@@ -129,6 +138,8 @@ class Worker(AbstractContextManager["Worker"]):
     def _start(self) -> Connection[Any, Any]:
         if self._ended:
             raise WorkerLost("was ended with its pool")
+        if not sys.executable or getattr(sys, "frozen", False):
+            raise WorkerCannotStart("a frozen program has no interpreter to start")
         resources = self._resources
         # Packages are found where this process found them, and not in the folder that it was started in.
         places = os.pathsep.join(place for place in sys.path if place)
@@ -141,14 +152,18 @@ class Worker(AbstractContextManager["Worker"]):
         ours, theirs = multiprocessing.Pipe()
         with theirs:
             self._connection = resources.enter_context(ours)
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", _SERVE, str(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
-                stdout=self._log,
-                stderr=self._log,
-                env={name: value for name, value in changed.items() if value is not None},
-                pass_fds=(theirs.fileno(),),
-            )
+            try:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-c", _SERVE, str(theirs.fileno())],
+                    stdin=subprocess.DEVNULL,
+                    stdout=self._log,
+                    stderr=self._log,
+                    env={name: value for name, value in changed.items() if value is not None},
+                    pass_fds=(theirs.fileno(),),
+                )
+            except OSError as error:
+                self.stop()
+                raise WorkerCannotStart(f"no process could be started: {error}") from error
         resources.callback(self._process.wait)
         resources.callback(self._process.kill)
         return ours
@@ -260,6 +275,97 @@ class Pool(AbstractContextManager["Pool"]):
         for thread in self._threads:
             # What hangs in a driver cannot even be killed: nobody waits for it.
             thread.join(_END_S)
+
+
+class _Keeper:
+    """The worker of `shared`. A process dies with the thread that started it, so one thread keeps it while it lives."""
+
+    def __init__(self) -> None:
+        self.worker, self.owner, self.ended = Worker(), os.getpid(), False
+        self.lock = threading.RLock()
+        self.used = time.monotonic()
+        self._wanted: queue.SimpleQueue[Future[None]] = queue.SimpleQueue()
+        threading.Thread(target=self._keep, daemon=True, name="rocm-sd-shared-worker").start()
+
+    def start(self) -> None:
+        started: Future[None] = Future()
+        self._wanted.put(started)
+        started.result()
+
+    def _keep(self) -> None:
+        while not self.ended:
+            try:
+                started = self._wanted.get(timeout=max(0.01, self.used + _IDLE_S - time.monotonic()))
+            except queue.Empty:
+                self._end_if_idle()
+                continue
+            try:
+                self.worker.start()
+                started.set_result(None)
+            except BaseException as error:  # noqa: BLE001 -- whoever waits for it raises it
+                started.set_exception(error)
+
+    def _end_if_idle(self) -> None:
+        if self.lock.acquire(blocking=False):
+            try:
+                if time.monotonic() - self.used >= _IDLE_S:
+                    self.ended = True
+                    self.worker.stop()
+            finally:
+                self.lock.release()
+
+
+_keeper: _Keeper | None = None
+_keeper_lock = threading.Lock()
+
+
+def _kept() -> _Keeper:
+    """A fork of this process has the object, and neither its thread nor a right to its worker."""
+    global _keeper  # noqa: PLW0603 -- one for all of this process
+    with _keeper_lock:
+        if _keeper is None or _keeper.ended or _keeper.owner != os.getpid():
+            if _keeper is None:
+                atexit.register(_end_shared)
+            _keeper = _Keeper()
+        return _keeper
+
+
+def _end_shared() -> None:
+    if _keeper is not None and _keeper.owner == os.getpid():
+        _keeper.worker.end()
+
+
+@contextmanager
+def shared() -> Iterator[Worker]:
+    """The one worker for all that this process tries out, with what it has imported; one thread at a time has it.
+
+    It ends with this process, or after a minute in which nobody asked, so that its memory of the card is given back.
+    Inside a worker there is none: what would be tried out in one is tried in place.
+    """
+    if inside():
+        raise WorkerCannotStart("a worker starts no other")
+    while True:
+        kept = _kept()
+        with kept.lock:
+            if kept.ended:
+                continue
+            kept.start()
+            try:
+                yield kept.worker
+            finally:
+                kept.used = time.monotonic()
+            return
+
+
+def start_shared(function: Callable[..., object], *arguments: Any) -> None:
+    """Start the shared worker without waiting for it, and let it call the function, which imports what it will need."""
+
+    def begin() -> None:
+        # Who needs the worker meets the fault again.
+        with suppress(WorkerFailed), shared() as worker:
+            worker.call(function, *arguments, timeout=_START_S)
+
+    threading.Thread(target=begin, daemon=True, name="rocm-sd-start-worker").start()
 
 
 @contextmanager

@@ -1,12 +1,15 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 import op_checks
 from op_checks import dtype_id, shape_id
-from rocm_sd import numerics
+from rocm_sd import arch, numerics
 from rocm_sd.errors import Unsupported
+from rocm_sd.kernels.configs.attention import AttentionConfig, pieces
 from rocm_sd.ops import attention
 from rocm_sd.ops.attention import op as attention_op
 from rocm_sd.ops.attention import reference
@@ -116,9 +119,6 @@ def test_every_way_to_cut_the_work(keys, change, device):
 
 @pytest.mark.parametrize("head", [16, 24, 40, 48, 64, 72, 80, 96, 112, 128, 160, 176, 240, 256, 512])
 def test_a_head_is_cut_into_powers_of_two_that_cover_it(head):
-    pytest.importorskip("triton")
-    from rocm_sd.kernels.triton.attention import pieces
-
     for most in (1, 2, 3):
         cut = [size for size in pieces(head, most) if size]
         assert all(size >= 16 and size & (size - 1) == 0 for size in cut)
@@ -194,3 +194,94 @@ def test_bad_input_is_refused_in_one_sentence(change, message):
 def test_a_backend_says_which_heads_it_cannot_take(device):
     problem = {"b": 1, "s": 64, "t": 64, "h": 1, "d": 512, "dtype": "float16"}
     assert "d=512" in OP.implementation("sdpa_flash").why_not(problem, device)
+
+
+HOPPER = torch.device("cuda", 7)
+SPLIT_HEAD = AttentionConfig(128, 64, 8, 3, programs_per_cu=0)
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """launched(ptxas, ...): how the kernel goes over its keys on an H200 whose Triton has that assembler."""
+    pytest.importorskip("triton")
+    from rocm_sd.kernels.triton import assembler
+    from rocm_sd.kernels.triton import attention as kernels
+
+    seen = []
+
+    class Launch:
+        def __getitem__(self, _grid):
+            return lambda *_given, **named: seen.append((named["MASKED"], named["TAIL"], named["AHEAD"]))
+
+    def launch(version, keys=4095, head=40, config=SPLIT_HEAD, on="sm_90"):
+        monkeypatch.setattr(assembler, "ptxas_version", lambda: version)
+        monkeypatch.setattr(assembler.arch, "detect", lambda _device: arch.get(on))
+        monkeypatch.setattr(kernels, "_attend", Launch())
+        monkeypatch.setattr(kernels, "_merge", Launch())
+        assembler._is_affected.cache_clear()
+        q, k = torch.empty(1, 128, 2, head), torch.empty(1, keys, 2, head)
+        kernels.launch(q, k, k, torch.empty_like(q), 0.1, config, 132)
+        return seen.pop()
+
+    yield launch
+    assembler._is_affected.cache_clear()
+
+
+MASKED, TAIL, WHOLE, AHEAD = (True, False, False), (False, True, False), (False, False, False), (False, False, True)
+
+
+def test_no_wgmma_follows_the_loop_where_the_assembler_gets_it_wrong(launched):
+    # The version that Triton 3.6 brings, and one that cannot be asked.
+    for version in ((12, 8, 93), None):
+        assert launched(version) == MASKED
+        assert launched(version, head=104, config=replace(SPLIT_HEAD, block_m=64, block_n=32, warps=4)) == MASKED
+        assert launched(version, keys=4096, config=replace(SPLIT_HEAD, ahead=1)) == WHOLE
+        assert launched(version, config=replace(SPLIT_HEAD, ahead=1)) == MASKED
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"version": (12, 9, 86)}, TAIL),
+        ({"version": (13, 0, 88)}, TAIL),
+        # It has no wgmma.
+        ({"on": "sm_89"}, TAIL),
+        ({"on": "gfx942"}, TAIL),
+        ({"keys": 4096}, WHOLE),
+        ({"head": 64}, TAIL),
+        ({"config": replace(SPLIT_HEAD, pieces=1)}, TAIL),
+        ({"config": replace(SPLIT_HEAD, pieces=1, ahead=1), "keys": 4096}, AHEAD),
+        # Too few queries for a wgmma, and too few warps.
+        ({"config": replace(SPLIT_HEAD, block_m=32, warps=4)}, TAIL),
+        ({"config": replace(SPLIT_HEAD, warps=2)}, TAIL),
+    ],
+)
+def test_everything_else_keeps_its_loop(change, expected, launched):
+    assert launched(**{"version": (12, 8, 93), **change}) == expected
+
+
+def test_the_assembler_is_asked_what_it_is(monkeypatch):
+    compiler = pytest.importorskip("triton.backends.nvidia.compiler")
+    from rocm_sd.kernels.triton import assembler
+
+    said = "Cuda compilation tools, release 12.8, V12.8.93\nBuild cuda_12.8.r12.8/compiler.35583870_0"
+    monkeypatch.setattr(compiler, "get_ptxas_version", lambda _arch: said)
+    assert assembler.ptxas_version() == (12, 8, 93)
+    monkeypatch.setattr(compiler, "get_ptxas_version", lambda _arch: "nothing of use")
+    assert assembler.ptxas_version() is None
+    monkeypatch.setattr(compiler, "get_ptxas_version", lambda: said)
+    assert assembler.ptxas_version() is None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head", [40, 48, 72, 80, 104])
+@pytest.mark.usefixtures("poison_memory")
+def test_every_tail_of_a_head_in_pieces(head, device):
+    """A picture of 504x520 has 4095 keys: ptxas 12.8 was wrong there in the last piece of the head."""
+    config = SPLIT_HEAD if head < 64 else replace(SPLIT_HEAD, stages=2)
+    packed = inputs((1, 4096, 4096, 2, head), torch.float16, device)
+    for keys in (*range(4033, 4097), 4064 - 64, 3969):
+        q, k, v = packed[0][:, :128], packed[1][:, :keys], packed[2][:, :keys]
+        check(q, k, v, "triton", config=config)
+        if keys % 16 in (0, 15):
+            check(q, k, v, "triton", config=replace(config, block_m=64, block_n=32, warps=4))

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import logging
-import multiprocessing
-import os
-import signal
 from contextlib import nullcontext
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from rocm_sd import arch, workers
 from rocm_sd.engine.capture import warmup
 from rocm_sd.kernels import hip
 from rocm_sd.kernels import triton as triton_kernels
-from rocm_sd.ops import registry, self_test
+from rocm_sd.kernels.config import Config
+from rocm_sd.ops import registry, self_test, trials
 from rocm_sd.ops.definition import Implementation, Verification
 from rocm_sd.ops.registry import OPS, Op
 from rocm_sd.ops.samples import Sample
@@ -76,6 +76,8 @@ def card(tmp_path, monkeypatch):
     monkeypatch.setenv("ROCM_SD_CACHE", str(tmp_path))
     monkeypatch.setattr(choice, "_table", lambda op, _arch: table if op == "silu" else None)
     monkeypatch.setattr(registry, "SELF_TESTED", frozenset({"cpu"}))
+    # A worker finds ops by name, and these have none: they are tested in place, as inside a worker.
+    monkeypatch.setattr(workers, "_inside", True)
     registry._say_once.cache_clear()
     registry.forget_choices()
     self_test.forget()
@@ -341,20 +343,96 @@ def test_one_that_takes_no_sample_is_not_trusted():
     assert "none of the calls" in op.choose({"n": 1, "dtype": "float16"}, CPU).why
 
 
-def test_a_candidate_that_ends_its_process_twice_is_set_aside():
-    fork = multiprocessing.get_context("fork")
-    for _ in range(2):
-        child = fork.Process(target=_choose_and_die)
-        child.start()
-        child.join()
-        assert child.exitcode == -signal.SIGKILL
+@dataclass(frozen=True)
+class _Block(Config):
+    block: int = 4
+
+
+def _with_variants(run) -> Op:
+    """Code of its own for what a block does not divide."""
     op = make_op(_definition)
-    assert "2 processes ended" in op.choose(PROBLEM, CPU).why
-    assert op.calls == []
+    calls = op.calls
+
+    def counted(x, *, config):
+        calls.append((x.numel(), config.block))
+        return run(x, config)
+
+    fast = Implementation(
+        "fast",
+        counted,
+        lambda _problem, _device: None,
+        default=_Block(),
+        variant=lambda problem, config, _device: "tail" if problem["n"] % config.block else "whole",
+    )
+    verification = replace(op.verification, similar=lambda problem: [_sample(2**27), _sample(9), _sample(problem["n"])])
+    made = Op(op.name, op.summary, (op.implementations[0], fast), verification)
+    object.__setattr__(made, "calls", calls)
+    return made
 
 
-def _choose_and_die() -> None:
-    make_op(lambda _x: os.kill(os.getpid(), signal.SIGKILL)).choose(PROBLEM, CPU)
+def _wrong_in_tails(x, config):
+    # The samples of the op are whole: only a call of that variant shows it.
+    return _nan(x) if x.numel() % config.block else _definition(x)
+
+
+def test_each_variant_of_the_code_is_tested_for_itself():
+    op = _with_variants(_wrong_in_tails)
+    assert op.choose({**PROBLEM, "n": 8}, CPU).implementation == "fast"
+    # The op's own samples, then the first call of the variant that is small enough.
+    assert [n for n, _ in op.calls] == [1000, 2 * MILLION, 8]
+    assert op.choose({**PROBLEM, "n": 16}, CPU).implementation == "fast"
+    assert len(op.calls) == 3
+    found = op.choose({**PROBLEM, "n": 7}, CPU)
+    assert found.implementation == "torch"
+    assert "at 9 elements: the worst of 9 elements is nan from stock torch" in found.why
+    assert op.calls[3:] == [(9, 4)]
+    (kept,) = user_database().quarantined()
+    assert kept.candidate == "fast: float16 4 tail"
+    new_process()
+    again = _with_variants(_wrong_in_tails)
+    assert again.choose({**PROBLEM, "n": 8}, CPU).implementation == "fast"
+    assert again.choose({**PROBLEM, "n": 7}, CPU).implementation == "torch"
+    assert again.calls == []
+    assert user_database().release("silu", "fast") == 1
+    new_process()
+    repaired = _with_variants(lambda x, _config: _definition(x))
+    assert repaired.choose({**PROBLEM, "n": 7}, CPU).implementation == "fast"
+    assert repaired.calls == [(9, 4)]
+
+
+def test_what_an_earlier_release_has_tested_counts_for_the_candidate_and_for_no_variant():
+    op = _with_variants(lambda x, _config: _definition(x))
+    user_database().passed("silu", "fast", current(CPU), op.kernel_hash("fast"), "float16")
+    assert op.choose({**PROBLEM, "n": 8}, CPU).implementation == "fast"
+    assert op.calls == [(8, 4)]
+
+
+def test_a_variant_that_was_only_noted_is_tested_later(monkeypatch):
+    op = _with_variants(_wrong_in_tails)
+    with monkeypatch.context() as patch:
+        patch.setattr(triton_kernels, "skips_launches", lambda: True)
+        assert op.choose({**PROBLEM, "n": 7}, CPU).implementation == "fast"
+        assert op.calls == [(1000, 4), (2 * MILLION, 4), (9, 4)]
+    self_test.catch_up()
+    assert op.choose({**PROBLEM, "n": 7}, CPU).implementation == "torch"
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_a_variant_of_every_op_is_met_by_a_call_that_is_like_the_problem(name, device):
+    op = OPS[name]
+    samples = [each.sample for each in op.tuning.buckets] + list(op.tuning.timed)
+    for implementation in op.implementations:
+        space = implementation.kernels.space if implementation.kernels else op.tuning.space
+        architecture = arch.get("gfx1100" if implementation.kernels else "sm_90")
+        for sample in samples if implementation.variant else ():
+            problem = op.verification.problem(*sample.make(filled=False))
+            for config in list(space(problem, architecture))[:2]:
+                variant = trials.variant_of(op, implementation.name, problem, config, device)
+                trial = trials.Trial(
+                    implementation.name, str(problem["dtype"]), device, variant, tuple(problem.items()), config
+                )
+                with hip.launched_by(None) if implementation.kernels else nullcontext():
+                    assert any(trials._is_variant(op, trial, like) for like in op.verification.similar(problem))
 
 
 def test_neither_autocast_nor_gradients_nor_the_random_numbers_of_the_picture_are_touched():
@@ -377,19 +455,21 @@ def test_every_op_has_a_sample_for_its_kernel_in_each_dtype(op, dtype, device):
     somewhere = nullcontext() if verification.kernels else hip.launched_by(None)
     for candidate in verification.proven:
         with somewhere:
-            small = self_test._sample(OPS[op], candidate, dtype, device, real=False)
-            real = self_test._sample(OPS[op], candidate, dtype, device, real=True)
+            small = trials.sample(OPS[op], candidate, dtype, device, real=False)
+            real = trials.sample(OPS[op], candidate, dtype, device, real=True)
         assert str(small.dtype) == str(real.dtype) == f"torch.{dtype}"
         made = [a for a in real.make(filled=False) if isinstance(a, torch.Tensor)]
-        assert sum(a.numel() for a in made) <= self_test._LARGEST
+        assert sum(a.numel() for a in made) <= trials.LARGEST
         # The latents of a picture are never that many.
-        assert op == "guided_step" or made[0].numel() >= self_test.MANY
+        assert op == "guided_step" or made[0].numel() >= trials.MANY
 
 
 @pytest.mark.parametrize("op", ["geglu", "layer_norm_residual", "guided_step", "upsample"])
 def test_kernels_of_this_project_pass(op, device):
-    small = self_test._sample(OPS[op], "triton", "float16", device, real=False)
-    assert self_test._against_float64(OPS[op], "triton", small, device)[0] is None
+    trial = trials.Trial("triton", "float16", device)
+    # The interpreter takes half a minute for a real sample.
+    trials._ready[op, trial] = trials._calls(OPS[op], trial)[:1]
+    assert trials.judge(OPS[op], trial).reason is None
 
 
 @pytest.mark.gpu
@@ -398,8 +478,10 @@ def test_every_candidate_passes_on_this_card(op, monkeypatch):
     monkeypatch.undo()
     device = torch.device("cuda", torch.cuda.current_device())
     for implementation in OPS[op].implementations[1:]:
-        if self_test._sample(OPS[op], implementation.name, "float16", device, real=False) is not None:
-            assert self_test._why_wrong(OPS[op], implementation.name, "float16", device) is None
+        if trials.sample(OPS[op], implementation.name, "float16", device, real=False) is not None:
+            trial = trials.Trial(implementation.name, "float16", device)
+            assert trials.prepare(OPS[op], trial).reason is None
+            assert trials.judge(OPS[op], trial).reason is None
 
 
 @pytest.mark.gpu
@@ -419,5 +501,5 @@ def test_nothing_is_tested_while_a_graph_is_captured(monkeypatch):
 def test_the_ladder_holds_kernels_to_the_same_gate():
     from rocm_sd.verify import ladder
 
-    assert self_test.compare is ladder.numerics.compare
-    assert self_test.in_float64 is ladder.in_float64
+    assert trials.compare is ladder.numerics.compare
+    assert trials.in_float64 is ladder.in_float64

@@ -17,6 +17,7 @@ _MIB = 1024 * 1024
 _GUIDE = "CUDA programming guide, technical specifications per compute capability"
 _CALCULATOR = "cuda_occupancy.h of CUDA 13.1"
 _PTX = "PTX ISA, mma and wgmma types per target"
+_WGMMA = "PTX ISA, wgmma.mma_async: sm_90a alone has it"
 _DATA_SHEET = unconfirmed("NVIDIA data sheet or architecture white paper")
 _HOPPER_RATES = "glennklockwood.com, H100 SXM rates after NVIDIA's H100 white paper"
 
@@ -40,6 +41,7 @@ _SM = (
         agpr_file_bytes=0,
     )
     | cite("CUDA programming guide, compute capabilities", integrated=False)
+    | cite(_WGMMA, has_wgmma=False)
     | cite("Triton 3.9 NVIDIA backend", triton_backend="cuda", triton_supported=True)
 )
 
@@ -92,6 +94,7 @@ NVIDIA: tuple[Arch, ...] = (
         _WARPS_64,
         cite(_GUIDE, max_workgroups_per_cu=32, lds_per_cu=228 * _KIB, lds_per_workgroup=227 * _KIB),
         matrix(_PTX, _CORES, _HOPPER, Fp8.OCP),
+        cite(_WGMMA, has_wgmma=True),
         cite("cuDeviceGetAttribute on an H200", compute_units=132, l2_bytes=60 * _MIB),
         cite("NVIDIA H200 product page", bandwidth_gbps=4800.0),
         peaks(_HOPPER_RATES, float16=989.4, bfloat16=989.4, float8=1978.9, tf32=494.7, int8=1978.9, float32=66.9),

@@ -86,6 +86,7 @@ class Arch:
     matrix_dtypes: frozenset[str] = frozenset()
     fp8: Fp8 | None = None
     has_bf16: bool | None = None
+    has_wgmma: bool | None = None
     integrated: bool | None = None
 
     compute_units: int | None = None

@@ -72,7 +72,7 @@ def optimize_with(target: Target, level: str, quality: str, parts: Parts) -> Tar
     architecture = arch.detect(device)
     graphs = (parts.captured or parts.hoisted) and graphs_wanted(device, allowed=decision.graphs)
     if graphs:
-        start_compiling(device)
+        start_compiling(device, tests=not calibration.wanted(device))
     ways = {name: way_of(name, module, device, parts, graphs=graphs) for name, module in modules.items()}
     changes = [
         change

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     WhyNot = Callable[[Problem, torch.device], str | None]
     Space = Callable[[Problem, Arch], Iterable[Config]]
+    Variant = Callable[[Problem, Any, torch.device], str]
 
 __all__ = [
     "HALVES",
@@ -110,6 +111,8 @@ class Implementation:
     over memory. `reads_two(problem, config)`: x and the `concat` that follows it are read where they lie.
     `overwrites`: `run` takes an `out`, which may be x. `scratch_bytes(arguments, config, device)`: the memory that a
     call takes for itself and gives back; the arguments may lie on the meta device. None: nobody knows.
+    `variant(problem, config, device)` says in a few words which code of the kernel runs: "2 pieces, tail". What was
+    right in one variant may be wrong in another, so each is tested for itself.
     """
 
     name: str
@@ -121,6 +124,7 @@ class Implementation:
     reads_two: Callable[[Problem, Any], bool] | None = None
     overwrites: bool = False
     scratch_bytes: Callable[[tuple[Any, ...], Any, torch.device], int] | None = None
+    variant: Variant | None = None
 
     def __call__(self, *arguments: Any, config: Config = NO_CONFIG, **named: Any) -> Any:
         """`run` with a config, which is not handed to what has nothing to configure."""
@@ -153,7 +157,8 @@ class Verification:
     so small that each derivative can be checked: with every optional part, and without. `empty` ones have nothing to
     compute. The reference returns a tensor or a tuple of them. `problem(*arguments)` is what tuning data is keyed by;
     it has a `dtype`. `promises` has an entry for every kernel. `kernels` is the module of those in Triton; it is empty
-    where there are none, and the implementation has `Kernels` of its own.
+    where there are none, and the implementation has `Kernels` of its own. `similar(problem)` gives calls that run the
+    same code as that problem, the nearest first, then cheaper ones: an op has it where an implementation has variants.
     """
 
     implementation: str
@@ -166,6 +171,7 @@ class Verification:
     also: tuple[Also, ...] = ()
     tiny: tuple[Sample, ...] = ()
     empty: tuple[Sample, ...] = ()
+    similar: Callable[[Problem], Iterable[Sample]] | None = None
 
     @property
     def proven(self) -> tuple[str, ...]:

@@ -106,7 +106,7 @@ class Op(OpCandidates):
         settled = True
         tested = device.type in SELF_TESTED or not self.has(choice.implementation)
         if reason is None and not choice.is_stock and tested:
-            reason, settled = self._why_not_trusted(choice.implementation, problem, device)
+            reason, settled = self._why_not_trusted(choice, problem, device)
         if reason:
             if settled and not triton_kernels.is_said(reason):
                 _say_once(f"{self.name}: stock torch on {architecture}, because {reason}")
@@ -122,10 +122,11 @@ class Op(OpCandidates):
         for name in self.instead_of_stock(problem, device):
             if self.own[name].why_not(problem, device) is not None:
                 continue
-            reason, settled = self._why_not_trusted(name, problem, device)
+            why = f"stock torch on {architecture} has no kernel for it that bounds its memory"
+            other = Choice(name, self.config_of(name, choice), choice.source, why, choice.others)
+            reason, settled = self._why_not_trusted(other, problem, device)
             if reason is None:
-                why = f"stock torch on {architecture} has no kernel for it that bounds its memory"
-                return Choice(name, self.config_of(name, choice), choice.source, why, choice.others), settled
+                return other, settled
             if not settled:
                 return choice, False
             _say_once(f"{self.name}: {name} is passed over on {architecture}, because {reason}")
@@ -157,14 +158,18 @@ class Op(OpCandidates):
             _say_once(f"{self.name}: {note}")
         return holding
 
-    def _why_not_trusted(self, name: str, problem: Problem, device: torch.device) -> tuple[str | None, bool]:
-        """The reason that an implementation must not be used here, and whether it holds for good."""
+    def _why_not_trusted(self, choice: Choice, problem: Problem, device: torch.device) -> tuple[str | None, bool]:
+        """The reason that what was chosen must not be used here, and whether it holds for good."""
         if self.verification is None:
             return None, True
-        found = self_test.verdict(self, name, problem, device)
+        found = self_test.verdict(self, choice.implementation, problem, device, choice.config)
         if found.state in {"passed", "unseen"}:
             return None, found.state == "passed"
-        return f"{name} is set aside: {found.reason}", found.state == "failed"
+        return f"{choice.implementation} is set aside: {found.reason}", found.state == "failed"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Samples are closures: another process has the op by its name.
+        return _registered, (self.name,)
 
     def fuses_adds(self, problem: Problem, device: torch.device) -> bool:
         """Whether what is chosen adds bias, add and residual in the pass in which it computes."""
@@ -262,6 +267,10 @@ def register(op: AnyOp) -> AnyOp:
     OPS[op.name] = op
     plugins.reserve(op.name, op.own)
     return op
+
+
+def _registered(name: str) -> Op:
+    return OPS[name]
 
 
 def forget_choices() -> None:

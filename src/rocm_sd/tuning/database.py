@@ -148,9 +148,13 @@ class Database:
         return found[0] if found else None
 
     def release(self, op: str, candidate: str) -> int:
-        """Let a candidate be tested anew in every environment; how many were set aside is the answer."""
-        sql = "DELETE FROM quarantine WHERE op = ? AND candidate = ?"
-        return int(self._do(lambda connection: connection.execute(sql, (op, candidate)).rowcount, writes=True))
+        """Let a candidate be tested anew in every environment; how many were set aside is the answer.
+
+        Variants of its code are set aside for themselves, as "triton: float16 ...".
+        """
+        sql = "DELETE FROM quarantine WHERE op = ? AND (candidate = ? OR instr(candidate, ?) = 1)"
+        values = (op, candidate, f"{candidate}: ")
+        return int(self._do(lambda connection: connection.execute(sql, values).rowcount, writes=True))
 
     def has_passed(self, op: str, candidate: str, environment: Environment, kernel_hash: str, dtype: str) -> bool:
         """Whether a self-test in this dtype was passed."""

@@ -29,11 +29,15 @@ def _compiles(device: torch.device) -> bool:
     return device.type == "cuda" and triton_kernels.why_not(device) is None
 
 
-def start_compiling(device: torch.device) -> None:
-    """What compiles kernels takes seconds to come up: it may do so while other things are prepared."""
+def start_compiling(device: torch.device, *, tests: bool = True) -> None:
+    """What compiles kernels, and what tests them, takes seconds to come up: it may do so while others prepare."""
     # Triton's driver, whose part in C is built at its first use, is for later.
     if device.type == "cuda" and triton_kernels.why_not_compiled(device) is None:
         _started()
+    if tests and _compiles(device):
+        from rocm_sd.ops import self_test  # noqa: PLC0415 -- as in compile_kernels
+
+        self_test.start(device)
 
 
 def compile_kernels(run: Callable[[], object], device: torch.device, dtype: torch.dtype) -> None:

@@ -1,14 +1,32 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from rocm_sd.kernels.config import Config
-from rocm_sd.kernels.sizes import ceil_div
+from rocm_sd.kernels.sizes import ceil_div, power_of_2
 
-__all__ = ["AttentionConfig"]
+__all__ = ["AttentionConfig", "KeyLoop", "pieces"]
+
+# How the last block of keys is met: it is whole, it follows the loop with a mask, or every block has one.
+KeyLoop = Literal["whole", "tail", "masked"]
 
 # A key range shorter than this many blocks costs more to merge than it saves.
 _LEAST_BLOCKS = 4
+_FEW_BLOCKS = 8
+
+
+def pieces(d: int, most: int) -> tuple[int, int, int]:
+    """Powers of two from 16 on that cover a head of `d`, at most `most` of them; 0 stands for none."""
+    cut: list[int] = []
+    left = -(-d // 16) * 16
+    while left > 0:
+        last = len(cut) == most - 1
+        size = power_of_2(left) if last else 1 << (left.bit_length() - 1)
+        cut.append(size)
+        left -= size
+    d0, d1, d2 = (*cut, 0, 0)[:3]
+    return d0, d1, d2
 
 
 @dataclass(frozen=True)
@@ -39,3 +57,11 @@ class AttentionConfig(Config):
         wanted = compute_units * self.programs_per_cu // programs
         blocks_each = ceil_div(blocks, max(1, min(wanted, blocks // _LEAST_BLOCKS)))
         return ceil_div(blocks, blocks_each), blocks_each
+
+    def key_loop(self, keys: int, head: int) -> KeyLoop:
+        """The code of a masked tail takes registers from the loop before it: at head size 160 that is 71 spilled on
+        gfx1100. A mask costs nothing where blocks are few, and little where each score takes many products.
+        """
+        if keys % self.block_n == 0:
+            return "whole"
+        return "masked" if self.chunk or head > 128 or ceil_div(keys, self.block_n) <= _FEW_BLOCKS else "tail"

@@ -12,13 +12,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     import torch
 
-    from rocm_sd.kernels.hip.launch import Launcher
+    from rocm_sd.kernels.hip.launch import Argument, Kernel, Launcher
 
-__all__ = ["launch_op", "launched_by", "launcher_for", "why_not"]
+__all__ = ["launch_op", "launched_by", "launcher_for", "only_loading", "why_not"]
 
 _instead: list[Launcher] = []
 
@@ -31,6 +31,21 @@ def launched_by(launcher: Launcher) -> Iterator[None]:
         yield
     finally:
         _instead.pop()
+
+
+@contextmanager
+def only_loading(device: torch.device) -> Iterator[None]:
+    """Within, HIP kernels are compiled and loaded for the device, and none of them runs."""
+    with launched_by(_Loading(launcher_for(device))):
+        yield
+
+
+class _Loading:
+    def __init__(self, launcher: Any) -> None:
+        self.arch, self._load = launcher.arch, launcher.load
+
+    def launch(self, kernel: Kernel, _grid: tuple[int, int, int], _arguments: Sequence[Argument]) -> None:
+        self._load(kernel)
 
 
 def launch_op(op: str, device: torch.device, *arguments: Any) -> None:

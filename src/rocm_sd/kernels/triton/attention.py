@@ -21,7 +21,9 @@ import torch
 import triton
 import triton.language as tl
 
+from rocm_sd.kernels.configs.attention import pieces
 from rocm_sd.kernels.sizes import ceil_div, power_of_2
+from rocm_sd.kernels.triton.assembler import loses_last_block
 from rocm_sd.kernels.triton.attention_blocks import (
     dot,
     over_keys,
@@ -34,10 +36,9 @@ from rocm_sd.kernels.triton.attention_blocks import (
 if TYPE_CHECKING:
     from rocm_sd.kernels.configs.attention import AttentionConfig
 
-__all__ = ["launch", "pieces", "softmax_rows"]
+__all__ = ["launch", "softmax_rows"]
 
 LOG2_E = 1.4426950408889634
-FEW_BLOCKS = 8
 # 32 float32 values a lane in 16 waves of 32: longer rows are read twice.
 LONGEST_ROW = 16384
 
@@ -269,19 +270,6 @@ def softmax_rows(scores: torch.Tensor, weights: torch.Tensor, totals: torch.Tens
     _softmax_rows[(rows,)](scores, weights, totals, T, scale * LOG2_E, BLOCK=block, WHOLE=whole, num_warps=warps)
 
 
-def pieces(d: int, most: int) -> tuple[int, int, int]:
-    """Powers of two from 16 on that cover a head of `d`, at most `most` of them; 0 stands for none."""
-    cut: list[int] = []
-    left = -(-d // 16) * 16
-    while left > 0:
-        last = len(cut) == most - 1
-        size = power_of_2(left) if last else 1 << (left.bit_length() - 1)
-        cut.append(size)
-        left -= size
-    d0, d1, d2 = (*cut, 0, 0)[:3]
-    return d0, d1, d2
-
-
 def _alignment(*tensors: torch.Tensor) -> int:
     """How many elements each row of each head is a multiple of, up to 8: 16 bytes of half precision."""
     align = 8
@@ -306,7 +294,6 @@ def launch(
     T = k.shape[1]
     m_blocks = ceil_div(S, config.block_m)
     slices = ceil_div(D, config.columns) if config.chunk else 1
-    blocks = ceil_div(T, config.block_n)
     splits, blocks_per_split = config.key_ranges(B * H, S, T, D, compute_units)
 
     parts, tops, totals = out, out, out
@@ -328,18 +315,22 @@ def launch(
         "num_warps": config.warps,
         "num_stages": config.stages,
     }
-    partial = T % config.block_n != 0
+    loop = config.key_loop(T, D)
     grid = (B * H * splits * m_blocks * slices,)
     if config.chunk:
-        _attend_wide[grid](*common, slices, CHUNK=config.chunk, COLUMNS=config.columns, MASKED=partial, **named)
+        _attend_wide[grid](
+            *common, slices, CHUNK=config.chunk, COLUMNS=config.columns, MASKED=loop == "masked", **named
+        )
     else:
         d0, d1, d2 = pieces(D, config.pieces)
-        # The code of a masked tail takes registers from the loop before it: at head size 160 that is 71 spilled on
-        # gfx1100. A mask costs nothing where blocks are few, and little where each score takes many products.
-        masked = partial and (blocks <= FEW_BLOCKS or D > 128)
+        ahead = bool(config.ahead)
+        if d1 and (ahead or loop == "tail") and loses_last_block(q.device, config):
+            # With a mask in every step, or none at all, nothing is left to do after the loop.
+            loop, ahead = "masked" if loop == "tail" else loop, False
         _attend[grid](
-            *common, D0=d0, D1=d1, D2=d2, MASKED=masked, TAIL=partial and not masked, AHEAD=bool(config.ahead), **named
-        )
+            *common, D0=d0, D1=d1, D2=d2,
+            MASKED=loop == "masked", TAIL=loop == "tail", AHEAD=ahead, **named,
+        )  # fmt: skip
     if splits > 1:
         width = power_of_2(D)
         rows = max(1, 2048 // width)

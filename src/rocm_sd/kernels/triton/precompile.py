@@ -271,6 +271,7 @@ def noting() -> Iterator[list[dict[str, Any]]]:
 class _Block:
     pool: ThreadPoolExecutor
     done: Precompiled
+    forks: bool
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _wanted: set[_Variant] = field(default_factory=set)
     _launchers: set[tuple[Any, ...]] = field(default_factory=set)
@@ -285,7 +286,7 @@ class _Block:
         try:
             # A new thread is on the first GPU, whichever the model is on.
             driver.active.set_current_device(variant[1])
-            answer = _ask(question)
+            answer = _ask(question) if self.forks else Answer(HERE)
             if answer.said:
                 log.debug("%s: its compiler wrote:\n%s", kernel.__name__, answer.said)
             refused = _refusal(kernel.__name__, answer)
@@ -326,8 +327,11 @@ def _refusal(kernel: str, answer: Answer) -> CompilerFailed | None:
 
 
 @contextmanager
-def precompiling(workers: int | None = None) -> Iterator[Precompiled]:
-    """Skip launches of what is not compiled, and compile it in up to `workers` forks or threads (a core each)."""
+def precompiling(workers: int | None = None, *, forks: bool = True) -> Iterator[Precompiled]:
+    """Skip launches of what is not compiled, and compile it in up to `workers` forks or threads (a core each).
+
+    Without `forks` threads compile: for the few variants of a process that is a worker itself.
+    """
     done = Precompiled()
     count = min(_cores(), MOST_WORKERS) if workers is None else workers
     if count < 2:
@@ -336,7 +340,7 @@ def precompiling(workers: int | None = None) -> Iterator[Precompiled]:
         return
     began = time.monotonic()
     pool = ThreadPoolExecutor(count, thread_name_prefix="rocm-sd-precompile")
-    block = _Block(pool, done)
+    block = _Block(pool, done, forks)
     try:
         with _HOOK.serving(block):
             yield done

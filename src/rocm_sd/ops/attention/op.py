@@ -23,7 +23,7 @@ from rocm_sd.kernels import hip, triton
 from rocm_sd.kernels.configs.attention import AttentionConfig
 from rocm_sd.kernels.hip.attention import BY_HEAD
 from rocm_sd.ops.attention import libraries
-from rocm_sd.ops.attention.workload import HIP, HIP_HEADS, TUNING, VERIFICATION, problem
+from rocm_sd.ops.attention.workload import HIP, HIP_HEADS, TUNING, VERIFICATION, problem, variant
 from rocm_sd.ops.defining import Saved, define
 from rocm_sd.ops.definition import HALVES, Implementation, where
 from rocm_sd.tuning.choice import STOCK
@@ -370,7 +370,14 @@ OP = define(
     family="attention",
     implementations=(
         Implementation(STOCK, _stock, scratch_bytes=_stock_bytes),
-        Implementation("triton", _triton, _half_by_triton, default=AttentionConfig(), scratch_bytes=_triton_bytes),
+        Implementation(
+            "triton",
+            _triton,
+            _half_by_triton,
+            default=AttentionConfig(),
+            scratch_bytes=_triton_bytes,
+            variant=variant,
+        ),
         Implementation("hip", _hip, where(hip, HALVES, _no_such_head), HIP, default=BY_HEAD),
         Implementation("gemm_softmax", _gemm_softmax, _gemm_softmax_why_not, scratch_bytes=_gemm_softmax_bytes),
         _backend("sdpa_flash", SDPBackend.FLASH_ATTENTION),

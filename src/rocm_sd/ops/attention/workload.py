@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rocm_sd.arch import MatrixUnit
-from rocm_sd.kernels.configs.attention import AttentionConfig
+from rocm_sd.arch import MatrixUnit, device_facts
+from rocm_sd.kernels.configs.attention import AttentionConfig, pieces
 from rocm_sd.kernels.hip.attention import TILES as HIP_TILES
 from rocm_sd.kernels.hip.attention import tiles as hip_tiles
 from rocm_sd.ops.attention import reference
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from rocm_sd.kernels.config import Config
     from rocm_sd.tuning import Problem
 
-__all__ = ["HIP", "HIP_HEADS", "TUNING", "VERIFICATION", "problem"]
+__all__ = ["HIP", "HIP_HEADS", "TUNING", "VERIFICATION", "problem", "variant"]
 
 # At most this many keys is attention to a text: 77 tokens, or a few such texts' worth padded.
 CROSS = 128
@@ -49,6 +49,32 @@ def _sample(
 
     scaled = "" if scale is None else f", scale {scale}"
     return Sample(f"{B}x{S}x{H}x{D} to {T} keys, {dtype_name(dtype)}{scaled}", dtype, build)
+
+
+def variant(problem: Problem, config: AttentionConfig, device: torch.device) -> str:
+    """How the head is cut, how the last block of keys is met, and whether the keys are divided."""
+    b, s, t, h, d = (int(problem[name]) for name in ("b", "s", "t", "h", "d"))
+    count = sum(1 for piece in pieces(d, config.pieces) if piece)
+    cut = "wide" if config.chunk else f"{count} piece{'s' if count > 1 else ''}"
+    ranges, _ = config.key_ranges(b * h, s, t, d, device_facts(device).compute_units or 1)
+    return f"{cut}, {config.key_loop(t, d)}{', divided' if ranges > 1 else ''}"
+
+
+# Scores of a call that is like another, 256 MB in float32: stock torch may keep them all.
+_LIKE_SCORES = 2**26
+
+
+def _similar(problem: Problem) -> Iterator[Sample]:
+    b, s, t, h, d = (int(problem[name]) for name in ("b", "s", "t", "h", "d"))
+    dtype = getattr(torch, str(problem["dtype"]))
+    # Of fewer keys with the same tail: where programs are many, how many queries there are counts, too.
+    for keys in (t, min(t, 4096 + t % 1024), min(t, 1024 + t % 1024)):
+        for items, heads in ((b, h), (1, h), (1, 1)):
+            if items * heads * s * keys <= _LIKE_SCORES:
+                yield _sample(items, s, keys, heads, d, dtype)
+    for rows in (_LIKE_SCORES // (h * t), 1024, 128, 16):
+        for heads in (h, 1):
+            yield _sample(1, max(1, min(s, rows)), t, heads, d, dtype)
 
 
 @dataclass(frozen=True)
@@ -218,6 +244,7 @@ VERIFICATION = Verification(
             real=(_sample(1, 16, 4096, 1, 512), _sample(1, 16, 16384, 1, 512), _sample(1, 16, 32768, 1, 512)),
         ),
     ),
+    similar=_similar,
 )
 
 # The same for every matrix unit.

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from rocm_sd.errors import Unsupported
 from rocm_sd.kernels import hip, triton
 from rocm_sd.kernels.configs.conv2d import Conv2dConfig
-from rocm_sd.ops.conv2d.workload import HIP, HIP_SMALLEST, TUNING, VERIFICATION, output_size, problem
+from rocm_sd.ops.conv2d.workload import HIP, HIP_SMALLEST, TUNING, VERIFICATION, output_size, problem, variant
 from rocm_sd.ops.defining import Saved, define
 from rocm_sd.ops.definition import HALVES, UP_TO_FLOAT32, Implementation, where
 from rocm_sd.ops.layouts import as_dtype, channels_last, dense, joined, require_alike
@@ -225,6 +225,7 @@ OP = define(
             fuses_adds=True,
             reads_two=_reads_two,
             scratch_bytes=_parts_bytes,
+            variant=variant,
         ),
         Implementation(
             "hip",
@@ -234,6 +235,7 @@ OP = define(
             default=HIP_SMALLEST,
             fuses_adds=True,
             scratch_bytes=_parts_bytes,
+            variant=variant,
         ),
     ),
     allocate=_allocate,

@@ -24,7 +24,18 @@ if TYPE_CHECKING:
     from rocm_sd.kernels.config import Config
     from rocm_sd.tuning import Problem
 
-__all__ = ["HIP", "HIP_SMALLEST", "TILES", "TUNING", "VERIFICATION", "fitting_stages", "output_size", "problem"]
+__all__ = [
+    "HIP",
+    "HIP_SMALLEST",
+    "TILES",
+    "TUNING",
+    "VERIFICATION",
+    "fitting_stages",
+    "output_size",
+    "problem",
+    "rectangle",
+    "variant",
+]
 
 
 def output_size(size: int, kernel: int, stride: int, padding: int) -> int:
@@ -66,9 +77,10 @@ def _sample(
     parts: str = "bias add residual",
     dtype: torch.dtype = torch.float16,
     concat: int = 0,
+    padding: int | None = None,
 ) -> Sample:
     """`concat`: how many of the input channels lie in a tensor of their own."""
-    padding = kernel // 2
+    padding = kernel // 2 if padding is None else padding
 
     def build(draw: Draw) -> tuple[Any, ...]:
         N, Cin, H, W = shape
@@ -85,6 +97,51 @@ def _sample(
     name += f", stride {stride}" if stride > 1 else ""
     name += f", {concat} channels in another" if concat else ""
     return Sample(f"{name}, {parts or 'bare'}, {dtype_name(dtype)}", dtype, build)
+
+
+def variant(problem: Problem, config: Any, _device: torch.device) -> str:
+    """Of either language's config: which taps, whether they are in parts, and what of a tile is not whole."""
+    kernel, cin = int(problem["kernel"]), int(problem["cin"])
+    steps = kernel * kernel * ceil_div(cin, config.block_k)
+    said = (
+        (f", stride {problem['stride']}", problem["stride"] != 1),
+        (", no padding", kernel > 1 and not problem["padding"]),
+        (", in parts", min(config.split_k, steps) > 1),
+        (", two widths", getattr(config, "block_n2", 0)),
+        (", a part of a step", cin % config.block_k),
+    )
+    return f"{kernel}x{kernel}" + "".join(text for text, true in said if true)
+
+
+def rectangle(pixels: int) -> tuple[int, int]:
+    """Height and width of so many pixels, as near to a square as they can be."""
+    height = next(side for side in range(int(pixels**0.5), 0, -1) if pixels % side == 0)
+    return height, pixels // height
+
+
+# Pixels of a call that is like another: of 320 channels they and the result are 20 MB in half precision.
+_LIKE_PIXELS = (2**15, 2**12, 2**8)
+
+
+def _similar(problem: Problem) -> Iterator[Sample]:
+    """In one picture, or in one of fewer lines; at last with fewer results, whose weights are fewer, too."""
+    kernel, stride, padding = (int(problem[name]) for name in ("kernel", "stride", "padding"))
+    cout = int(problem["cout"])
+    wanted = [(pixels, cout) for pixels in (int(problem["pixels"]), *_LIKE_PIXELS)]
+    for pixels, channels in (*wanted, (_LIKE_PIXELS[-1], min(cout, 320))):
+        height, width = rectangle(min(pixels, int(problem["pixels"])))
+        # 1 x 8191 is no picture: of a prime number of pixels a few are left out.
+        if width > 64 * height:
+            height, width = rectangle(height * width // 64 * 64 or height * width)
+        height, width = ((side - 1) * stride + kernel - 2 * padding for side in (height, width))
+        yield _sample(
+            (1, int(problem["cin"]), height, width),
+            channels,
+            kernel,
+            stride=stride,
+            padding=padding,
+            dtype=getattr(torch, str(problem["dtype"])),
+        )
 
 
 def _unet(cin: int, cout: int, size: int, kernel: int = 3, stride: int = 1, batch: int = 2) -> Sample:
@@ -222,6 +279,7 @@ VERIFICATION = Verification(
         Also("library_epilogue", (_sample((2, 20, 4, 5), 17),), (_unet(640, 640, 8),)),
         Also("library_gemm", (_sample((2, 40, 3, 5), 20, 1),), (_unet(640, 640, 8, 1),)),
     ),
+    similar=_similar,
 )
 
 

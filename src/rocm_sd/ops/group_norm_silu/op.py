@@ -20,7 +20,7 @@ from rocm_sd.kernels.configs.group_norm_silu import GroupNormSiluConfig
 from rocm_sd.kernels.hip.group_norm_silu import GroupNormSiluConfig as HipConfig
 from rocm_sd.ops.defining import Saved, define
 from rocm_sd.ops.definition import UP_TO_FLOAT32, Implementation, where
-from rocm_sd.ops.group_norm_silu.workload import HIP, TUNING, VERIFICATION, problem
+from rocm_sd.ops.group_norm_silu.workload import HIP, TUNING, VERIFICATION, problem, variant
 from rocm_sd.ops.layouts import as_dtype, channels_last, dense, joined, require_alike
 from rocm_sd.tuning.choice import STOCK
 
@@ -202,6 +202,7 @@ OP = define(
             default=GroupNormSiluConfig(),
             reads_two=_reads_two,
             overwrites=True,
+            variant=variant,
         ),
         Implementation(
             "hip", _hip, where(hip, UP_TO_FLOAT32, _too_large_for_hip), HIP, default=HipConfig(), overwrites=True

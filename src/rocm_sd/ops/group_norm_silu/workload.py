@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rocm_sd.arch import Arch
     from rocm_sd.tuning import Problem
 
-__all__ = ["HIP", "TUNING", "VERIFICATION", "problem"]
+__all__ = ["HIP", "TUNING", "VERIFICATION", "problem", "variant"]
 
 
 def problem(
@@ -61,6 +61,18 @@ def _sample(
     parts = "".join(word for word, true in said if true)
     size = "x".join(map(str, shape))
     return Sample(f"{size} in {groups} groups, {dtype_name(dtype)}{parts}", dtype, build)
+
+
+def variant(problem: Problem, config: GroupNormSiluConfig, _device: torch.device) -> str:
+    width = int(problem["c"]) // int(problem["groups"])
+    return "one pass" if config.one_pass(int(problem["hw"]), width) else "two passes"
+
+
+def _similar(problem: Problem) -> Iterator[Sample]:
+    """Of as many pixels, or of fewer, in one line each."""
+    n, c, hw, groups = (int(problem[name]) for name in ("n", "c", "hw", "groups"))
+    for items, pixels in ((n, hw), (1, hw), (1, min(hw, 2**16)), (1, min(hw, 2**13))):
+        yield _sample((items, c, 1, pixels), groups, getattr(torch, str(problem["dtype"])))
 
 
 def _real(N: int, C: int, H: int, W: int) -> Sample:
@@ -129,6 +141,7 @@ VERIFICATION = Verification(
         ),
         "_apply": KernelPromise(bound_by_memory=True),
     },
+    similar=_similar,
 )
 
 

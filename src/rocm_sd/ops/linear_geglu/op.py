@@ -21,7 +21,7 @@ from rocm_sd.ops.defining import Saved, define
 from rocm_sd.ops.definition import HALVES, Implementation, where
 from rocm_sd.ops.geglu import geglu
 from rocm_sd.ops.layouts import as_rows, dense
-from rocm_sd.ops.linear_geglu.workload import HIP, TUNING, VERIFICATION
+from rocm_sd.ops.linear_geglu.workload import HIP, TUNING, VERIFICATION, variant
 from rocm_sd.ops.linear_residual import linear_residual
 from rocm_sd.tuning.choice import STOCK
 
@@ -101,7 +101,9 @@ OP = define(
     implementations=(
         Implementation(STOCK, _stock),
         Implementation("library_geglu", _library_geglu),
-        Implementation("triton", partial(_by_kernel, triton), where(triton, HALVES), default=LinearGegluConfig()),
+        Implementation(
+            "triton", partial(_by_kernel, triton), where(triton, HALVES), default=LinearGegluConfig(), variant=variant
+        ),
         Implementation("hip", partial(_by_kernel, hip), where(hip, HALVES), HIP, default=BY_UNIT),
     ),
     allocate=_allocate,

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rocm_sd.kernels.config import Config
     from rocm_sd.tuning import Problem
 
-__all__ = ["HIP", "TUNING", "VERIFICATION", "problem"]
+__all__ = ["HIP", "TUNING", "VERIFICATION", "problem", "variant"]
 
 
 def problem(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Problem:
@@ -40,6 +40,17 @@ def _sample(M: int, F: int, K: int, dtype: torch.dtype = torch.float16, *, bias:
         return draw(M, K), draw(2 * F, K, std=2 * K**-0.5), draw(2 * F) if bias else None
 
     return Sample(f"{M}x{K} to {F}, {dtype_name(dtype)}{'' if bias else ', bare'}", dtype, build)
+
+
+def variant(problem: Problem, config: LinearGegluConfig, _device: torch.device) -> str:
+    return "a part of a step" if int(problem["k"]) % config.block_k else "whole"
+
+
+def _similar(problem: Problem) -> Iterator[Sample]:
+    """Of as many rows, or of fewer."""
+    m, f, k = (int(problem[name]) for name in ("m", "f", "k"))
+    for rows in (m, min(m, 4096), min(m, 256)):
+        yield _sample(rows, f, k, getattr(torch, str(problem["dtype"])), bias=bool(problem["bias"]))
 
 
 def _feed_in(M: int, C: int) -> Sample:
@@ -120,6 +131,7 @@ VERIFICATION = Verification(
     tiny=(_sample(6, 4, 5, torch.float64), _sample(6, 4, 5, torch.float64, bias=False)),
     empty=(_sample(0, 16, 32),),
     promises={"_linear_geglu": KernelPromise(uses_dot=True)},
+    similar=_similar,
 )
 
 

@@ -18,7 +18,7 @@ from rocm_sd.ops.defining import Saved, define
 from rocm_sd.ops.definition import HALVES, Implementation, where
 from rocm_sd.ops.layouts import as_rows, dense, has_gaps
 from rocm_sd.ops.linear_residual import libraries
-from rocm_sd.ops.linear_residual.workload import HIP, HIP_SMALLEST, TUNING, VERIFICATION, problem
+from rocm_sd.ops.linear_residual.workload import HIP, HIP_SMALLEST, TUNING, VERIFICATION, problem, variant
 from rocm_sd.tuning.choice import STOCK
 
 if TYPE_CHECKING:
@@ -146,9 +146,16 @@ OP = define(
             for each in libraries.GEMM_LIBRARIES
         ),
         Implementation(
-            "triton", _triton, where(triton, HALVES), default=LinearResidualConfig(), scratch_bytes=_parts_bytes
+            "triton",
+            _triton,
+            where(triton, HALVES),
+            default=LinearResidualConfig(),
+            scratch_bytes=_parts_bytes,
+            variant=variant,
         ),
-        Implementation("hip", _hip, where(hip, HALVES), HIP, default=HIP_SMALLEST, scratch_bytes=_parts_bytes),
+        Implementation(
+            "hip", _hip, where(hip, HALVES), HIP, default=HIP_SMALLEST, scratch_bytes=_parts_bytes, variant=variant
+        ),
     ),
     allocate=_allocate,
     backward=_backward,

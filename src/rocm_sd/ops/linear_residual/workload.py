@@ -11,6 +11,7 @@ from rocm_sd.arch import MatrixUnit
 from rocm_sd.kernels.configs.linear_residual import LinearResidualConfig
 from rocm_sd.kernels.hip.linear_residual import TILES as HIP_TILES
 from rocm_sd.kernels.hip.linear_residual import tiles as hip_tiles
+from rocm_sd.kernels.sizes import ceil_div
 from rocm_sd.ops.definition import Bucket, KernelPromise, Kernels, Tuning, Verification, Work
 from rocm_sd.ops.linear_residual import reference
 from rocm_sd.ops.samples import Draw, Sample, dtype_name
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from rocm_sd.kernels.config import Config
     from rocm_sd.tuning import Problem
 
-__all__ = ["HIP", "HIP_SMALLEST", "TUNING", "VERIFICATION", "problem"]
+__all__ = ["HIP", "HIP_SMALLEST", "TUNING", "VERIFICATION", "problem", "variant"]
 
 
 def problem(
@@ -61,6 +62,24 @@ def _apart(B: int, S: int, C: int, rest: int, dtype: torch.dtype = torch.float16
         return draw(B, S + rest, C)[:, :S], draw(C, C, std=C**-0.5), draw(C), None
 
     return Sample(f"{B} apart of {S}x{C} @ {C}x{C} + bias, {dtype_name(dtype)}", dtype, build)
+
+
+def variant(problem: Problem, config: Any, _device: torch.device) -> str:
+    """Of either language's config: whether K is in parts, and whether its steps are whole."""
+    k = int(problem["k"])
+    said = (
+        ("in parts", min(config.split_k, ceil_div(k, config.block_k)) > 1),
+        ("a part of a step", k % config.block_k),
+    )
+    return ", ".join(text for text, true in said if true) or "whole"
+
+
+def _similar(problem: Problem) -> Iterator[Sample]:
+    """Of as many rows, or of fewer."""
+    m, n, k, bias, residual = (int(problem[name]) for name in ("m", "n", "k", "bias", "residual"))
+    for rows in (m, min(m, 4096), min(m, 256)):
+        dtype = getattr(torch, str(problem["dtype"]))
+        yield _sample(rows, n, k, dtype, bias=bool(bias), residual=bool(residual))
 
 
 def _out(M: int, C: int) -> Sample:
@@ -168,6 +187,7 @@ VERIFICATION = Verification(
         "_product": KernelPromise(uses_dot=True),
         "_fold": KernelPromise(bound_by_memory=True),
     },
+    similar=_similar,
 )
 
 

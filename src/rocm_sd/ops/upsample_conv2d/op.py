@@ -19,7 +19,7 @@ from rocm_sd.ops.defining import Saved, define
 from rocm_sd.ops.definition import HALVES, UP_TO_FLOAT32, Implementation, where
 from rocm_sd.ops.layouts import as_dtype, channels_last, dense
 from rocm_sd.ops.upsample_conv2d.parity import parity_weights
-from rocm_sd.ops.upsample_conv2d.workload import HIP, HIP_SMALLEST, TUNING, VERIFICATION
+from rocm_sd.ops.upsample_conv2d.workload import HIP, HIP_SMALLEST, TUNING, VERIFICATION, variant
 from rocm_sd.tuning.choice import STOCK
 
 if TYPE_CHECKING:
@@ -170,9 +170,16 @@ OP = define(
             where(triton, HALVES),
             default=UpsampleConv2dConfig(),
             scratch_bytes=_sums_bytes,
+            variant=variant,
         ),
         Implementation(
-            "hip", partial(_by_kernel, hip), where(hip, HALVES), HIP, default=HIP_SMALLEST, scratch_bytes=_sums_bytes
+            "hip",
+            partial(_by_kernel, hip),
+            where(hip, HALVES),
+            HIP,
+            default=HIP_SMALLEST,
+            scratch_bytes=_sums_bytes,
+            variant=variant,
         ),
     ),
     allocate=_allocate,

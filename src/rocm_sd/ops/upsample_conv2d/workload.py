@@ -10,7 +10,7 @@ from rocm_sd.arch import MatrixUnit
 from rocm_sd.kernels.configs.upsample_conv2d import UpsampleConv2dConfig
 from rocm_sd.kernels.hip.upsample_conv2d import TILES as HIP_TILES
 from rocm_sd.kernels.hip.upsample_conv2d import tiles as hip_tiles
-from rocm_sd.ops.conv2d.workload import TILES, fitting_stages
+from rocm_sd.ops.conv2d.workload import TILES, fitting_stages, rectangle
 from rocm_sd.ops.definition import Also, Bucket, KernelPromise, Kernels, Tuning, Verification, Work
 from rocm_sd.ops.samples import Draw, Sample, dtype_name
 from rocm_sd.ops.upsample_conv2d import reference
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from rocm_sd.kernels.config import Config
     from rocm_sd.tuning import Problem
 
-__all__ = ["HIP", "HIP_SMALLEST", "TUNING", "VERIFICATION", "problem"]
+__all__ = ["HIP", "HIP_SMALLEST", "TUNING", "VERIFICATION", "problem", "variant"]
 
 
 def problem(x: torch.Tensor, weight: torch.Tensor, *_rest: Any) -> Problem:
@@ -44,6 +44,20 @@ def _sample(
 
     name = f"{'x'.join(map(str, shape))} to {cout}"
     return Sample(f"{name}, {'bias' if bias else 'bare'}, {dtype_name(dtype)}", dtype, build)
+
+
+def variant(problem: Problem, config: Any, _device: torch.device) -> str:
+    """Of either language's config: what of a tile is not whole."""
+    said = (("two widths", getattr(config, "block_n2", 0)), ("a part of a step", int(problem["cin"]) % config.block_k))
+    return ", ".join(text for text, true in said if true) or "whole"
+
+
+def _similar(problem: Problem) -> Iterator[Sample]:
+    """In one picture, or in one of fewer lines; at last with fewer results, whose weights are fewer, too."""
+    dtype = getattr(torch, str(problem["dtype"]))
+    all_, cout = int(problem["pixels"]), int(problem["cout"])
+    for pixels, channels in ((all_, cout), (2**13, cout), (2**10, cout), (2**10, min(cout, 320))):
+        yield _sample((1, int(problem["cin"]), *rectangle(min(pixels, all_))), channels, dtype=dtype)
 
 
 def _real(n: int, channels: int, size: int) -> Sample:
@@ -90,6 +104,7 @@ VERIFICATION = Verification(
     },
     # A small map: the library's part runs on the CPU here.
     also=(Also("parity_library", (_sample((2, 20, 3, 2), 17),), (_real(2, 640, 8),)),),
+    similar=_similar,
 )
 
 

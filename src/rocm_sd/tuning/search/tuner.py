@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING
 
 from rocm_sd import arch
 from rocm_sd.measuring import LEAST_TURNS, interval
+from rocm_sd.ops import self_test
 from rocm_sd.tuning import environment
 from rocm_sd.tuning.choice import STOCK
 from rocm_sd.tuning.entries import Entry, now, text
-from rocm_sd.tuning.resolve import preferred
+from rocm_sd.tuning.resolve import preferred, user_database
 from rocm_sd.tuning.search import ahead
 from rocm_sd.tuning.search.candidates import Candidate, candidates, hash_of, operations
 from rocm_sd.tuning.search.halving import Halving, Strategy
@@ -248,6 +249,8 @@ class Tuner:
         )  # fmt: skip
         search.entries[key] = entry
         self.database.put([entry])
+        if entry.numerics == OK and not candidate.is_stock and self.database is user_database():
+            self_test.passed(search.op, candidate.implementation, entry.problem, candidate.config, self.device)
         return entry
 
     def _compile_ahead(self, waiting: Sequence[ProblemSearch]) -> None:
