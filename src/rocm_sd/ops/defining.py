@@ -108,6 +108,11 @@ class DefinedOp(Op, Generic[R]):
     call: Callable[..., R] = field(kw_only=True)
     at_once: Callable[..., bool] = field(kw_only=True)
 
+    if TYPE_CHECKING:
+
+        def bound(self, implementation: str | None, *arguments: Any) -> Callable[..., R] | None:
+            """What computes this call: it returns what the function does."""
+
     def require_shape(self, name: str, tensor: torch.Tensor | None, shape: tuple[int, ...]) -> None:
         """Refuse a part of another shape than this."""
         if tensor is not None and tensor.shape != shape:
@@ -173,7 +178,9 @@ def define(
 
     def call(*arguments: Any, implementation: str | None = None) -> R:
         if at_once(*arguments):
-            result: R = op.run(problem_of(*arguments), arguments[0].device, implementation, *arguments)
+            problem, device = problem_of(*arguments), arguments[0].device
+            bound = op.bind(problem, device, implementation, arguments)
+            result: R = bound(*arguments) if bound else op.run(problem, device, implementation, *arguments)
             return result
         traced: R = dispatched(*signature.spread(arguments), implementation)
         return traced

@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING, Any
 from rocm_sd import settings
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
 
-__all__ = ["launch_op", "skips_launches", "why_not"]
+__all__ = ["bind_op", "launch_op", "skips_launches", "why_not"]
 
 
 @cache
@@ -36,6 +38,18 @@ def why_not(device: torch.device) -> str | None:
 def launch_op(op: str, _device: torch.device, *arguments: Any) -> None:
     """Call the launcher of an op, whose module is imported at its first use: it needs Triton."""
     import_module(f"{__name__}.{op}").launch(*arguments)
+
+
+def bind_op(op: str, *arguments: Any, bind: str = "bind") -> Callable[..., None] | None:
+    """An op's launch for tensors that lie as these, to be made again and again; None where that would cost no less.
+
+    `bind` is the function of the op's module that binds it.
+    """
+    module = import_module(f"{__name__}.{op}")
+    if not import_module(f"{__name__}.bound").binds(module):
+        return None
+    bound: Callable[..., None] = getattr(module, bind)(*arguments)
+    return bound
 
 
 def skips_launches() -> bool:

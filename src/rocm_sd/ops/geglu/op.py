@@ -17,11 +17,11 @@ from rocm_sd.kernels.configs.geglu import GegluConfig
 from rocm_sd.ops.defining import Saved, define
 from rocm_sd.ops.definition import UP_TO_FLOAT32, Implementation, where
 from rocm_sd.ops.geglu.workload import TUNING, VERIFICATION
-from rocm_sd.ops.layouts import as_rows, dense
+from rocm_sd.ops.layouts import as_rows, dense, is_dense, rows_in_place
 from rocm_sd.tuning.choice import STOCK
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from torch import Tensor
 
@@ -36,6 +36,9 @@ def geglu(x: torch.Tensor, bias: torch.Tensor | None = None, implementation: str
     x: [..., 2F] of any strides, fp16, bf16, fp32 or fp64; bias: [2F]; y: [..., F], dense, of x's dtype.
     `implementation` names one and never falls back; without it the tuning data decides.
     """
+    bound = OP.bound(implementation, x, bias)
+    if bound is not None:
+        return bound(x, bias)
     if not x.dim() or not x.shape[-1] or x.shape[-1] % 2:
         raise Unsupported(OP.name, f"x of shape {tuple(x.shape)}: it takes [..., 2F] with F of at least 1")
     OP.require_shape("bias", bias, (x.shape[-1],))
@@ -59,6 +62,22 @@ def _triton(x: Tensor, bias: Part, *, config: GegluConfig) -> Tensor:
     return y
 
 
+def _bind(x: Tensor, bias: Part, *, config: GegluConfig) -> Callable[..., Tensor] | None:
+    rows = rows_in_place(x)
+    if rows is None or not x.numel() or not is_dense(bias):
+        return None
+    launch = triton.bind_op("geglu", rows, bias, config)
+    if launch is None:
+        return None
+
+    def bound(x: Tensor, bias: Part) -> Tensor:
+        y = _allocate(x)
+        launch(x, bias, y)
+        return y
+
+    return bound
+
+
 def _backward(saved: Saved, grad: Tensor) -> Mapping[str, Part]:
     """h anew, then the closed form, gelu'(g) = Phi(g) + g * phi(g), in float32 or wider."""
     x, bias = saved.x, saved.bias
@@ -78,7 +97,7 @@ OP = define(
     family="elementwise",
     implementations=(
         Implementation(STOCK, _stock),
-        Implementation("triton", _triton, where(triton, UP_TO_FLOAT32), default=GegluConfig()),
+        Implementation("triton", _triton, where(triton, UP_TO_FLOAT32), default=GegluConfig(), bind=_bind),
     ),
     allocate=_allocate,
     backward=_backward,

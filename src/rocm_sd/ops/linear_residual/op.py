@@ -16,13 +16,13 @@ from rocm_sd.kernels import hip, triton
 from rocm_sd.kernels.configs.linear_residual import LinearResidualConfig
 from rocm_sd.ops.defining import Saved, define
 from rocm_sd.ops.definition import HALVES, Implementation, where
-from rocm_sd.ops.layouts import as_rows, dense, has_gaps
+from rocm_sd.ops.layouts import as_rows, dense, has_gaps, is_dense, rows_in_place
 from rocm_sd.ops.linear_residual import libraries
 from rocm_sd.ops.linear_residual.workload import HIP, HIP_SMALLEST, TUNING, VERIFICATION, problem
 from rocm_sd.tuning.choice import STOCK
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from torch import Tensor
 
@@ -45,6 +45,9 @@ def linear_residual(
     x, weight and residual have one dtype, fp16, bf16, fp32 or fp64; y: [..., N], dense. `implementation` names one and
     never falls back; without it the tuning data decides.
     """
+    bound = OP.bound(implementation, x, weight, bias, residual)
+    if bound is not None:
+        return bound(x, weight, bias, residual)
     if not x.dim() or not x.shape[-1]:
         raise Unsupported(OP.name, f"x of shape {tuple(x.shape)}: it takes [..., K] with K of at least 1")
     if weight.dim() != 2 or weight.shape[1] != x.shape[-1] or not weight.shape[0]:
@@ -102,6 +105,30 @@ def _triton(x: Tensor, weight: Tensor, bias: Part, residual: Part, *, config: Li
     return y
 
 
+def _bind(
+    x: Tensor, weight: Tensor, bias: Part, residual: Part, *, config: LinearResidualConfig
+) -> Callable[..., Tensor] | None:
+    rows, columns, added = (
+        rows_in_place(x),
+        rows_in_place(weight),
+        None if residual is None else rows_in_place(residual),
+    )
+    if rows is None or columns is None or not x.numel() or not is_dense(bias):
+        return None
+    if residual is not None and added is None:
+        return None
+    launch = triton.bind_op("linear_residual", rows, columns, bias, added, config)
+    if launch is None:
+        return None
+
+    def bound(x: Tensor, weight: Tensor, bias: Part, residual: Part) -> Tensor:
+        y = _allocate(x, weight)
+        launch(x, weight, bias, residual, y)
+        return y
+
+    return bound
+
+
 def _hip(x: Tensor, weight: Tensor, bias: Part, residual: Part, *, config: HipConfig) -> Tensor:
     from rocm_sd.kernels.hip.linear_residual import launch, launch_batched  # noqa: PLC0415 -- only where used
 
@@ -146,7 +173,12 @@ OP = define(
             for each in libraries.GEMM_LIBRARIES
         ),
         Implementation(
-            "triton", _triton, where(triton, HALVES), default=LinearResidualConfig(), scratch_bytes=_parts_bytes
+            "triton",
+            _triton,
+            where(triton, HALVES),
+            default=LinearResidualConfig(),
+            scratch_bytes=_parts_bytes,
+            bind=_bind,
         ),
         Implementation("hip", _hip, where(hip, HALVES), HIP, default=HIP_SMALLEST, scratch_bytes=_parts_bytes),
     ),
