@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     Call = Callable[..., Any]
     Key = tuple[Any, ...]
 
-__all__ = ["BoundCalls"]
+__all__ = ["BoundCalls", "key_of"]
 
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 # A model has some hundreds; pictures of ever new sizes would fill the memory.
@@ -59,18 +59,11 @@ class BoundCalls:
     """Of one op, by the implementation that is asked for, if any, and the arguments. Threads may share it."""
 
     def __init__(self) -> None:
-        self._kept: dict[Key | None, Call] = {}
-
-    def find(self, name: str | None, arguments: tuple[Any, ...]) -> Call | None:
-        try:
-            return self._kept.get(key_of(name, arguments))
-        except TypeError:
-            # A list, say: the op has words for it.
-            return None
+        self.by_key: dict[Key | None, Call] = {}
 
     def keeper(self, name: str | None, arguments: tuple[Any, ...]) -> Callable[[Call], Call] | None:
         """What keeps a call like this one, and nothing where all were forgotten since; None for what none serves."""
-        key, kept = key_of(name, arguments), self._kept
+        key, kept = key_of(name, arguments), self.by_key
         if key is None or not _is_hashable(key):
             return None
 
@@ -84,4 +77,4 @@ class BoundCalls:
 
     def forget(self) -> None:
         # Another dictionary: what is being bound now ends in the one that nobody looks into any more.
-        self._kept = {}
+        self.by_key = {}

@@ -18,7 +18,7 @@ from rocm_sd import arch, settings
 from rocm_sd.errors import Unsupported
 from rocm_sd.kernels.hip.launch import HipUnavailable
 from rocm_sd.ops import plugins, self_test
-from rocm_sd.ops.bound_calls import BoundCalls
+from rocm_sd.ops.bound_calls import BoundCalls, key_of
 from rocm_sd.ops.candidates import OpCandidates
 from rocm_sd.ops.definition import Implementation
 from rocm_sd.tuning import Choice, Problem, resolve
@@ -195,7 +195,12 @@ class Op(OpCandidates):
         """
         if torch.compiler.is_compiling() or _observers:
             return None
-        return self._bound.find(implementation or settings.implementation_for(self.name), arguments)
+        name = implementation or settings.implementation_for(self.name)
+        try:
+            return self._bound.by_key.get(key_of(name, arguments))
+        except TypeError:
+            # A list, say, is no key: the op has words for it.
+            return None
 
     def bind(
         self, problem: Problem, device: torch.device, forced: str | None, arguments: tuple[Any, ...]
