@@ -1,4 +1,4 @@
-"""A call that was bound is used for calls laid out alike, and for nothing else: not after anything that may change it."""
+"""A call that was bound serves calls laid out alike, and nothing else: none after anything that may change it."""
 
 from __future__ import annotations
 
