@@ -179,8 +179,9 @@ def define(
     def call(*arguments: Any, implementation: str | None = None) -> R:
         if at_once(*arguments):
             problem, device = problem_of(*arguments), arguments[0].device
-            bound = op.bind(problem, device, implementation, arguments)
-            result: R = bound(*arguments) if bound else op.run(problem, device, implementation, *arguments)
+            result: R = op.run(problem, device, implementation, *arguments)
+            # After it: a kernel that cannot be had has given way by now, to stock torch for good.
+            op.bind(problem, device, implementation, arguments)
             return result
         traced: R = dispatched(*signature.spread(arguments), implementation)
         return traced

@@ -225,11 +225,7 @@ class Op(OpCandidates):
             except HipUnavailable as error:
                 return self._run_stock(error, problem, device, *arguments)
 
-        may_be_missing = choice.source != "forced" and not choice.is_stock
-        return keep(or_stock if may_be_missing and not self._binds(choice) else run)
-
-    def _binds(self, choice: Choice) -> bool:
-        return self.own[choice.implementation].bind is not None
+        return keep(run if choice.source == "forced" or choice.is_stock else or_stock)
 
     def run_over(self, problem: Problem, device: torch.device, x: torch.Tensor, *arguments: Any) -> Any:
         """The result in the memory of x, the first argument; None, and x as it was, where what is chosen cannot."""
