@@ -33,7 +33,9 @@ def key_of(name: str | None, arguments: tuple[Any, ...]) -> Key | None:
     gradients = torch.is_grad_enabled()
     try:
         for each in arguments:
-            if type(each) in _PLAIN:
+            if each is None:
+                key.append(None)
+            elif type(each) in _PLAIN:
                 if gradients and each.requires_grad:
                     return None
                 key += (each.shape, each.stride(), each.dtype, each.device)
