@@ -71,6 +71,20 @@ def _stock(x: Tensor, weight: Tensor, bias: Part, residual: Part) -> Tensor:
     return (y if residual is None else y + residual).contiguous()
 
 
+def _bind_stock(x: Tensor, _weight: Tensor, _bias: Part, residual: Part) -> Callable[..., Tensor] | None:
+    if has_gaps(x):
+        return None
+    return _product if residual is None else _product_and_residual
+
+
+def _product(x: Tensor, weight: Tensor, bias: Part, _residual: None) -> Tensor:
+    return F.linear(x, weight, bias).contiguous()
+
+
+def _product_and_residual(x: Tensor, weight: Tensor, bias: Part, residual: Tensor) -> Tensor:
+    return (F.linear(x, weight, bias) + residual).contiguous()
+
+
 def _addmm(x: Tensor, weight: Tensor, bias: Part, residual: Part) -> Tensor:
     """The GEMM accumulates onto the residual (beta = 1); a bias is added to the residual first."""
     if residual is None:
@@ -166,7 +180,7 @@ OP = define(
     summary="GEMM with bias and residual in its epilogue; packed QKV and packed text K and V",
     family="GEMM",
     implementations=(
-        Implementation(STOCK, _stock),
+        Implementation(STOCK, _stock, bind=_bind_stock),
         Implementation("addmm", _addmm),
         *(
             Implementation(each.name, partial(_library, library=each), partial(_library_why_not, library=each))
