@@ -64,6 +64,5 @@ def test_a_launch_costs_the_host_no_more_than_10_us_or_one_of_torchs_own(monkeyp
         # On a slow host nothing is launched in 10 us: an add of torch's is dispatched, given memory and launched, too.
         one = host_us(lambda: tokens + tokens)
         found[name] = (host_us(lambda f=function, a=arguments: f(*a)), one)
-    print({name: [round(each, 1) for each in both] for name, both in found.items()})
     slow = {name: both for name, both in found.items() if both[0] > max(MOST_US, 1.5 * both[1])}
     assert not slow, f"us, and those of one of torch's own: {slow}"
