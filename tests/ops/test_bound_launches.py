@@ -235,6 +235,67 @@ def scenario_another_triton():
     return {"by": noting.by(), "bound": kernels.bind_op("geglu", given[0], None, None) is not None}
 
 
+class Launcher:
+    """As those of Triton 3.4 to 3.6: a part in Python, and one in C that is handed more."""
+
+    profile_scratch_size = 0
+
+    def __init__(self, noted):
+        self.launch = lambda *given: noted.append(given)
+        self.cooperative = "cooperative"
+        self.calls = 0
+
+    def __call__(self, x, y, z, stream, function, *rest):
+        self.calls += 1
+        self.launch(self.cooperative, x, y, z, stream, function, "scratch", *rest)
+
+
+class Scratch(Launcher):
+    profile_scratch_size = 16
+
+
+class Nested(Launcher):
+    def __call__(self, x, y, z, stream, function, metadata, *rest):
+        self.calls += 1
+        self.launch(x, y, z, stream, function, metadata, rest)
+
+
+class Curious(Launcher):
+    def __call__(self, x, y, z, stream, *rest):
+        self.calls += 1
+        self.launch(x, y, z, int(stream), *rest)
+
+
+def scenario_launchers():
+    """By class: how often its part in Python was called in five launches, and whether all came out alike."""
+    from rocm_sd.kernels.triton import geglu
+
+    noting, found = prepared(), {}
+    for kind in (Launcher, Scratch, Nested, Curious):
+        noted, made = [], []
+
+        def launcher_cls(_src, _metadata, kind=kind, noted=noted, made=made):
+            made.append(kind(noted))
+            return made[-1]
+
+        noting.launcher_cls = launcher_cls
+        geglu._geglu.device_caches.clear()
+        launch, given = bound_geglu()
+        for _ in range(5):
+            launch(*given)
+        handed_on = [numbers_of(one) for one in noted]
+        reached = {given[0].data_ptr(), given[2].data_ptr()} <= set(handed_on[0])
+        found[kind.__name__] = (made[0].calls, len(noted), reached and all(one == handed_on[0] for one in handed_on))
+    return found
+
+
+def numbers_of(given):
+    """Numbers, words and addresses, in order: not the hooks and the metadata for them, which Triton alone hands on."""
+    inside = [each for one in given for each in (one if isinstance(one, tuple) else (one,))]
+    addresses = [each.data_ptr() if hasattr(each, "data_ptr") else each for each in inside]
+    return [each for each in addresses if isinstance(each, (int, float, str))]
+
+
 def play(name: str, cache: Path):
     code = f"import json, test_bound_launches as own; print(json.dumps(own.scenario_{name}()))"
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
@@ -280,3 +341,13 @@ def test_what_is_only_noted_is_not_launched_and_not_bound(tmp_path):
 
 def test_a_triton_whose_launchers_are_not_known_launches_for_itself(tmp_path):
     assert play("another_triton", tmp_path) == {"by": ["triton"] * 3, "bound": False}
+
+
+def test_the_part_in_python_of_a_launcher_is_left_out_where_it_only_hands_on(tmp_path):
+    # The first launch is Triton's own; of the others none goes through Python where that is known to do nothing.
+    assert play("launchers", tmp_path) == {
+        "Launcher": [1, 5, True],
+        "Scratch": [5, 5, True],
+        "Nested": [5, 5, True],
+        "Curious": [5, 5, True],
+    }
