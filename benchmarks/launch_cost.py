@@ -223,10 +223,14 @@ def pictures(made, engines, batch, turns):
         "batch": batch,
         **{f"{name} ms": round(median(taken), 1) for name, taken in times.items()},
         **{
-            f"{name} times stock": str(measuring.compare(name, "stock", batch, taken, times["stock"]))
+            f"{name} times stock": told(measuring.compare(name, "stock", batch, taken, times["stock"]))
             for name, taken in times.items() if name != "stock"
         },
     }  # fmt: skip
+
+
+def told(comparison):
+    return f"{comparison.ratio:.3f} ({comparison.low:.3f} to {comparison.high:.3f}): {comparison.verdict}"
 
 
 def unet_call(made, pipe, batch):

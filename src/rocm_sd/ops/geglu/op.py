@@ -45,8 +45,12 @@ def geglu(x: torch.Tensor, bias: torch.Tensor | None = None, implementation: str
     return OP.call(x, bias, implementation=implementation)
 
 
+def _shape(x: Tensor) -> tuple[int, ...]:
+    return *x.shape[:-1], x.shape[-1] // 2
+
+
 def _allocate(x: Tensor) -> Tensor:
-    return x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
+    return x.new_empty(_shape(x))
 
 
 def _stock(x: Tensor, bias: Part) -> Tensor:
@@ -70,8 +74,10 @@ def _bind(x: Tensor, bias: Part, *, config: GegluConfig) -> Callable[..., Tensor
     if launch is None:
         return None
 
+    shape = _shape(x)
+
     def bound(x: Tensor, bias: Part) -> Tensor:
-        y = _allocate(x)
+        y = x.new_empty(shape)
         launch(x, bias, y)
         return y
 

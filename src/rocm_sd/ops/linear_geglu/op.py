@@ -56,8 +56,12 @@ def linear_geglu(
     return OP.call(x, weight, bias, implementation=implementation)
 
 
+def _shape(x: Tensor, weight: Tensor) -> tuple[int, ...]:
+    return *x.shape[:-1], weight.shape[0] // 2
+
+
 def _allocate(x: Tensor, weight: Tensor) -> Tensor:
-    return x.new_empty((*x.shape[:-1], weight.shape[0] // 2))
+    return x.new_empty(_shape(x, weight))
 
 
 def _stock(x: Tensor, weight: Tensor, bias: Part) -> Tensor:
@@ -88,8 +92,10 @@ def _bind(x: Tensor, weight: Tensor, bias: Part, *, config: LinearGegluConfig) -
     if launch is None:
         return None
 
+    shape = _shape(x, weight)
+
     def bound(x: Tensor, weight: Tensor, bias: Part) -> Tensor:
-        y = _allocate(x, weight)
+        y = x.new_empty(shape)
         launch(x, weight, bias, y)
         return y
 

@@ -57,8 +57,12 @@ def linear_residual(
     return OP.call(x, weight, bias, residual, implementation=implementation)
 
 
+def _shape(x: Tensor, weight: Tensor) -> tuple[int, ...]:
+    return *x.shape[:-1], weight.shape[0]
+
+
 def _allocate(x: Tensor, weight: Tensor) -> Tensor:
-    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+    return x.new_empty(_shape(x, weight))
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Part) -> Tensor:
@@ -135,8 +139,10 @@ def _bind(
     if launch is None:
         return None
 
+    shape = _shape(x, weight)
+
     def bound(x: Tensor, weight: Tensor, bias: Part, residual: Part) -> Tensor:
-        y = _allocate(x, weight)
+        y = x.new_empty(shape)
         launch(x, weight, bias, residual, y)
         return y
 
