@@ -5,11 +5,13 @@ Each scenario is a process of its own: in this one, Triton may be interpreting k
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import subprocess
 import sys
 import threading
+import weakref
 from pathlib import Path
 
 import pytest
@@ -141,6 +143,32 @@ def scenario_arguments():
         by = sorted({by for by, _ in first}), sorted({by for by, _ in second})
         found.append((name, kernels, *by, [rest for _, rest in first] == [rest for _, rest in second]))
     return found
+
+
+def scenario_kept():
+    """By op: how many of the first call's tensors somebody still has, and whether the variant is still loaded."""
+    import torch
+
+    from rocm_sd.kernels.triton import geglu
+    from rocm_sd.ops import OPS
+
+    noting, found = prepared(), []
+    unloaded = []
+    noting.unload_module = unloaded.append
+    held = []
+    for number in range(len(calls())):
+        name, arguments, config = calls()[number]
+        bound = OPS[name].own["triton"].bind(*arguments, config=config)
+        bound(*arguments)
+        bound(*arguments)
+        held.append(bound)
+        refs = [weakref.ref(each) for each in arguments if isinstance(each, torch.Tensor)]
+        del arguments
+        gc.collect()
+        found.append((name, sum(each() is not None for each in refs)))
+    geglu._geglu.device_caches.clear()
+    gc.collect()
+    return {"tensors": found, "unloaded": len(unloaded)}
 
 
 def bound_geglu():
@@ -317,6 +345,13 @@ def test_a_bound_launch_hands_over_what_triton_does(tmp_path):
     for op, names, first, second, same in found:
         assert names, op
         assert (first, second, same) == (["triton"], ["bound"], True), op
+
+
+def test_no_tensor_is_kept_and_the_variant_is(tmp_path):
+    found = play("kept", tmp_path)
+    assert [name for name, kept in found["tensors"] if kept] == []
+    assert len(found["tensors"]) > 8
+    assert found["unloaded"] == 0
 
 
 def test_triton_launches_what_is_unusual(tmp_path):

@@ -67,7 +67,7 @@ class Bound:
     `pieces` says of each pointer which piece of its tensor it means; () means the whole of each. Threads may share it.
     """
 
-    __slots__ = ("_constants", "_grid", "_hooks", "_kernel", "_numbers", "_pieces", "_ready")
+    __slots__ = ("_compiled", "_constants", "_grid", "_hooks", "_kernel", "_numbers", "_pieces", "_ready")
 
     def __init__(
         self,
@@ -80,6 +80,8 @@ class Bound:
         self._kernel, self._grid, self._constants, self._pieces = kernel, grid, constants, pieces
         self._numbers = tuple(numbers)
         self._hooks: list[Any] = getattr(kernel, "pre_run_hooks", [])
+        # Triton unloads a variant that nobody has any more.
+        self._compiled: CompiledKernel | None = None
         # Set at once, so that no thread sees a half of it.
         self._ready: _Ready | None = None
 
@@ -126,7 +128,8 @@ class Bound:
         # The variant of tensors that are not aligned is not that of others.
         aligned = not any(tensor is not None and tensor.data_ptr() & _ALIGNED for tensor in given)
         if self._ready is None and aligned and isinstance(compiled, CompiledKernel) and _is_known():
-            self._ready = self._made_ready(compiled, given)
+            ready = self._made_ready(compiled, given)
+            self._compiled, self._ready = compiled, ready
 
     def _made_ready(self, compiled: CompiledKernel, given: list[Part]) -> _Ready:
         # In the order of the kernel's parameters, as Triton hands them over.
@@ -172,8 +175,8 @@ def _without_python(
     if not callable(getattr(launcher, "launch", None)) or any(scratch):
         return None
     stream, handed_on = object(), []
-    asked = copy(launcher)
     try:
+        asked = copy(launcher)
         asked.launch = lambda *arguments: handed_on.append(arguments)
         asked(*grid, stream, *middle, *pointers, *rest)
         (arguments,) = handed_on
