@@ -70,6 +70,28 @@ def test_a_launch_is_given_every_argument_in_its_place(fake, api):
     assert card.entered == 2
 
 
+def test_values_of_a_launch_are_its_own_in_every_thread_and_at_every_call(fake, api):
+    fake.expect(4, 4)
+    other_is_between = []
+
+    class Between(HostCard):
+        """Another thread launches after this one has laid out its values, and before the driver reads them."""
+
+        def stream(self):
+            if threading.current_thread() is threading.main_thread() and not other_is_between:
+                other_is_between.append(True)
+                thread = threading.Thread(target=launcher.launch, args=(KERNEL, (1, 1, 1), (30, 40)))
+                thread.start()
+                thread.join()
+            return super().stream()
+
+    launcher = launcher_of(fake, api, card=Between())
+    launcher.launch(KERNEL, (1, 1, 1), (1, 2))
+    launcher.launch(KERNEL, (1, 1, 1), (5, 6))
+    launched = [struct.unpack("<ii", call.parameters[:8]) for call in fake.calls("launch")]
+    assert launched == [(30, 40), (1, 2), (5, 6)]
+
+
 def test_a_kernel_is_loaded_once_and_modules_are_shared_and_given_back(fake, api):
     launcher = launcher_of(fake, api)
     other = Kernel("any", "other", (("element", "half"),))

@@ -86,6 +86,9 @@ def called(monkeypatch):
         return run(op, *arguments)
 
     monkeypatch.setattr(registry.Op, "run", noted)
+    # Every call is to be run, and none to be found as one of before.
+    monkeypatch.setattr(registry.Op, "bound", lambda *_: None)
+    monkeypatch.setattr(registry.Op, "bind", lambda *_: None)
     return names
 
 

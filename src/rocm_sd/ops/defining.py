@@ -109,6 +109,11 @@ class DefinedOp(Op, Generic[R]):
     call: Callable[..., R] = field(kw_only=True)
     at_once: Callable[..., bool] = field(kw_only=True)
 
+    if TYPE_CHECKING:
+
+        def bound(self, implementation: str | None, *arguments: Any) -> Callable[..., R] | None:
+            """What computes this call: it returns what the function does."""
+
     def require_shape(self, name: str, tensor: torch.Tensor | None, shape: tuple[int, ...]) -> None:
         """Refuse a part of another shape than this."""
         if tensor is not None and tensor.shape != shape:
@@ -175,7 +180,10 @@ def define(
 
     def call(*arguments: Any, implementation: str | None = None) -> R:
         if at_once(*arguments):
-            result: R = op.run(problem_of(*arguments), arguments[0].device, implementation, *arguments)
+            problem, device = problem_of(*arguments), arguments[0].device
+            result: R = op.run(problem, device, implementation, *arguments)
+            # After it: a kernel that cannot be had has given way by now, to stock torch for good.
+            op.bind(problem, device, implementation, arguments)
             return result
         traced: R = dispatched(*signature.spread(arguments), implementation)
         return traced

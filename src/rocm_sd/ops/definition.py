@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from rocm_sd.kernels.config import NO_CONFIG
@@ -113,6 +114,9 @@ class Implementation:
     call takes for itself and gives back; the arguments may lie on the meta device. None: nobody knows.
     `variant(problem, config, device)` says in a few words which code of the kernel runs: "2 pieces, tail". What was
     right in one variant may be wrong in another, so each is tested for itself.
+    `bind(*arguments, config=config)` gives what computes this call, and every call of tensors that are laid out alike,
+    at less cost to the host than `run`, which looks at its tensors anew; None where it cannot. It takes the same
+    arguments, and none of the first call's tensors is kept or read.
     """
 
     name: str
@@ -125,12 +129,19 @@ class Implementation:
     overwrites: bool = False
     scratch_bytes: Callable[[tuple[Any, ...], Any, torch.device], int] | None = None
     variant: Variant | None = None
+    bind: Callable[..., Callable[..., Any] | None] | None = None
 
     def __call__(self, *arguments: Any, config: Config = NO_CONFIG, **named: Any) -> Any:
         """`run` with a config, which is not handed to what has nothing to configure."""
         if self.default is NO_CONFIG:
             return self.run(*arguments, **named)
         return self.run(*arguments, config=config or self.default, **named)
+
+    def bound(self, arguments: tuple[Any, ...], config: Config) -> Callable[..., Any]:
+        """What computes this call and all that are laid out alike, with that config."""
+        named = {} if self.default is NO_CONFIG else {"config": config or self.default}
+        found = None if self.bind is None else self.bind(*arguments, **named)
+        return found or (partial(self.run, **named) if named else self.run)
 
     def config_from(self, values: Mapping[str, int]) -> Config:
         """A config that was written down; none at all stands for the default."""

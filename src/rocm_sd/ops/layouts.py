@@ -6,7 +6,10 @@ import torch
 
 from rocm_sd.errors import Unsupported
 
-__all__ = ["Part", "as_dtype", "as_rows", "channels_last", "dense", "has_gaps", "joined", "require_alike"]
+__all__ = [
+    "Part", "as_dtype", "as_rows", "channels_last", "dense", "has_gaps", "is_channels_last", "is_dense", "joined",
+    "require_alike", "rows_in_place",
+]  # fmt: skip
 
 Part = torch.Tensor | None  # of a call that may do without it: a bias, a residual
 
@@ -26,6 +29,25 @@ def as_rows(x: torch.Tensor) -> torch.Tensor:
     """[M, K] with the values of a row side by side; a view where that can be."""
     rows = x.reshape(-1, x.shape[-1])
     return rows if rows.stride(1) == 1 else rows.contiguous()
+
+
+def rows_in_place(x: torch.Tensor) -> Part:
+    """`as_rows` where that is a view; None where x would be copied."""
+    try:
+        rows = x.view(-1, x.shape[-1])
+    except RuntimeError:
+        return None
+    return rows if rows.stride(1) == 1 else None
+
+
+def is_dense(*parts: Part) -> bool:
+    """Whether `dense` would hand each of them on as it is."""
+    return all(part is None or part.is_contiguous() for part in parts)
+
+
+def is_channels_last(*parts: Part) -> bool:
+    """Whether `channels_last` would hand each of them on as it is."""
+    return all(part is None or part.is_contiguous(memory_format=torch.channels_last) for part in parts)
 
 
 def has_gaps(x: torch.Tensor) -> bool:

@@ -19,6 +19,7 @@ from rocm_sd.errors import Unsupported
 from rocm_sd.kernels import triton as triton_kernels
 from rocm_sd.kernels.unavailable import KernelUnavailable
 from rocm_sd.ops import plugins, self_test
+from rocm_sd.ops.bound_calls import BoundCalls, key_of
 from rocm_sd.ops.candidates import OpCandidates
 from rocm_sd.ops.definition import Implementation
 from rocm_sd.tuning import Choice, Problem, resolve
@@ -26,7 +27,7 @@ from rocm_sd.tuning.choice import STOCK
 from rocm_sd.tuning.environment import current
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from rocm_sd.tuning.database import Entry
 
@@ -75,6 +76,7 @@ class Op(OpCandidates):
 
     # What was chosen before: looking it up again would take longer than launching a kernel.
     _chosen: dict[tuple[Any, ...], Choice] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _bound: BoundCalls = field(default_factory=BoundCalls, init=False, repr=False, compare=False)
 
     def choose(self, problem: Problem, device: torch.device, forced: str | None = None) -> Choice:
         """Asked for by name, an implementation that cannot do it raises. Chosen automatically, stock takes over."""
@@ -212,6 +214,46 @@ class Op(OpCandidates):
                 raise
             return self._run_without(choice.implementation, error, problem, device, *arguments)
 
+    def bound(self, implementation: str | None, *arguments: Any) -> Callable[..., Any] | None:
+        """What computes this call, found by its tensors' layouts alone; None where it is to be asked for by `bind`.
+
+        That is so at the first call of a kind, and where anything but the plain case is at hand: a compiler, an
+        observer, a gradient, a tensor of another class.
+        """
+        if torch.compiler.is_compiling() or _observers:
+            return None
+        name = implementation or settings.implementation_for(self.name)
+        try:
+            return self._bound.by_key.get(key_of(name, arguments))
+        except TypeError:
+            # A list, say, is no key: the op has words for it.
+            return None
+
+    def bind(
+        self, problem: Problem, device: torch.device, forced: str | None, arguments: tuple[Any, ...]
+    ) -> Callable[..., Any] | None:
+        """What `bound` will find from now on, until choices are forgotten; None where each call is to be `run`.
+
+        Not kept is what has to be asked for again: a choice that is not settled, and a plug-in, which may go.
+        """
+        if _observers:
+            return None
+        name = forced or settings.implementation_for(self.name)
+        # Before the choice: of one that is forgotten meanwhile nothing is kept.
+        keep = self._bound.keeper(name, arguments)
+        choice = self.choose(problem, device, name)
+        if keep is None or not self.has(choice.implementation) or (*problem.values(), device, name) not in self._chosen:
+            return None
+        run = self.own[choice.implementation].bound(arguments, choice.config)
+
+        def or_stock(*arguments: Any) -> Any:
+            try:
+                return run(*arguments)
+            except KernelUnavailable as error:
+                return self._run_stock(error, choice.implementation, problem, device, *arguments)
+
+        return keep(run if choice.source == "forced" or choice.is_stock else or_stock)
+
     def run_over(self, problem: Problem, device: torch.device, x: torch.Tensor, *arguments: Any) -> Any:
         """The result in the memory of x, the first argument; None, and x as it was, where what is chosen cannot."""
         if _observers:
@@ -237,6 +279,7 @@ class Op(OpCandidates):
             # At no size and in no process again: the next might compile it where the crash is the user's.
             self_test.set_aside(self, name, device, reason)
             self._chosen.clear()
+            self._bound.forget()
         if error.lasting:
             self._settle_on_stock(problem, device, reason)
         return self.own[STOCK](*arguments)
@@ -252,6 +295,7 @@ class Op(OpCandidates):
     def _settle_on_stock(self, problem: Problem, device: torch.device, why: str) -> None:
         key = (*problem.values(), device, None)
         self._chosen[key] = Choice(STOCK, why=why)
+        self._bound.forget()
 
 
 def _out_of_memory(error: Exception) -> bool:
@@ -278,6 +322,7 @@ def forget_choices() -> None:
     resolve.forget()
     for op in OPS.values():
         op._chosen.clear()  # noqa: SLF001 -- of this module
+        op._bound.forget()  # noqa: SLF001
 
 
 def note_self_tests(dtype: str, device: torch.device) -> None:

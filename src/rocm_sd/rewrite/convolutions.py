@@ -18,7 +18,7 @@ from rocm_sd.ops import OPS, conv2d, group_norm_silu
 from rocm_sd.ops.conv2d.workload import problem
 from rocm_sd.ops.group_norm_silu.op import group_norm_silu_
 from rocm_sd.ops.group_norm_silu.workload import problem as norm_problem
-from rocm_sd.rewrite.layers import is_plain, untouched
+from rocm_sd.rewrite.layers import is_plain, untouched, weight_and_bias
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -135,7 +135,7 @@ def plain_convolution(
     layer: nn.Conv2d, x: torch.Tensor, add: torch.Tensor | None = None, residual: torch.Tensor | None = None
 ) -> torch.Tensor:
     """`convolution` of a layer that `takes`."""
-    weight, bias, stride, padding = layer.weight, layer.bias, layer.stride, layer.padding
+    (weight, bias), stride, padding = weight_and_bias(layer), layer.stride, layer.padding
     fits = add is None or _fits(add, x, weight.shape[0])
     if residual is not None:
         fits = fits and _like_output(residual, x, layer)
@@ -178,7 +178,7 @@ def plain_norm_silu(
     """`norm_silu` of a norm that is nothing but its weights; add: [N, C] of x's dtype."""
     if through_op("group_norm_silu", x):
         op = group_norm_silu_ if overwrite else group_norm_silu
-        return op(x, norm.num_groups, norm.weight, norm.bias, add, norm.eps, silu)
+        return op(x, norm.num_groups, *weight_and_bias(norm), add, norm.eps, silu)
     x = x if add is None else x + add[:, :, None, None]
     y = F.group_norm(x, norm.num_groups, norm.weight, norm.bias, norm.eps)
     # Nobody else can hold what the norm returned.

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 
-__all__ = ["idle", "is_plain", "untouched"]
+__all__ = ["idle", "is_plain", "untouched", "weight_and_bias"]
 
 _PLAIN = (nn.Linear, nn.Conv2d)
 _HANDS_ON = (nn.Dropout, nn.Identity)
@@ -18,7 +19,13 @@ def is_plain(layer: nn.Module) -> bool:
     if type(layer) not in _PLAIN or not untouched(layer):
         return False
     weight = layer.__dict__["_parameters"]["weight"]
-    return type(weight) is nn.Parameter and weight.device.type != "meta" and weight.is_floating_point()
+    return type(weight) is nn.Parameter and not weight.is_meta and weight.is_floating_point()
+
+
+def weight_and_bias(layer: nn.Module) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Of a layer that is nothing but them. Not through attributes, which nn.Module looks up in Python."""
+    own = layer.__dict__["_parameters"]
+    return own["weight"], own["bias"]
 
 
 def untouched(*modules: nn.Module) -> bool:

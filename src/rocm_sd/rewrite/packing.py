@@ -6,7 +6,7 @@ counter) is in the view at once, and no memory is doubled. Weights that were mov
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from typing import TYPE_CHECKING
 
@@ -73,16 +73,21 @@ def _joined(parameters: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
             return None
         given.append(parameter)
     rows = _rows_of_neighbours(given)
-    if rows is None:
-        if not _lay_together(given):
-            return None
-        rows = sum(parameter.shape[0] for parameter in given)
-    first = given[0]
+    if rows is not None:
+        # Two allocations may touch by chance: torch refuses a view that leaves the storage of the first.
+        with suppress(RuntimeError):
+            return _view(given[0], rows)
+    if not _lay_together(given):
+        return None
+    return _view(given[0], sum(parameter.shape[0] for parameter in given))
+
+
+def _view(first: torch.Tensor, rows: int) -> torch.Tensor:
     return torch.as_strided(first, (rows, *first.shape[1:]), first.stride(), first.storage_offset())
 
 
 def _rows_of_neighbours(parameters: Sequence[torch.Tensor]) -> int | None:
-    """How many rows they have together, or None where they do not lie one after the other in one storage."""
+    """How many rows they have together, or None where they do not lie one after the other."""
     first = parameters[0]
     dtype, row, rows = first.dtype, first.shape[1:], 0
     end = first.data_ptr()
@@ -92,9 +97,7 @@ def _rows_of_neighbours(parameters: Sequence[torch.Tensor]) -> int | None:
             return None
         end += parameter.numel() * dtype.itemsize
         rows += shape[0]
-    # Two allocations may touch by chance; only memory of one storage can be viewed as one tensor.
-    storage = first.untyped_storage()
-    return rows if end <= storage.data_ptr() + storage.nbytes() else None
+    return rows
 
 
 def _lay_together(parameters: Sequence[torch.Tensor]) -> bool:

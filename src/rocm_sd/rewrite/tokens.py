@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from rocm_sd.ops import linear_residual
 from rocm_sd.ops.linear_residual.packing import split_heads
+from rocm_sd.rewrite.layers import weight_and_bias
 from rocm_sd.rewrite.packing import packed_linear
 
 if TYPE_CHECKING:
@@ -26,7 +27,8 @@ def map_of(tokens: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 def plain_linear(layer: Any, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
     """layer(x) + residual; of a 1x1 convolution on tokens the weight is a view, in either layout."""
-    return linear_residual(x, layer.weight.flatten(1), layer.bias, residual)
+    weight, bias = weight_and_bias(layer)
+    return linear_residual(x, weight if weight.dim() == 2 else weight.flatten(1), bias, residual)
 
 
 def projected(x: torch.Tensor, heads: int, *layers: Any, pack: bool = True) -> tuple[torch.Tensor, ...]:

@@ -16,7 +16,7 @@ from rocm_sd.ops import OPS, attention, geglu, layer_norm_residual, linear_geglu
 from rocm_sd.ops.transformer_block.workload import problem_of
 from rocm_sd.rewrite import conditioning
 from rocm_sd.rewrite.apply import Rule
-from rocm_sd.rewrite.layers import idle, is_plain, untouched
+from rocm_sd.rewrite.layers import idle, is_plain, untouched, weight_and_bias
 from rocm_sd.rewrite.packing import packed_linear, unpack
 from rocm_sd.rewrite.tokens import projected
 
@@ -254,7 +254,7 @@ def _project(x: torch.Tensor, heads: int, *layers: Any) -> tuple[torch.Tensor, .
 
 def _norm(norm: nn.LayerNorm, x: torch.Tensor) -> torch.Tensor:
     if type(norm) is nn.LayerNorm and untouched(norm):
-        return layer_norm_residual(x, None, norm.weight, norm.bias, norm.eps)[0]
+        return layer_norm_residual(x, None, *weight_and_bias(norm), norm.eps)[0]
     y: torch.Tensor = norm(x)
     return y
 
@@ -262,7 +262,7 @@ def _norm(norm: nn.LayerNorm, x: torch.Tensor) -> torch.Tensor:
 def _add_and_norm(norm: nn.LayerNorm, h: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     # A processor of the user's own may answer in another dtype.
     if type(norm) is nn.LayerNorm and untouched(norm) and h.dtype == x.dtype and h.shape == x.shape:
-        return layer_norm_residual(h, x, norm.weight, norm.bias, norm.eps)
+        return layer_norm_residual(h, x, *weight_and_bias(norm), norm.eps)
     total = h + x
     return norm(total), total
 
@@ -274,13 +274,13 @@ def _feed_forward(ff: Any, h: torch.Tensor, residual: torch.Tensor | None) -> to
         return stock if residual is None else stock + residual
     projection = gate.proj
     plain = is_plain(projection)
-    h = linear_geglu(h, projection.weight, projection.bias) if plain else geglu(projection(h))
+    h = linear_geglu(h, *weight_and_bias(projection)) if plain else geglu(projection(h))
     return _linear(out, h, residual)
 
 
 def _linear(layer: Any, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
     if is_plain(layer):
-        return linear_residual(x, layer.weight, layer.bias, residual)
+        return linear_residual(x, *weight_and_bias(layer), residual)
     y: torch.Tensor = layer(x)
     return y if residual is None else y + residual
 

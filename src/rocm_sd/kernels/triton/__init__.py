@@ -16,11 +16,14 @@ from rocm_sd import arch, settings
 from rocm_sd.kernels.unavailable import KernelUnavailable
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     import torch
 
 __all__ = [
     "CompilerCrashed",
     "CompilerFailed",
+    "bind_op",
     "launch_op",
     "sentence",
     "skips_launches",
@@ -119,6 +122,18 @@ def _is_of_compiler(error: Exception) -> bool:
     if isinstance(error, KernelUnavailable) or settings.current().triton_interpret:
         return False
     return type(error).__module__.startswith("triton.") or any(part in str(error) for part in _OF_COMPILER)
+
+
+def bind_op(op: str, *arguments: Any, bind: str = "bind") -> Callable[..., None] | None:
+    """An op's launch for tensors that lie as these, to be made again and again; None where that would cost no less.
+
+    `bind` is the function of the op's module that binds it.
+    """
+    module = import_module(f"{__name__}.{op}")
+    if not import_module(f"{__name__}.bound").binds(module):
+        return None
+    bound: Callable[..., None] = getattr(module, bind)(*arguments)
+    return bound
 
 
 def skips_launches() -> bool:

@@ -20,11 +20,15 @@ import triton.language as tl
 from triton.runtime.interpreter import InterpretedFunction
 
 from rocm_sd.kernels.sizes import ceil_div
+from rocm_sd.kernels.triton.bound import Bound
 
 if TYPE_CHECKING:
-    from rocm_sd.kernels.configs.conv2d import Conv2dConfig
+    from collections.abc import Callable, Sequence
 
-__all__ = ["finish", "interpreted", "launch", "multiply_taps", "place_tile"]
+    from rocm_sd.kernels.configs.conv2d import Conv2dConfig
+    from rocm_sd.kernels.triton.bound import Part
+
+__all__ = ["bind", "bind_finish", "finish", "interpreted", "launch", "multiply_taps", "place_tile"]
 
 
 @triton.jit
@@ -226,6 +230,18 @@ def interpreted(kernel: object) -> bool:
     return isinstance(kernel, InterpretedFunction)
 
 
+def bind_finish(shape: Sequence[int], bias: Part, add: Part, residual: Part, splits: int = 1) -> Bound:
+    """bound(source, out, bias, add, residual) is `finish` for an `out` of that shape and parts like these."""
+    N, C, H, W = shape
+    # 2048 values in 4 warps: one 16-byte load of half precision a thread of a wave of 64, two of a wave of 32.
+    rows, block_c = (16, 128) if C % 128 == 0 else (32, 64)
+    constants = {
+        "HAS_BIAS": bias is not None, "HAS_ADD": add is not None, "HAS_RESIDUAL": residual is not None,
+        "SPLITS": splits, "ROWS": rows, "BLOCK_C": block_c, "num_warps": 4,
+    }  # fmt: skip
+    return Bound(_finish, (ceil_div(H * W, rows), ceil_div(C, block_c), N), (H * W, C), constants)
+
+
 def finish(
     source: torch.Tensor,
     out: torch.Tensor,
@@ -235,14 +251,57 @@ def finish(
     splits: int = 1,
 ) -> None:
     """out = sum of the splits of `source` + bias + add + residual; all dense channels-last, `source` may be `out`."""
-    N, C, H, W = out.shape
-    # 2048 values in 4 warps: one 16-byte load of half precision a thread of a wave of 64, two of a wave of 32.
-    rows, block_c = (16, 128) if C % 128 == 0 else (32, 64)
-    _finish[(ceil_div(H * W, rows), ceil_div(C, block_c), N)](
-        source, out, bias, add, residual, H * W, C,
-        HAS_BIAS=bias is not None, HAS_ADD=add is not None, HAS_RESIDUAL=residual is not None, SPLITS=splits,
-        ROWS=rows, BLOCK_C=block_c, num_warps=4,
-    )  # fmt: skip
+    bind_finish(out.shape, bias, add, residual, splits)(source, out, bias, add, residual)
+
+
+def bind(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    shape: Sequence[int],
+    bias: Part,
+    add: Part,
+    residual: Part,
+    stride: int,
+    padding: int,
+    config: Conv2dConfig,
+    concat: Part = None,
+) -> Callable[..., None]:
+    """bound(x, weight, out, bias, add, residual, concat) is `launch` for such tensors and an `out` of that shape."""
+    N, Cin, H, W = x.shape
+    more = 0 if concat is None else concat.shape[1]
+    _, Cout, Ho, Wo = shape
+    kernel = weight.shape[2]
+    pixels = N * Ho * Wo
+    tiles_m, tiles_n = ceil_div(pixels, config.block_m), ceil_div(Cout, config.block_n + config.block_n2)
+    blocks = ceil_div(Cin, config.block_k)
+    # Every part must have work: of 9 blocks in 4 parts of 3, the fourth would have none.
+    blocks_per_split = ceil_div(blocks * kernel * kernel, config.split_k)
+    splits = ceil_div(blocks * kernel * kernel, blocks_per_split)
+    fused = splits == 1
+    constants = {
+        "HAS_BIAS": fused and bias is not None, "HAS_ADD": fused and add is not None,
+        "HAS_RESIDUAL": fused and residual is not None, "HAS_CONCAT": concat is not None,
+        "KERNEL": kernel, "STRIDE": stride, "PADDING": padding,
+        "EVEN_K": Cin % config.block_k == more % config.block_k == 0, "ALL_INSIDE": padding == 0,
+        "ONE_IMAGE": Ho * Wo % config.block_m == 0, "WIDEN": interpreted(_conv2d),
+        "GROUP_M": config.group_m, "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_N2": config.block_n2,
+        "BLOCK_K": config.block_k,
+        "num_warps": config.warps, "num_stages": config.stages,
+    }  # fmt: skip
+    numbers = (H, W, Cin, Ho, Wo, Cout, pixels, tiles_m, tiles_n, blocks, blocks_per_split, more)
+    product = Bound(_conv2d, (tiles_m * tiles_n, splits), numbers, constants)
+    if fused:
+        return product
+    finishing = bind_finish(shape, bias, add, residual, splits)
+
+    def in_parts(
+        x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, bias: Part, add: Part, residual: Part, concat: Part
+    ) -> None:
+        parts = x.new_empty((splits, pixels, Cout), dtype=torch.float32)
+        product(x, weight, parts, bias, add, residual, concat)
+        finishing(parts, out, bias, add, residual)
+
+    return in_parts
 
 
 def launch(
@@ -261,29 +320,5 @@ def launch(
 
     `concat` has the input channels that follow x's, where the config `reads_two`.
     """
-    N, Cin, H, W = x.shape
-    more = 0 if concat is None else concat.shape[1]
-    _, Cout, Ho, Wo = out.shape
-    kernel = weight.shape[2]
-    pixels = N * Ho * Wo
-    tiles_m, tiles_n = ceil_div(pixels, config.block_m), ceil_div(Cout, config.block_n + config.block_n2)
-    blocks = ceil_div(Cin, config.block_k)
-    # Every part must have work: of 9 blocks in 4 parts of 3, the fourth would have none.
-    blocks_per_split = ceil_div(blocks * kernel * kernel, config.split_k)
-    splits = ceil_div(blocks * kernel * kernel, blocks_per_split)
-    target = x.new_empty((splits, pixels, Cout), dtype=torch.float32) if splits > 1 else out
-    fused = splits == 1
-    _conv2d[(tiles_m * tiles_n, splits)](
-        x, weight, target, bias, add, residual, concat,
-        H, W, Cin, Ho, Wo, Cout, pixels, tiles_m, tiles_n, blocks, blocks_per_split, more,
-        HAS_BIAS=fused and bias is not None, HAS_ADD=fused and add is not None,
-        HAS_RESIDUAL=fused and residual is not None, HAS_CONCAT=concat is not None,
-        KERNEL=kernel, STRIDE=stride, PADDING=padding,
-        EVEN_K=Cin % config.block_k == more % config.block_k == 0, ALL_INSIDE=padding == 0,
-        ONE_IMAGE=Ho * Wo % config.block_m == 0, WIDEN=interpreted(_conv2d),
-        GROUP_M=config.group_m, BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_N2=config.block_n2,
-        BLOCK_K=config.block_k,
-        num_warps=config.warps, num_stages=config.stages,
-    )  # fmt: skip
-    if splits > 1:
-        finish(target, out, bias, add, residual, splits)
+    bound = bind(x, weight, out.shape, bias, add, residual, stride, padding, config, concat)
+    bound(x, weight, out, bias, add, residual, concat)

@@ -13,13 +13,14 @@ import triton
 import triton.language as tl
 
 from rocm_sd.kernels.sizes import ceil_div, power_of_2
+from rocm_sd.kernels.triton.bound import Bound
 
 if TYPE_CHECKING:
     import torch
 
     from rocm_sd.kernels.configs.geglu import GegluConfig
 
-__all__ = ["launch"]
+__all__ = ["bind", "launch"]
 
 
 @triton.jit
@@ -71,12 +72,15 @@ def _geglu(
     tl.store(y + row * F + f[None, :], (value * _gelu(gate)).to(y.dtype.element_ty), mask=inside)
 
 
-def launch(x: torch.Tensor, y: torch.Tensor, bias: torch.Tensor | None, config: GegluConfig) -> None:
-    """Fill `y`, dense [M, F]; rows of `x`, [M, 2F], may be any distance apart."""
-    M, F = y.shape
+def bind(x: torch.Tensor, bias: torch.Tensor | None, config: GegluConfig) -> Bound:
+    """bound(x, bias, y) is `launch` for tensors that lie as these."""
+    M, F = x.shape[0], x.shape[1] // 2
     block_f = min(config.block_f, power_of_2(F))
     f_blocks = ceil_div(F, block_f)
-    _geglu[(ceil_div(M, config.rows) * f_blocks,)](
-        x, bias, y, M, F, x.stride(0), f_blocks,
-        HAS_BIAS=bias is not None, ROWS=config.rows, BLOCK_F=block_f, num_warps=config.warps,
-    )  # fmt: skip
+    constants = {"HAS_BIAS": bias is not None, "ROWS": config.rows, "BLOCK_F": block_f, "num_warps": config.warps}
+    return Bound(_geglu, (ceil_div(M, config.rows) * f_blocks,), (M, F, x.stride(0), f_blocks), constants)
+
+
+def launch(x: torch.Tensor, y: torch.Tensor, bias: torch.Tensor | None, config: GegluConfig) -> None:
+    """Fill `y`, dense [M, F]; rows of `x`, [M, 2F], may be any distance apart."""
+    bind(x, bias, config)(x, bias, y)

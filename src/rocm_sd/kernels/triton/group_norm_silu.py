@@ -13,7 +13,6 @@ No atomics: the same input gives the same bits.
 
 from __future__ import annotations
 
-from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,11 +20,15 @@ import triton
 import triton.language as tl
 
 from rocm_sd.kernels.sizes import ceil_div, power_of_2
+from rocm_sd.kernels.triton.bound import Bound
 
 if TYPE_CHECKING:
-    from rocm_sd.kernels.configs.group_norm_silu import GroupNormSiluConfig
+    from collections.abc import Callable, Iterator, Sequence
 
-__all__ = ["launch"]
+    from rocm_sd.kernels.configs.group_norm_silu import GroupNormSiluConfig
+    from rocm_sd.kernels.triton.bound import Part, Piece
+
+__all__ = ["bind", "launch"]
 
 
 @triton.jit
@@ -174,6 +177,105 @@ def _apply(
     tl.store(y + base + tile, value.to(y.dtype.element_ty), mask=inside)
 
 
+def bind(
+    parts: Sequence[torch.Tensor],
+    groups: int,
+    weight: Part,
+    bias: Part,
+    add: Part,
+    eps: float,
+    silu: bool,
+    config: GroupNormSiluConfig,
+    compute_units: int,
+) -> Callable[..., None]:
+    """bound(parts, out, weight, bias, add) is `launch` for tensors that lie as these."""
+    N, _, H, W = parts[0].shape
+    C = sum(x.shape[1] for x in parts)
+    HW, width = H * W, C // groups
+    given = {"HAS_BIAS": bias is not None, "HAS_ADD": add is not None, "SILU": silu}
+    block_g = power_of_2(width)
+    if config.one_pass(HW, width):
+        rows = power_of_2(HW)
+        # A lane for every element: where waves hold copies, their sums can differ in the last bit, and either is kept.
+        warps = max(1, min(config.whole_warps, rows * block_g // 64))
+        constants = {
+            "WIDTH": width, "HAS_WEIGHT": weight is not None, **given,
+            "ROWS": rows, "BLOCK_G": block_g, "num_warps": warps,
+        }  # fmt: skip
+        whole = Bound(_whole, (groups, N), (HW, eps), constants)
+
+        def in_one_pass(parts: Sequence[torch.Tensor], out: torch.Tensor, weight: Part, bias: Part, add: Part) -> None:
+            whole(parts[0], out, weight, bias, add)
+
+        return in_one_pass
+
+    wanted = max(1, compute_units * config.slices_per_cu // (N * ceil_div(C, config.moments_channels)))
+    rows_per_slice = max(config.moments_rows, ceil_div(HW, wanted))
+    slices = ceil_div(HW, rows_per_slice)
+    # 64 x 128 partial sums in 4 warps spill 20 registers on gfx1100; 2048 need 16 a thread.
+    block_s = min(power_of_2(slices), max(1, 2048 // block_g))
+    # Means and sums of squares of each slice, then means and scales of each channel, each at a multiple of 16 bytes.
+    by_slice, by_channel = ceil_div(N * slices * C, 4) * 4, ceil_div(N * C, 4) * 4
+    at_m2s, at_means, at_scales = by_slice, 2 * by_slice, 2 * by_slice + by_channel
+
+    def of_slices(start: int, first: int = 0) -> Piece:
+        return start + first, N * slices * C - first
+
+    def of_channels(start: int, first: int = 0) -> Piece:
+        return start + first, N * C - first
+
+    def from_(first: int, size: int) -> Piece:
+        return (first, size - first) if first else None
+
+    moments, applied = [], []
+    for x, first in _channels(parts):
+        own = x.shape[1]
+        moments.append(
+            Bound(
+                _moments,
+                (slices, ceil_div(own, config.moments_channels), N),
+                (own, C, HW, rows_per_slice),
+                {"ROWS": config.moments_rows, "BLOCK_C": config.moments_channels, "num_warps": config.moments_warps},
+                (None, of_slices(0, first), of_slices(at_m2s, first)),
+            )
+        )
+        constants = {
+            **given, "PART": len(parts) > 1,
+            "ROWS": config.apply_rows, "BLOCK_C": config.apply_channels, "num_warps": config.apply_warps,
+        }  # fmt: skip
+        channels = of_channels(at_means, first), of_channels(at_scales, first)
+        applied.append(
+            Bound(
+                _apply,
+                (ceil_div(HW, config.apply_rows), ceil_div(own, config.apply_channels), N),
+                (own, C, HW),
+                constants,
+                (None, from_(first, N * C * HW), *channels, from_(first, C), from_(first, N * C)),
+            )
+        )
+    fold = Bound(
+        _fold,
+        (groups, N),
+        (C, HW, groups, slices, rows_per_slice, eps),
+        {
+            "HAS_WEIGHT": weight is not None, "HAS_ADD": add is not None,
+            "BLOCK_S": block_s, "BLOCK_G": block_g, "num_warps": 4,
+        },
+        (of_slices(0), of_slices(at_m2s), None, None, of_channels(at_means), of_channels(at_scales)),
+    )  # fmt: skip
+
+    def in_two_passes(parts: Sequence[torch.Tensor], out: torch.Tensor, weight: Part, bias: Part, add: Part) -> None:
+        scratch = out.new_empty(at_scales + by_channel, dtype=torch.float32)
+        for x, moment in zip(parts, moments, strict=True):
+            moment(x, scratch, scratch)
+        fold(scratch, scratch, weight, add, scratch, scratch)
+        # Backwards, as the kernel goes: what was read last is still in the cache.
+        for x, apply in zip(reversed(parts), reversed(applied), strict=True):
+            apply(x, out, scratch, scratch, bias, add)
+
+    return in_two_passes
+
+
 def launch(
     parts: tuple[torch.Tensor, ...],
     out: torch.Tensor,
@@ -190,59 +292,12 @@ def launch(
 
     All are dense channels-last, and `out` may be x itself; `add` is dense [N, C].
     """
-    N, C, H, W = out.shape
-    HW, width = H * W, C // groups
-    given = {"HAS_BIAS": bias is not None, "HAS_ADD": add is not None, "SILU": silu}
-    block_g = power_of_2(width)
-    if config.one_pass(HW, width):
-        rows = power_of_2(HW)
-        (x,) = parts
-        # A lane for every element: where waves hold copies, their sums can differ in the last bit, and either is kept.
-        warps = max(1, min(config.whole_warps, rows * block_g // 64))
-        _whole[(groups, N)](
-            x, out, weight, bias, add, HW, eps,
-            WIDTH=width, HAS_WEIGHT=weight is not None, **given,
-            ROWS=rows, BLOCK_G=block_g, num_warps=warps,
-        )  # fmt: skip
-        return
-
-    wanted = max(1, compute_units * config.slices_per_cu // (N * ceil_div(C, config.moments_channels)))
-    rows_per_slice = max(config.moments_rows, ceil_div(HW, wanted))
-    slices = ceil_div(HW, rows_per_slice)
-    # 64 x 128 partial sums in 4 warps spill 20 registers on gfx1100; 2048 need 16 a thread.
-    block_s = min(power_of_2(slices), max(1, 2048 // block_g))
-
-    means, m2s = out.new_empty((2, N, slices, C), dtype=torch.float32)
-    group_means, scales = out.new_empty((2, N, C), dtype=torch.float32)
-    for x, first in _channels(parts):
-        _moments[(slices, ceil_div(x.shape[1], config.moments_channels), N)](
-            x, _only(means, 2, first), _only(m2s, 2, first), x.shape[1], C, HW, rows_per_slice,
-            ROWS=config.moments_rows, BLOCK_C=config.moments_channels, num_warps=config.moments_warps,
-        )  # fmt: skip
-    _fold[(groups, N)](
-        means, m2s, weight, add, group_means, scales,
-        C, HW, groups, slices, rows_per_slice, eps,
-        HAS_WEIGHT=weight is not None, HAS_ADD=add is not None,
-        BLOCK_S=block_s, BLOCK_G=block_g, num_warps=4,
-    )  # fmt: skip
-    # Backwards, as the kernel goes: what was read last is still in the cache.
-    for x, first in reversed(_channels(parts)):
-        _apply[(ceil_div(HW, config.apply_rows), ceil_div(x.shape[1], config.apply_channels), N)](
-            x, _only(out, 1, first), _only(group_means, 1, first), _only(scales, 1, first),
-            _only(bias, 0, first), _only(add, 1, first), x.shape[1], C, HW,
-            **given, PART=len(parts) > 1,
-            ROWS=config.apply_rows, BLOCK_C=config.apply_channels, num_warps=config.apply_warps,
-        )  # fmt: skip
+    bind(parts, groups, weight, bias, add, eps, silu, config, compute_units)(parts, out, weight, bias, add)
 
 
-def _channels(parts: tuple[torch.Tensor, ...]) -> list[tuple[torch.Tensor, int | None]]:
-    """Each part, and from which channel of the whole on it has them; None: it is the whole."""
-    if len(parts) == 1:
-        return [(parts[0], None)]
-    ends = accumulate(x.shape[1] for x in parts)
-    return [(x, end - x.shape[1]) for x, end in zip(parts, ends, strict=True)]
-
-
-def _only(tensor: torch.Tensor | None, dim: int, first: int | None) -> torch.Tensor | None:
-    """The tensor from there on: where a kernel begins to count."""
-    return tensor if tensor is None or first is None else tensor.narrow(dim, first, tensor.shape[dim] - first)
+def _channels(parts: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, int]]:
+    """Each part, and from which channel of the whole on it has them."""
+    first = 0
+    for x in parts:
+        yield x, first
+        first += x.shape[1]

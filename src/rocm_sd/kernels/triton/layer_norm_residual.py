@@ -14,13 +14,14 @@ import triton
 import triton.language as tl
 
 from rocm_sd.kernels.sizes import ceil_div, power_of_2
+from rocm_sd.kernels.triton.bound import Bound
 
 if TYPE_CHECKING:
     import torch
 
     from rocm_sd.kernels.configs.layer_norm_residual import LayerNormResidualConfig
 
-__all__ = ["launch"]
+__all__ = ["bind", "launch"]
 
 
 @triton.jit
@@ -99,6 +100,28 @@ def _layer_norm_residual(  # noqa: C901 -- branches of a variant that is compile
         tl.store(y + i * CHUNK + at, out.to(y.dtype.element_ty), mask=_inside(here, c, i, C, CHUNK, EVEN_C))
 
 
+def bind(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    eps: float,
+    config: LayerNormResidualConfig,
+) -> Bound:
+    """bound(x, residual, weight, bias, y, total) is `launch` for tensors that lie as these."""
+    M, C = x.shape
+    whole = power_of_2(C)
+    # Chunks are unrolled: more than 8 would be a long kernel for a width that nothing was tuned for.
+    chunk = min(max(config.chunk, whole // 8), whole)
+    chunks = ceil_div(C, chunk)
+    constants = {
+        "HAS_RESIDUAL": residual is not None, "HAS_WEIGHT": weight is not None, "HAS_BIAS": bias is not None,
+        "ROWS": config.rows, "CHUNK": chunk, "CHUNKS": chunks, "EVEN_C": chunk * chunks == C, "num_warps": config.warps,
+    }  # fmt: skip
+    numbers = (M, C, x.stride(0), 0 if residual is None else residual.stride(0), eps)
+    return Bound(_layer_norm_residual, (ceil_div(M, config.rows),), numbers, constants)
+
+
 def launch(
     x: torch.Tensor,
     residual: torch.Tensor | None,
@@ -113,13 +136,4 @@ def launch(
 
     Without a residual there is no total.
     """
-    M, C = x.shape
-    whole = power_of_2(C)
-    # Chunks are unrolled: more than 8 would be a long kernel for a width that nothing was tuned for.
-    chunk = min(max(config.chunk, whole // 8), whole)
-    chunks = ceil_div(C, chunk)
-    _layer_norm_residual[(ceil_div(M, config.rows),)](
-        x, residual, weight, bias, y, total, M, C, x.stride(0), 0 if residual is None else residual.stride(0), eps,
-        HAS_RESIDUAL=residual is not None, HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None,
-        ROWS=config.rows, CHUNK=chunk, CHUNKS=chunks, EVEN_C=chunk * chunks == C, num_warps=config.warps,
-    )  # fmt: skip
+    bind(x, residual, weight, bias, eps, config)(x, residual, weight, bias, y, total)

@@ -14,6 +14,7 @@ import triton.language as tl
 from triton.runtime.interpreter import InterpretedFunction
 
 from rocm_sd.kernels.sizes import ceil_div
+from rocm_sd.kernels.triton.bound import Bound
 from rocm_sd.kernels.triton.geglu import _gelu
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
     from rocm_sd.kernels.configs.linear_geglu import LinearGegluConfig
 
-__all__ = ["launch"]
+__all__ = ["bind", "launch"]
 
 
 @triton.jit
@@ -77,6 +78,18 @@ def _linear_geglu(
     tl.store(y + m[:, None] * F + n[None, :], (value * _gelu(gate)).to(y.dtype.element_ty), mask=inside)
 
 
+def bind(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, config: LinearGegluConfig) -> Bound:
+    """bound(x, weight, bias, y) is `launch` for tensors that lie as these."""
+    (M, K), F = x.shape, weight.shape[0] // 2
+    tiles = ceil_div(M, config.block_m) * ceil_div(F, config.block_n)
+    constants = {
+        "HAS_BIAS": bias is not None, "EVEN_K": K % config.block_k == 0,
+        "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "GROUP_M": config.group_m,
+        "num_warps": config.warps, "num_stages": config.stages,
+    }  # fmt: skip
+    return Bound(_linear_geglu, (tiles,), (M, F, K, x.stride(0), weight.stride(0)), constants)
+
+
 def launch(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, y: torch.Tensor, config: LinearGegluConfig
 ) -> None:
@@ -84,12 +97,4 @@ def launch(
     if isinstance(_linear_geglu, InterpretedFunction):
         # Triton's interpreter multiplies bfloat16 matrices as if their bits were integers; in float32 they are exact.
         x, weight = x.float(), weight.float()
-    K = x.shape[1]
-    M, F = y.shape
-    tiles = ceil_div(M, config.block_m) * ceil_div(F, config.block_n)
-    _linear_geglu[(tiles,)](
-        x, weight, bias, y, M, F, K, x.stride(0), weight.stride(0),
-        HAS_BIAS=bias is not None, EVEN_K=K % config.block_k == 0,
-        BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, GROUP_M=config.group_m,
-        num_warps=config.warps, num_stages=config.stages,
-    )  # fmt: skip
+    bind(x, weight, bias, config)(x, weight, bias, y)

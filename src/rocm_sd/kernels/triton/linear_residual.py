@@ -15,11 +15,15 @@ import triton.language as tl
 from triton.runtime.interpreter import InterpretedFunction
 
 from rocm_sd.kernels.sizes import ceil_div, power_of_2
+from rocm_sd.kernels.triton.bound import Bound
 
 if TYPE_CHECKING:
-    from rocm_sd.kernels.configs.linear_residual import LinearResidualConfig
+    from collections.abc import Callable
 
-__all__ = ["launch"]
+    from rocm_sd.kernels.configs.linear_residual import LinearResidualConfig
+    from rocm_sd.kernels.triton.bound import Part
+
+__all__ = ["bind", "launch"]
 
 # One wave, so that a lane has 4 or 8 float32 values: 16-byte loads, in waves of 64 as in waves of 32.
 _FOLD_BLOCK = 256
@@ -105,6 +109,43 @@ def _fold(
     tl.store(y + row.to(tl.int64) * N + n, total.to(y.dtype.element_ty), mask=inside)
 
 
+def bind(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    config: LinearResidualConfig,
+) -> Callable[..., None]:
+    """bound(x, weight, bias, residual, y) is `launch` for tensors that lie as these."""
+    (M, K), N = x.shape, weight.shape[0]
+    steps = ceil_div(K, config.block_k)
+    steps_per_split = ceil_div(steps, config.split_k)
+    splits = ceil_div(steps, steps_per_split)
+    tiles = ceil_div(M, config.block_m) * ceil_div(N, config.block_n)
+    residual_stride = 0 if residual is None else residual.stride(0)
+    has = {"HAS_BIAS": bias is not None, "HAS_RESIDUAL": residual is not None}
+    constants = {
+        **has, "EVEN_K": K % config.block_k == 0, "SPLIT": splits > 1,
+        "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "GROUP_M": config.group_m,
+        "num_warps": config.warps, "num_stages": config.stages,
+    }  # fmt: skip
+    numbers = (M, N, K, x.stride(0), weight.stride(0), residual_stride, steps_per_split * config.block_k)
+    product = Bound(_product, (tiles, splits), numbers, constants)
+    if splits == 1:
+        return product
+    block = min(_FOLD_BLOCK, power_of_2(N))
+    n_blocks = ceil_div(N, block)
+    sizes = (N, M * N, residual_stride, splits, n_blocks)
+    fold = Bound(_fold, (M * n_blocks,), sizes, {**has, "BLOCK": block, "num_warps": 1})
+
+    def in_parts(x: torch.Tensor, weight: torch.Tensor, bias: Part, residual: Part, y: torch.Tensor) -> None:
+        parts = y.new_empty((splits, M, N), dtype=torch.float32)
+        product(x, weight, bias, residual, parts)
+        fold(parts, bias, residual, y)
+
+    return in_parts
+
+
 def launch(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -117,25 +158,4 @@ def launch(
     if isinstance(_product, InterpretedFunction):
         # Triton's interpreter multiplies bfloat16 matrices as if their bits were integers; in float32 they are exact.
         x, weight = x.float(), weight.float()
-    M, K = x.shape
-    N = weight.shape[0]
-    steps = ceil_div(K, config.block_k)
-    steps_per_split = ceil_div(steps, config.split_k)
-    splits = ceil_div(steps, steps_per_split)
-    tiles = ceil_div(M, config.block_m) * ceil_div(N, config.block_n)
-    residual_stride = 0 if residual is None else residual.stride(0)
-    out = y if splits == 1 else y.new_empty((splits, M, N), dtype=torch.float32)
-    _product[(tiles, splits)](
-        x, weight, bias, residual, out, M, N, K, x.stride(0), weight.stride(0), residual_stride,
-        steps_per_split * config.block_k,
-        HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, EVEN_K=K % config.block_k == 0, SPLIT=splits > 1,
-        BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k, GROUP_M=config.group_m,
-        num_warps=config.warps, num_stages=config.stages,
-    )  # fmt: skip
-    if splits > 1:
-        block = min(_FOLD_BLOCK, power_of_2(N))
-        n_blocks = ceil_div(N, block)
-        _fold[(M * n_blocks,)](
-            out, bias, residual, y, N, M * N, residual_stride, splits, n_blocks,
-            HAS_BIAS=bias is not None, HAS_RESIDUAL=residual is not None, BLOCK=block, num_warps=1,
-        )  # fmt: skip
+    bind(x, weight, bias, residual, config)(x, weight, bias, residual, y)

@@ -12,13 +12,14 @@ import triton
 import triton.language as tl
 
 from rocm_sd.kernels.sizes import ceil_div, power_of_2
+from rocm_sd.kernels.triton.bound import Bound
 
 if TYPE_CHECKING:
     import torch
 
     from rocm_sd.kernels.configs.upsample import UpsampleConfig
 
-__all__ = ["launch"]
+__all__ = ["bind", "launch"]
 
 
 @triton.jit
@@ -81,11 +82,15 @@ def _bilinear(x, y, C, H, W, SCALE: tl.constexpr, ROWS: tl.constexpr, BLOCK_C: t
             tl.store(result + child[:, None] * C + c[None, :], value.to(y.dtype.element_ty), mask=inside)
 
 
-def launch(x: torch.Tensor, out: torch.Tensor, scale: int, mode: str, config: UpsampleConfig) -> None:
-    """Fill `out`: [N, C, scale * H, scale * W]; both are dense channels-last."""
+def bind(x: torch.Tensor, scale: int, mode: str, config: UpsampleConfig) -> Bound:
+    """bound(x, out) is `launch` for tensors that lie as this one."""
     N, C, H, W = x.shape
     block_c = min(config.block_c, power_of_2(C))
+    constants = {"SCALE": scale, "ROWS": config.rows, "BLOCK_C": block_c, "num_warps": config.warps}
     kernel = _nearest if mode == "nearest" else _bilinear
-    kernel[(ceil_div(H * W, config.rows), ceil_div(C, block_c), N)](
-        x, out, C, H, W, SCALE=scale, ROWS=config.rows, BLOCK_C=block_c, num_warps=config.warps
-    )
+    return Bound(kernel, (ceil_div(H * W, config.rows), ceil_div(C, block_c), N), (C, H, W), constants)
+
+
+def launch(x: torch.Tensor, out: torch.Tensor, scale: int, mode: str, config: UpsampleConfig) -> None:
+    """Fill `out`: [N, C, scale * H, scale * W]; both are dense channels-last."""
+    bind(x, scale, mode, config)(x, out)

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from rocm_sd.kernels.sizes import ceil_div
+from rocm_sd.kernels.triton.bound import Bound
 from rocm_sd.kernels.triton.conv2d import interpreted, multiply_taps, place_tile
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
     from rocm_sd.kernels.configs.upsample_conv2d import UpsampleConv2dConfig
 
-__all__ = ["interleave", "launch"]
+__all__ = ["bind", "interleave", "launch"]
 
 
 @triton.jit
@@ -115,6 +116,24 @@ def interleave(parts: torch.Tensor, out: torch.Tensor, bias: torch.Tensor | None
     )  # fmt: skip
 
 
+def bind(
+    x: torch.Tensor, parity_weight: torch.Tensor, bias: torch.Tensor | None, config: UpsampleConv2dConfig
+) -> Bound:
+    """bound(x, parity_weight, out, bias) is `launch` for tensors that lie as these."""
+    N, Cin, H, W = x.shape
+    Cout = parity_weight.shape[1]
+    pixels = N * H * W
+    tiles_m, tiles_n = ceil_div(pixels, config.block_m), ceil_div(Cout, config.block_n + config.block_n2)
+    constants = {
+        "HAS_BIAS": bias is not None, "EVEN_K": Cin % config.block_k == 0, "WIDEN": interpreted(_upsample_conv2d),
+        "GROUP_M": config.group_m, "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_N2": config.block_n2,
+        "BLOCK_K": config.block_k,
+        "num_warps": config.warps, "num_stages": config.stages,
+    }  # fmt: skip
+    numbers = (H, W, Cin, Cout, pixels, tiles_m, tiles_n, ceil_div(Cin, config.block_k))
+    return Bound(_upsample_conv2d, (tiles_m * tiles_n * 4,), numbers, constants)
+
+
 def launch(
     x: torch.Tensor,
     parity_weight: torch.Tensor,
@@ -123,15 +142,4 @@ def launch(
     config: UpsampleConv2dConfig,
 ) -> None:
     """Fill `out`, [N, Cout, 2H, 2W]; x and out are dense channels-last, parity_weight is dense [4, Cout, 2, 2, Cin]."""
-    N, Cin, H, W = x.shape
-    Cout = out.shape[1]
-    pixels = N * H * W
-    tiles_m, tiles_n = ceil_div(pixels, config.block_m), ceil_div(Cout, config.block_n + config.block_n2)
-    _upsample_conv2d[(tiles_m * tiles_n * 4,)](
-        x, parity_weight, out, bias,
-        H, W, Cin, Cout, pixels, tiles_m, tiles_n, ceil_div(Cin, config.block_k),
-        HAS_BIAS=bias is not None, EVEN_K=Cin % config.block_k == 0, WIDEN=interpreted(_upsample_conv2d),
-        GROUP_M=config.group_m, BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_N2=config.block_n2,
-        BLOCK_K=config.block_k,
-        num_warps=config.warps, num_stages=config.stages,
-    )  # fmt: skip
+    bind(x, parity_weight, bias, config)(x, parity_weight, out, bias)

@@ -54,6 +54,9 @@ def attention(
     copied otherwise. scale is D**-0.5 if None; out: dense [B, S, H, D], q's dtype. `implementation` names one and never
     falls back; without it the tuning data decides.
     """
+    bound = OP.bound(implementation, q, k, v, scale)
+    if bound is not None:
+        return bound(q, k, v, scale)
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.dim() != 4:
             raise Unsupported(OP.name, f"{name} of {tensor.dim()} dimensions: it takes [batch, sequence, heads, head]")

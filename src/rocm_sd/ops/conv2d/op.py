@@ -18,11 +18,19 @@ from rocm_sd.kernels.configs.conv2d import Conv2dConfig
 from rocm_sd.ops.conv2d.workload import HIP, HIP_SMALLEST, TUNING, VERIFICATION, output_size, problem, variant
 from rocm_sd.ops.defining import Saved, define
 from rocm_sd.ops.definition import HALVES, UP_TO_FLOAT32, Implementation, where
-from rocm_sd.ops.layouts import as_dtype, channels_last, dense, joined, require_alike
+from rocm_sd.ops.layouts import (
+    as_dtype,
+    channels_last,
+    dense,
+    is_channels_last,
+    is_dense,
+    joined,
+    require_alike,
+)
 from rocm_sd.tuning.choice import STOCK
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
     from types import ModuleType
 
     from torch import Tensor
@@ -55,6 +63,9 @@ def conv2d(
     decides. `concat` has further input channels, which follow x's: where `OP.reads_two`, they are never joined in
     memory.
     """
+    bound = OP.bound(implementation, x, weight, bias, add, residual, stride, padding, concat)
+    if bound is not None:
+        return bound(x, weight, bias, add, residual, stride, padding, concat)
     if concat is not None:
         require_alike(OP.name, x, concat)
         if not OP.at_once(x, weight, bias, add, residual, stride, padding, concat):
@@ -87,16 +98,27 @@ def _validate(
     OP.require_shape("residual", residual, (N, Cout, Ho, Wo))
 
 
-def _allocate(x: Tensor, weight: Tensor, stride: int, padding: int) -> Tensor:
+def _shape(x: Tensor, weight: Tensor, stride: int, padding: int) -> tuple[int, int, int, int]:
     N, _, H, W = x.shape
     Cout, _, kernel, _ = weight.shape
-    size = (output_size(extent, kernel, stride, padding) for extent in (H, W))
-    return torch.empty((N, Cout, *size), dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
+    return N, Cout, output_size(H, kernel, stride, padding), output_size(W, kernel, stride, padding)
+
+
+def _empty(shape: tuple[int, int, int, int], like: Tensor) -> Tensor:
+    return torch.empty(shape, dtype=like.dtype, device=like.device, memory_format=torch.channels_last)
+
+
+def _allocate(x: Tensor, weight: Tensor, stride: int, padding: int) -> Tensor:
+    return _empty(_shape(x, weight, stride, padding), x)
 
 
 def _library(x: Tensor, weight: Tensor, bias: Part, stride: int, padding: int) -> Tensor:
     """torch's own convolution, in the layout that the op returns: some of its backends answer in another."""
     y = F.conv2d(channels_last(x), channels_last(weight.to(x.dtype)), as_dtype(bias, x.dtype), stride, padding)
+    return _in_layout(y, x, weight, stride, padding)
+
+
+def _in_layout(y: Tensor, x: Tensor, weight: Tensor, stride: int, padding: int) -> Tensor:
     _, Cout, Ho, Wo = y.shape
     as_promised = y.stride() == (Cout * Ho * Wo, 1, Wo * Cout, Cout)
     return y if as_promised else _allocate(x, weight, stride, padding).copy_(y)
@@ -119,6 +141,34 @@ def _library_epilogue(
     y = _library(joined(x, concat), weight, None, stride, padding)
     _finish(y, bias, add, residual)
     return y
+
+
+def _bind_library_epilogue(
+    x: Tensor, weight: Tensor, bias: Part, add: Part, residual: Part, stride: int, padding: int, concat: Part = None
+) -> Callable[..., Tensor] | None:
+    if concat is not None or not _lie_as_read(x, weight, bias, add, residual):
+        return None
+    if bias is None and add is None and residual is None:
+        return None
+    shape = _shape(x, weight, stride, padding)
+    finishing = triton.bind_op("conv2d", shape, bias, add, residual, bind="bind_finish")
+    if finishing is None:
+        return None
+
+    def bound(
+        x: Tensor, weight: Tensor, bias: Part, add: Part, residual: Part, stride: int, padding: int, _concat: None
+    ) -> Tensor:
+        y = _in_layout(F.conv2d(x, weight, None, stride, padding), x, weight, stride, padding)
+        finishing(y, y, bias, add, residual)
+        return y
+
+    return bound
+
+
+def _lie_as_read(x: Tensor, weight: Tensor, bias: Part, add: Part, residual: Part, concat: Part = None) -> bool:
+    """Whether kernels in Triton read all of them where they lie, and have something to do."""
+    in_place = is_channels_last(x, weight, residual, concat) and is_dense(bias, add)
+    return in_place and weight.dtype == x.dtype and bool(x.numel())
 
 
 def _library_gemm(
@@ -175,6 +225,36 @@ def _by_kernel(
     return out
 
 
+def _bind(
+    x: Tensor,
+    weight: Tensor,
+    bias: Part,
+    add: Part,
+    residual: Part,
+    stride: int,
+    padding: int,
+    concat: Part = None,
+    *,
+    config: Conv2dConfig,
+) -> Callable[..., Tensor] | None:
+    joins = concat is not None and not config.reads_two(weight.shape[2])
+    if joins or not _lie_as_read(x, weight, bias, add, residual, concat):
+        return None
+    shape = _shape(x, weight, stride, padding)
+    launch = triton.bind_op("conv2d", x, weight, shape, bias, add, residual, stride, padding, config, concat)
+    if launch is None:
+        return None
+
+    def bound(
+        x: Tensor, weight: Tensor, bias: Part, add: Part, residual: Part, _stride: int, _padding: int, concat: Part
+    ) -> Tensor:
+        out = _empty(shape, x)
+        launch(x, weight, out, bias, add, residual, concat)
+        return out
+
+    return bound
+
+
 def _not_a_gemm(problem: Problem) -> str | None:
     if (problem["kernel"], problem["stride"], problem["padding"]) != (1, 1, 0):
         return "anything but a 1x1 kernel with stride 1 and no padding"
@@ -215,7 +295,9 @@ OP = define(
     family="convolution",
     implementations=(
         Implementation(STOCK, _stock),
-        Implementation("library_epilogue", _library_epilogue, where(triton, UP_TO_FLOAT32)),
+        Implementation(
+            "library_epilogue", _library_epilogue, where(triton, UP_TO_FLOAT32), bind=_bind_library_epilogue
+        ),
         Implementation("library_gemm", _library_gemm, where(triton, UP_TO_FLOAT32, _not_a_gemm)),
         Implementation(
             "triton",
@@ -226,6 +308,7 @@ OP = define(
             reads_two=_reads_two,
             scratch_bytes=_parts_bytes,
             variant=variant,
+            bind=_bind,
         ),
         Implementation(
             "hip",

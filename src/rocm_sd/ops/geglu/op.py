@@ -17,11 +17,11 @@ from rocm_sd.kernels.configs.geglu import GegluConfig
 from rocm_sd.ops.defining import Saved, define
 from rocm_sd.ops.definition import UP_TO_FLOAT32, Implementation, where
 from rocm_sd.ops.geglu.workload import TUNING, VERIFICATION
-from rocm_sd.ops.layouts import as_rows, dense
+from rocm_sd.ops.layouts import as_rows, dense, is_dense, rows_in_place
 from rocm_sd.tuning.choice import STOCK
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from torch import Tensor
 
@@ -36,14 +36,21 @@ def geglu(x: torch.Tensor, bias: torch.Tensor | None = None, implementation: str
     x: [..., 2F] of any strides, fp16, bf16, fp32 or fp64; bias: [2F]; y: [..., F], dense, of x's dtype.
     `implementation` names one and never falls back; without it the tuning data decides.
     """
+    bound = OP.bound(implementation, x, bias)
+    if bound is not None:
+        return bound(x, bias)
     if not x.dim() or not x.shape[-1] or x.shape[-1] % 2:
         raise Unsupported(OP.name, f"x of shape {tuple(x.shape)}: it takes [..., 2F] with F of at least 1")
     OP.require_shape("bias", bias, (x.shape[-1],))
     return OP.call(x, bias, implementation=implementation)
 
 
+def _shape(x: Tensor) -> tuple[int, ...]:
+    return *x.shape[:-1], x.shape[-1] // 2
+
+
 def _allocate(x: Tensor) -> Tensor:
-    return x.new_empty((*x.shape[:-1], x.shape[-1] // 2))
+    return x.new_empty(_shape(x))
 
 
 def _stock(x: Tensor, bias: Part) -> Tensor:
@@ -57,6 +64,24 @@ def _triton(x: Tensor, bias: Part, *, config: GegluConfig) -> Tensor:
     if y.numel():
         triton.launch_op("geglu", x.device, as_rows(x), y.view(-1, y.shape[-1]), dense(bias), config)
     return y
+
+
+def _bind(x: Tensor, bias: Part, *, config: GegluConfig) -> Callable[..., Tensor] | None:
+    rows = rows_in_place(x)
+    if rows is None or not x.numel() or not is_dense(bias):
+        return None
+    launch = triton.bind_op("geglu", rows, bias, config)
+    if launch is None:
+        return None
+
+    shape = _shape(x)
+
+    def bound(x: Tensor, bias: Part) -> Tensor:
+        y = x.new_empty(shape)
+        launch(x, bias, y)
+        return y
+
+    return bound
 
 
 def _backward(saved: Saved, grad: Tensor) -> Mapping[str, Part]:
@@ -78,7 +103,7 @@ OP = define(
     family="elementwise",
     implementations=(
         Implementation(STOCK, _stock),
-        Implementation("triton", _triton, where(triton, UP_TO_FLOAT32), default=GegluConfig()),
+        Implementation("triton", _triton, where(triton, UP_TO_FLOAT32), default=GegluConfig(), bind=_bind),
     ),
     allocate=_allocate,
     backward=_backward,

@@ -8,7 +8,7 @@ would be two passes over both.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -21,11 +21,19 @@ from rocm_sd.kernels.hip.group_norm_silu import GroupNormSiluConfig as HipConfig
 from rocm_sd.ops.defining import Saved, define
 from rocm_sd.ops.definition import UP_TO_FLOAT32, Implementation, where
 from rocm_sd.ops.group_norm_silu.workload import HIP, TUNING, VERIFICATION, problem, variant
-from rocm_sd.ops.layouts import as_dtype, channels_last, dense, joined, require_alike
+from rocm_sd.ops.layouts import (
+    as_dtype,
+    channels_last,
+    dense,
+    is_channels_last,
+    is_dense,
+    joined,
+    require_alike,
+)
 from rocm_sd.tuning.choice import STOCK
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from torch import Tensor
 
@@ -52,6 +60,9 @@ def group_norm_silu(
     never falls back; without it the tuning data decides. `concat` has further channels, which follow x's: where
     `OP.reads_two`, they are never joined in memory.
     """
+    bound = OP.bound(implementation, x, groups, weight, bias, add, eps, silu, concat)
+    if bound is not None:
+        return bound(x, groups, weight, bias, add, eps, silu, concat)
     if concat is not None:
         require_alike(OP.name, x, concat)
         if not OP.at_once(x, groups, weight, bias, add, eps, silu, concat):
@@ -94,6 +105,11 @@ def _allocate(x: Tensor) -> Tensor:
     return torch.empty_like(x, memory_format=torch.channels_last)
 
 
+def _allocate_both(x: Tensor, channels: int) -> Tensor:
+    N, _, H, W = x.shape
+    return torch.empty((N, channels, H, W), dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
+
+
 def _stock(
     x: Tensor, groups: int, weight: Part, bias: Part, add: Part, eps: float, silu: bool, concat: Part = None
 ) -> Tensor:
@@ -113,12 +129,12 @@ def _triton(
     config: GroupNormSiluConfig, out: Part = None,
 ) -> Tensor:  # fmt: skip
     if concat is not None:
-        N, C, H, W = x.shape[0], x.shape[1] + concat.shape[1], *x.shape[2:]
+        C, H, W = x.shape[1] + concat.shape[1], *x.shape[2:]
         if config.one_pass(H * W, C // groups):
             # A workgroup that holds a whole group would read it in two pieces; maps that small are soon copied.
             x, concat = joined(x, concat), None
         else:
-            out = torch.empty((N, C, H, W), dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
+            out = _allocate_both(x, C)
     out = _allocate(x) if out is None else out
     if out.numel():
         parts = tuple(channels_last(t) for t in (x, concat) if t is not None)
@@ -126,6 +142,35 @@ def _triton(
         affine = dense(weight), dense(bias), dense(add)
         triton.launch_op("group_norm_silu", x.device, parts, out, groups, *affine, eps, silu, config, units)
     return out
+
+
+def _bind(
+    x: Tensor, groups: int, weight: Part, bias: Part, add: Part, eps: float, silu: bool, concat: Part = None, *,
+    config: GroupNormSiluConfig,
+) -> Callable[..., Tensor] | None:  # fmt: skip
+    C, H, W = x.shape[1] + (0 if concat is None else concat.shape[1]), *x.shape[2:]
+    joins = concat is not None and config.one_pass(H * W, C // groups)
+    if joins or not x.numel() or not is_channels_last(x, concat) or not is_dense(weight, bias, add):
+        return None
+    units = arch.device_facts(x.device).compute_units or 1
+    parts = (x,) if concat is None else (x, concat)
+    launch = triton.bind_op("group_norm_silu", parts, groups, weight, bias, add, eps, silu, config, units)
+    if launch is None:
+        return None
+
+    def of_one(x: Tensor, _groups: int, weight: Part, bias: Part, add: Part, *_rest: Any) -> Tensor:
+        out = _allocate(x)
+        launch((x,), out, weight, bias, add)
+        return out
+
+    def of_two(
+        x: Tensor, _groups: int, weight: Part, bias: Part, add: Part, _eps: float, _silu: bool, concat: Tensor
+    ) -> Tensor:
+        out = _allocate_both(x, C)
+        launch((x, concat), out, weight, bias, add)
+        return out
+
+    return of_one if concat is None else of_two
 
 
 def _hip(
@@ -203,6 +248,7 @@ OP = define(
             reads_two=_reads_two,
             overwrites=True,
             variant=variant,
+            bind=_bind,
         ),
         Implementation(
             "hip", _hip, where(hip, UP_TO_FLOAT32, _too_large_for_hip), HIP, default=HipConfig(), overwrites=True

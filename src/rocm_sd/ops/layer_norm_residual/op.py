@@ -19,11 +19,11 @@ from rocm_sd.kernels.hip.layer_norm_residual import LayerNormResidualConfig as H
 from rocm_sd.ops.defining import Saved, define
 from rocm_sd.ops.definition import UP_TO_FLOAT32, Implementation, where
 from rocm_sd.ops.layer_norm_residual.workload import HIP, TUNING, VERIFICATION
-from rocm_sd.ops.layouts import as_dtype, as_rows, dense
+from rocm_sd.ops.layouts import as_dtype, as_rows, dense, is_dense, rows_in_place
 from rocm_sd.tuning.choice import STOCK
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
     from types import ModuleType
 
     from torch import Tensor
@@ -55,6 +55,9 @@ def layer_norm_residual(
     dense and of x's dtype. Without a residual the total is x itself. `implementation` names one and never falls back;
     without it the tuning data decides.
     """
+    bound = OP.bound(implementation, x, residual, weight, bias, eps)
+    if bound is not None:
+        return bound(x, residual, weight, bias, eps)
     if not x.dim() or not x.shape[-1]:
         raise Unsupported(OP.name, f"x of shape {tuple(x.shape)}: it takes [..., C] with C of at least 1")
     OP.require_shape("residual", residual, x.shape)
@@ -94,6 +97,24 @@ def _by_kernel(
         given = (*_as_rows(x, residual, y, total), dense(weight, dtype), dense(bias, dtype), eps, config)
         language.launch_op("layer_norm_residual", x.device, *given)
     return y, total
+
+
+def _bind(
+    x: Tensor, residual: Part, weight: Part, bias: Part, eps: float, *, config: LayerNormResidualConfig
+) -> Callable[..., Pair] | None:
+    rows, added = rows_in_place(x), None if residual is None else rows_in_place(residual)
+    if rows is None or not x.numel() or not is_dense(weight, bias) or (residual is not None and added is None):
+        return None
+    launch = triton.bind_op("layer_norm_residual", rows, added, weight, bias, eps, config)
+    if launch is None:
+        return None
+
+    def bound(x: Tensor, residual: Part, weight: Part, bias: Part, _eps: float) -> Pair:
+        y, total = _results(x, residual)
+        launch(x, residual, weight, bias, y, None if residual is None else total)
+        return y, total
+
+    return bound
 
 
 def _results(x: Tensor, residual: Part) -> Pair:
@@ -152,6 +173,7 @@ OP = define(
             partial(_by_kernel, triton),
             where(triton, UP_TO_FLOAT32, _too_wide),
             default=LayerNormResidualConfig(),
+            bind=_bind,
         ),
         Implementation(
             "hip", partial(_by_kernel, hip), where(hip, UP_TO_FLOAT32, _too_wide_for_hip), HIP, default=HipConfig()

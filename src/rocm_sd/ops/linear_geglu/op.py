@@ -20,13 +20,13 @@ from rocm_sd.kernels.hip.linear_geglu import BY_UNIT
 from rocm_sd.ops.defining import Saved, define
 from rocm_sd.ops.definition import HALVES, Implementation, where
 from rocm_sd.ops.geglu import geglu
-from rocm_sd.ops.layouts import as_rows, dense
+from rocm_sd.ops.layouts import as_rows, dense, is_dense, rows_in_place
 from rocm_sd.ops.linear_geglu.workload import HIP, TUNING, VERIFICATION, variant
 from rocm_sd.ops.linear_residual import linear_residual
 from rocm_sd.tuning.choice import STOCK
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
     from types import ModuleType
 
     from torch import Tensor
@@ -45,6 +45,9 @@ def linear_geglu(
     x: [..., K] of any strides; weight: [2F, K]; bias: [2F]; all of one dtype, fp16, bf16, fp32 or fp64; y: [..., F],
     dense. `implementation` names one and never falls back; without it the tuning data decides.
     """
+    bound = OP.bound(implementation, x, weight, bias)
+    if bound is not None:
+        return bound(x, weight, bias)
     if not x.dim() or not x.shape[-1]:
         raise Unsupported(OP.name, f"x of shape {tuple(x.shape)}: it takes [..., K] with K of at least 1")
     if weight.dim() != 2 or weight.shape[1] != x.shape[-1] or not weight.shape[0] or weight.shape[0] % 2:
@@ -53,8 +56,12 @@ def linear_geglu(
     return OP.call(x, weight, bias, implementation=implementation)
 
 
+def _shape(x: Tensor, weight: Tensor) -> tuple[int, ...]:
+    return *x.shape[:-1], weight.shape[0] // 2
+
+
 def _allocate(x: Tensor, weight: Tensor) -> Tensor:
-    return x.new_empty((*x.shape[:-1], weight.shape[0] // 2))
+    return x.new_empty(_shape(x, weight))
 
 
 def _stock(x: Tensor, weight: Tensor, bias: Part) -> Tensor:
@@ -75,6 +82,24 @@ def _by_kernel(
         rows = y.view(-1, y.shape[-1])
         language.launch_op("linear_geglu", x.device, as_rows(x), as_rows(weight), dense(bias), rows, config)
     return y
+
+
+def _bind(x: Tensor, weight: Tensor, bias: Part, *, config: LinearGegluConfig) -> Callable[..., Tensor] | None:
+    rows, columns = rows_in_place(x), rows_in_place(weight)
+    if rows is None or columns is None or not x.numel() or not is_dense(bias):
+        return None
+    launch = triton.bind_op("linear_geglu", rows, columns, bias, config)
+    if launch is None:
+        return None
+
+    shape = _shape(x, weight)
+
+    def bound(x: Tensor, weight: Tensor, bias: Part) -> Tensor:
+        y = x.new_empty(shape)
+        launch(x, weight, bias, y)
+        return y
+
+    return bound
 
 
 def _backward(saved: Saved, grad: Tensor) -> Mapping[str, Part]:
@@ -102,7 +127,12 @@ OP = define(
         Implementation(STOCK, _stock),
         Implementation("library_geglu", _library_geglu),
         Implementation(
-            "triton", partial(_by_kernel, triton), where(triton, HALVES), default=LinearGegluConfig(), variant=variant
+            "triton",
+            partial(_by_kernel, triton),
+            where(triton, HALVES),
+            default=LinearGegluConfig(),
+            variant=variant,
+            bind=_bind,
         ),
         Implementation("hip", partial(_by_kernel, hip), where(hip, HALVES), HIP, default=BY_UNIT),
     ),

@@ -16,13 +16,13 @@ from rocm_sd.kernels import hip, triton
 from rocm_sd.kernels.configs.linear_residual import LinearResidualConfig
 from rocm_sd.ops.defining import Saved, define
 from rocm_sd.ops.definition import HALVES, Implementation, where
-from rocm_sd.ops.layouts import as_rows, dense, has_gaps
+from rocm_sd.ops.layouts import as_rows, dense, has_gaps, is_dense, rows_in_place
 from rocm_sd.ops.linear_residual import libraries
 from rocm_sd.ops.linear_residual.workload import HIP, HIP_SMALLEST, TUNING, VERIFICATION, problem, variant
 from rocm_sd.tuning.choice import STOCK
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from torch import Tensor
 
@@ -45,6 +45,9 @@ def linear_residual(
     x, weight and residual have one dtype, fp16, bf16, fp32 or fp64; y: [..., N], dense. `implementation` names one and
     never falls back; without it the tuning data decides.
     """
+    bound = OP.bound(implementation, x, weight, bias, residual)
+    if bound is not None:
+        return bound(x, weight, bias, residual)
     if not x.dim() or not x.shape[-1]:
         raise Unsupported(OP.name, f"x of shape {tuple(x.shape)}: it takes [..., K] with K of at least 1")
     if weight.dim() != 2 or weight.shape[1] != x.shape[-1] or not weight.shape[0]:
@@ -54,8 +57,12 @@ def linear_residual(
     return OP.call(x, weight, bias, residual, implementation=implementation)
 
 
+def _shape(x: Tensor, weight: Tensor) -> tuple[int, ...]:
+    return *x.shape[:-1], weight.shape[0]
+
+
 def _allocate(x: Tensor, weight: Tensor) -> Tensor:
-    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+    return x.new_empty(_shape(x, weight))
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Part) -> Tensor:
@@ -66,6 +73,20 @@ def _linear(x: Tensor, weight: Tensor, bias: Part) -> Tensor:
 def _stock(x: Tensor, weight: Tensor, bias: Part, residual: Part) -> Tensor:
     y = _linear(x, weight, bias)
     return (y if residual is None else y + residual).contiguous()
+
+
+def _bind_stock(x: Tensor, _weight: Tensor, _bias: Part, residual: Part) -> Callable[..., Tensor] | None:
+    if has_gaps(x):
+        return None
+    return _product if residual is None else _product_and_residual
+
+
+def _product(x: Tensor, weight: Tensor, bias: Part, _residual: None) -> Tensor:
+    return F.linear(x, weight, bias).contiguous()
+
+
+def _product_and_residual(x: Tensor, weight: Tensor, bias: Part, residual: Tensor) -> Tensor:
+    return (F.linear(x, weight, bias) + residual).contiguous()
 
 
 def _addmm(x: Tensor, weight: Tensor, bias: Part, residual: Part) -> Tensor:
@@ -100,6 +121,32 @@ def _triton(x: Tensor, weight: Tensor, bias: Part, residual: Part, *, config: Li
         given = (as_rows(x), as_rows(weight), dense(bias), added, rows, config)
         triton.launch_op("linear_residual", x.device, *given)
     return y
+
+
+def _bind(
+    x: Tensor, weight: Tensor, bias: Part, residual: Part, *, config: LinearResidualConfig
+) -> Callable[..., Tensor] | None:
+    rows, columns, added = (
+        rows_in_place(x),
+        rows_in_place(weight),
+        None if residual is None else rows_in_place(residual),
+    )
+    if rows is None or columns is None or not x.numel() or not is_dense(bias):
+        return None
+    if residual is not None and added is None:
+        return None
+    launch = triton.bind_op("linear_residual", rows, columns, bias, added, config)
+    if launch is None:
+        return None
+
+    shape = _shape(x, weight)
+
+    def bound(x: Tensor, weight: Tensor, bias: Part, residual: Part) -> Tensor:
+        y = x.new_empty(shape)
+        launch(x, weight, bias, residual, y)
+        return y
+
+    return bound
 
 
 def _hip(x: Tensor, weight: Tensor, bias: Part, residual: Part, *, config: HipConfig) -> Tensor:
@@ -139,7 +186,7 @@ OP = define(
     summary="GEMM with bias and residual in its epilogue; packed QKV and packed text K and V",
     family="GEMM",
     implementations=(
-        Implementation(STOCK, _stock),
+        Implementation(STOCK, _stock, bind=_bind_stock),
         Implementation("addmm", _addmm),
         *(
             Implementation(each.name, partial(_library, library=each), partial(_library_why_not, library=each))
@@ -152,6 +199,7 @@ OP = define(
             default=LinearResidualConfig(),
             scratch_bytes=_parts_bytes,
             variant=variant,
+            bind=_bind,
         ),
         Implementation(
             "hip", _hip, where(hip, HALVES), HIP, default=HIP_SMALLEST, scratch_bytes=_parts_bytes, variant=variant

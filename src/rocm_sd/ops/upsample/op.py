@@ -16,12 +16,12 @@ from rocm_sd.kernels import hip, triton
 from rocm_sd.kernels.configs.upsample import UpsampleConfig
 from rocm_sd.ops.defining import Saved, define
 from rocm_sd.ops.definition import UP_TO_FLOAT32, Implementation, where
-from rocm_sd.ops.layouts import channels_last
+from rocm_sd.ops.layouts import channels_last, is_channels_last
 from rocm_sd.ops.upsample.workload import HIP, TUNING, VERIFICATION
 from rocm_sd.tuning.choice import STOCK
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
     from types import ModuleType
 
     from torch import Tensor
@@ -40,6 +40,9 @@ def upsample(x: torch.Tensor, scale: int = 2, mode: str = "nearest", implementat
     fp16, bf16, fp32 or fp64; scale: a whole number from 1; mode: nearest, or bilinear with align_corners=False; y: x's
     dtype, channels-last. `implementation` names one and never falls back; without it the tuning data decides.
     """
+    bound = OP.bound(implementation, x, scale, mode)
+    if bound is not None:
+        return bound(x, scale, mode)
     if x.dim() != 4 or not all(x.shape[2:]):
         raise Unsupported(OP.name, f"x of shape {tuple(x.shape)}: it takes [N, C, H, W] with pixels")
     if not isinstance(scale, int) or scale < 1:
@@ -72,6 +75,21 @@ def _by_kernel(
         given = (channels_last(x), out, scale, mode, *(() if config is None else (config,)))
         language.launch_op("upsample", x.device, *given)
     return out
+
+
+def _bind(x: Tensor, scale: int, mode: str, *, config: UpsampleConfig) -> Callable[..., Tensor] | None:
+    if not x.numel() or not is_channels_last(x):
+        return None
+    launch = triton.bind_op("upsample", x, scale, mode, config)
+    if launch is None:
+        return None
+
+    def bound(x: Tensor, scale: int, _mode: str) -> Tensor:
+        out = _allocate(x, scale)
+        launch(x, out)
+        return out
+
+    return bound
 
 
 def _too_far(problem: Problem) -> str | None:
@@ -109,7 +127,11 @@ OP = define(
     implementations=(
         Implementation(STOCK, _stock),
         Implementation(
-            "triton", partial(_by_kernel, triton), where(triton, UP_TO_FLOAT32, _too_far), default=UpsampleConfig()
+            "triton",
+            partial(_by_kernel, triton),
+            where(triton, UP_TO_FLOAT32, _too_far),
+            default=UpsampleConfig(),
+            bind=_bind,
         ),
         Implementation("hip", partial(_by_kernel, hip), where(hip, UP_TO_FLOAT32, _too_far_or_large), HIP),
     ),

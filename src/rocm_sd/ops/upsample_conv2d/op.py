@@ -17,13 +17,13 @@ from rocm_sd.kernels import hip, triton
 from rocm_sd.kernels.configs.upsample_conv2d import UpsampleConv2dConfig
 from rocm_sd.ops.defining import Saved, define
 from rocm_sd.ops.definition import HALVES, UP_TO_FLOAT32, Implementation, where
-from rocm_sd.ops.layouts import as_dtype, channels_last, dense
+from rocm_sd.ops.layouts import as_dtype, channels_last, dense, is_channels_last, is_dense
 from rocm_sd.ops.upsample_conv2d.parity import parity_weights
 from rocm_sd.ops.upsample_conv2d.workload import HIP, HIP_SMALLEST, TUNING, VERIFICATION, variant
 from rocm_sd.tuning.choice import STOCK
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
     from types import ModuleType
 
     from torch import Tensor
@@ -48,6 +48,9 @@ def upsample_conv2d(
     parity_weights(weight), kept by the caller so that it is not summed anew at every call; gradients go to `weight`.
     `implementation` names one and never falls back; without it the tuning data decides.
     """
+    bound = OP.bound(implementation, x, weight, bias, parity_weight)
+    if bound is not None:
+        return bound(x, weight, bias, parity_weight)
     if x.dim() != 4:
         raise Unsupported(OP.name, f"x of {x.dim()} dimensions: it takes [N, Cin, H, W]")
     if weight.dim() != 4 or weight.shape[2:] != (3, 3):
@@ -127,6 +130,23 @@ def _by_kernel(
     return out
 
 
+def _bind(
+    x: Tensor, weight: Tensor, bias: Part, parity_weight: Part, *, config: UpsampleConv2dConfig
+) -> Callable[..., Tensor] | None:
+    if not x.numel() or not is_channels_last(x) or not is_dense(bias):
+        return None
+    launch = triton.bind_op("upsample_conv2d", x, _parity(x, weight, parity_weight), bias, config)
+    if launch is None:
+        return None
+
+    def bound(x: Tensor, weight: Tensor, bias: Part, parity_weight: Part) -> Tensor:
+        out = _allocate(x, weight)
+        launch(x, _parity(x, weight, parity_weight), out, bias)
+        return out
+
+    return bound
+
+
 def _sums_bytes(arguments: tuple[Any, ...], _config: Config, _device: torch.device) -> int:
     """The sums of the weights for each parity, where the caller keeps none."""
     x, weight, _, parity_weight = arguments
@@ -171,6 +191,7 @@ OP = define(
             default=UpsampleConv2dConfig(),
             scratch_bytes=_sums_bytes,
             variant=variant,
+            bind=_bind,
         ),
         Implementation(
             "hip",
