@@ -89,7 +89,7 @@ def candidates(monkeypatch):
     """Which of them run here, and what their tests found; by name."""
     verdicts = {}
 
-    def verdict(_op, name, _problem, _device):
+    def verdict(_op, name, _problem, _device, _config):
         return verdicts[name]
 
     monkeypatch.setattr(self_test, "verdict", verdict)

@@ -125,10 +125,16 @@ def report(target: Any) -> Report:
     return replace(state.report, notes=(*notes, *state.report.notes))
 
 
-def prepare_plan(model: nn.Module, plan: Plan, mode: str) -> Callable[[], None]:
-    """Have a model run by one plan, in a worker that measures it; the answer takes it off again."""
+def prepare_plan(model: nn.Module, plan: Plan, mode: str) -> Callable[[], None] | None:
+    """Have a model run by one plan, in a worker that measures it; the answer takes it off again.
+
+    None, and the model as it was, where a plan is all about rules and none of them fits.
+    """
     parts = Parts(plan=plan.name, captured=mode == "captured", hoisted=mode != "none", convolution_library=False)
     optimize_with(model, "performance", "exact", parts)
+    if plan.rules and not report(model).replaced:
+        restore(model)
+        return None
     return partial(_restored, model)
 
 

@@ -141,7 +141,7 @@ def calibrated(make, prepare, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("prepare", "reason"), [(hangs, "hung"), (wrong, "from stock's"), (dies, "crashed by signal 6")]
+    ("prepare", "reason"), [(hangs, "hung"), (wrong, "differs from stock's"), (dies, "crashed by signal 6")]
 )
 def test_a_plan_that_hangs_is_wrong_or_dies_is_not_taken(make, prepare, reason, monkeypatch):
     begun = time.monotonic()
@@ -176,3 +176,8 @@ def test_a_worker_runs_plans_by_the_engines_own_rules(make):
     assert any("forward" in module.__dict__ for module in unet.modules())
     take_off()
     assert not any("forward" in module.__dict__ for module in unet.modules())
+
+
+def test_two_processes_do_not_measure_one_another(make, monkeypatch):
+    with calibrating._alone(), pytest.raises(calibration.NotMeasured, match="another process"):
+        calibrated(make, wrong, monkeypatch)

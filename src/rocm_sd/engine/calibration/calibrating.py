@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,7 @@ from rocm_sd.ops.registry import forget_choices
 from rocm_sd.tuning import environment
 from rocm_sd.tuning.choice import STOCK
 from rocm_sd.tuning.entries import Entry, now
+from rocm_sd.tuning.location import default_path
 from rocm_sd.tuning.resolve import user_database
 from rocm_sd.tuning.search.halving import Halving
 from rocm_sd.tuning.search.tuner import Tuner, TunerOptions
@@ -33,8 +35,13 @@ from rocm_sd.tuning.search.watching import Watched
 from rocm_sd.tuning.search.workbench import OK
 from rocm_sd.workers import OutOfTime, Pool, Worker, WorkerFailed
 
+try:
+    import fcntl
+except ImportError:  # Windows has none
+    fcntl = None  # type: ignore[assignment]
+
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     import torch
     from torch import nn
@@ -52,7 +59,8 @@ log = logging.getLogger("rocm_sd")
 
 BUDGET_S = 30.0
 _FOR_PLANS_S = 7.0  # of it; ops are searched in the rest
-_TRIAL_S = 60.0  # for one plan: what is rebuilt, captured, and what a library does at its first calls
+_TRIAL_S = 30.0  # for one plan: it is captured, and what was not compiled before is
+_STOCK_S = 600.0  # for stock, which comes first: a library may search at the first calls of each size
 _IMPORT_S = 300.0
 
 
@@ -114,7 +122,7 @@ def calibrate(
 
     skeletons = _skeletons(subjects)
     names = sorted({type(module).__module__ for subject in skeletons for module in subject.model.modules()})
-    with Pool(1) as planning:
+    with _alone(), Pool(1) as planning:
         imported = planning.submit(trials.import_all, names, timeout=_IMPORT_S)
         with Worker() as measuring:
             measuring.start()
@@ -137,6 +145,26 @@ def calibrate(
             raise NotMeasured(error.message) from error
     log.info("calibration: %s after %.1f s", plans, time.monotonic() - begun)
     return Calibration(outcomes, plans, time.monotonic() - begun, tuner.interrupted)
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """Two processes that measure one card at once would measure one another."""
+    path = default_path().with_name("calibrating.lock")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = path.open("a")
+    except OSError:
+        # What is measured is not kept either, and somebody has said so.
+        yield
+        return
+    with lock:
+        if fcntl is not None:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                raise NotMeasured("another process measures its card now") from error
+        yield
 
 
 def _skeletons(subjects: Sequence[Subject]) -> dict[Subject, Skeleton]:
@@ -190,8 +218,9 @@ class _Trials:
     def _one(self, plan: Plan, *, graphs: bool) -> dict[str, Any]:
         self.say(f"the whole model, {plan.name}")
         given = (self.skeleton, self.device, plan, self.prepare, graphs)
+        timeout = _TRIAL_S if plan.rules or plan.captured else _STOCK_S
         try:
-            return self.worker.submit(trials.time_plan, *given, timeout=_TRIAL_S).result()
+            return self.worker.submit(trials.time_plan, *given, timeout=timeout).result()
         except (WorkerFailed, OutOfTime) as error:
             return {"wrong": str(error)}
 
@@ -203,6 +232,8 @@ def _store(subject: Subject, device: torch.device, found: Mapping[str, Mapping[s
     here, when, entries = environment.current(device), now(), []
     problem = problem_of(subject.key, subject.call, graphs=graphs)
     for name, answer in found.items():
+        if not answer:
+            continue
         numerics, figures, of_stock = answer.get("wrong", OK), (math.inf,) * 3, None
         if "ours" in answer:
             beside = answer.get("stock", stock["ours"])

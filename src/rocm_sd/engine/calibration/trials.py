@@ -1,7 +1,7 @@
 """What a worker process of a calibration runs: a model of random weights, timed as one plan has it, beside stock.
 
-`prepare(model, plan, mode)` puts a plan on the model and gives what takes it off: it stands above this package. The
-mode is `captured`, or `none` for no graphs.
+`prepare(model, plan, mode)` puts a plan on the model and gives what takes it off, or None where none of the plan's
+rules fits the model: it stands above this package. The mode is `captured`, or `none` for no graphs.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils import _pytree as pytree
 
+from rocm_sd.engine.capture import why_different
 from rocm_sd.engine.memory import free_memory, release
 from rocm_sd.measuring import turn
 from rocm_sd.tuning.choice import STOCK
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from rocm_sd.engine.calibration.plans import Plan
     from rocm_sd.engine.calibration.skeleton import Rebuilt, Skeleton
 
-    Prepare = Callable[[Any, Plan, str], Callable[[], None]]
+    Prepare = Callable[[Any, Plan, str], Callable[[], None] | None]
 
 __all__ = ["import_all", "time_plan"]
 
@@ -34,8 +35,6 @@ _ROOMY = 4
 _WARM_UP = 6
 _ROUNDS = 8
 _ROUND_S = 0.02
-# As of a graph and its model: products of other shapes round in another order.
-_ROUNDINGS = 32.0
 
 
 @dataclass(frozen=True)
@@ -72,19 +71,21 @@ def import_all(modules: Sequence[str]) -> None:
 
 def time_plan(skeleton: Skeleton, device: torch.device, plan: Plan, prepare: Prepare, graphs: bool) -> dict[str, Any]:
     """Milliseconds of one call in a row of calls, host and card together, and stock's in turns with them; or the
-    reason that its result is wrong.
+    reason that its result is wrong; or nothing, where no rule fits the model and the plan is another one's.
     """
     with torch.no_grad():
         pair = _opened(skeleton, device)
         if plan.name == STOCK:
             return _timed({"ours": pair.ours}, device)
         take_off = prepare(pair.ours.model, plan, "captured" if graphs and plan.captured else "none")
+        if take_off is None:
+            return {}
         try:
             for _ in range(_WARM_UP):
                 result = pair.ours()
-            wrong = _why_wrong(_leaves(result), pair.expected)
+            wrong = why_different(_leaves(result), pair.expected)
             if wrong is not None:
-                return {"wrong": wrong}
+                return {"wrong": f"its result differs from stock's {wrong}"}
             calls = {"ours": pair.ours} if pair.stock is None else {"stock": pair.stock, "ours": pair.ours}
             return _timed(calls, device)
         finally:
@@ -116,13 +117,3 @@ def _synchronize(device: torch.device) -> None:
 
 def _leaves(result: Any) -> list[torch.Tensor]:
     return [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-
-
-def _why_wrong(ours: list[torch.Tensor], stock: list[torch.Tensor]) -> str | None:
-    for mine, theirs in zip(ours, stock, strict=True):
-        exact = theirs.double()
-        apart = float((mine.double() - exact).norm()) / max(float(exact.norm()), 1e-30)
-        allowed = _ROUNDINGS * max(torch.finfo(theirs.dtype).eps, 2.0**-10 if theirs.is_cuda else 0.0)
-        if not apart <= allowed:
-            return f"its result is {apart:.1e} of its norm from stock's, and {allowed:.1e} is allowed"
-    return None
