@@ -22,7 +22,7 @@ def tiny():
 
 @pytest.fixture(scope="module")
 def traced(tiny):
-    return tracing.trace(tiny)
+    return tracing.trace(tiny).problems
 
 
 def by_op(traced):
@@ -52,7 +52,7 @@ def test_a_call_rebuilt_is_the_same_problem_and_runs(traced):
 
 
 def test_sizes_batches_and_ops_are_those_asked_for(tiny):
-    sizes = tracing.trace(tiny, [(64, 64), (64, 128)], [1, 2], ["attention"])
+    sizes = tracing.trace(tiny, [(64, 64), (64, 128)], [1, 2]).of(["attention"]).problems
     assert {each.call.op for each in sizes} == {"attention"}
     seen = {(dict(e.call.problem)["b"], dict(e.call.problem)["s"]) for e in sizes}
     assert {(2, 64), (4, 64), (2, 128), (4, 128)} <= seen
@@ -106,5 +106,5 @@ def test_a_model_that_is_not_there():
 @pytest.mark.gpu
 def test_on_a_gpu_both_ways_of_a_model_are_seen():
     made = tracing.workload("sd15-512-tiny", torch.device("cuda"))
-    found = by_op(tracing.trace(made, [(256, 256)]))
+    found = by_op(tracing.trace(made, [(256, 256)]).problems)
     assert {"conv2d", "upsample", "guided_step", "attention"} <= set(found)

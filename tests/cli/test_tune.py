@@ -7,8 +7,10 @@ import pytest
 import torch
 from rich.console import Console
 
+from rocm_sd.bench import workloads
 from rocm_sd.cli import main
 from rocm_sd.cli.tune_tables import show_known, show_outcomes
+from rocm_sd.engine import calibration, optimize, report
 from rocm_sd.kernels.config import OpenConfig
 from rocm_sd.ops import OPS
 from rocm_sd.tuning.ranking import RatedConfig
@@ -111,6 +113,28 @@ def test_a_search_is_stored_listed_and_moved(own_cache, capsys, tmp_path, monkey
     assert "; 0 measurements in" in shown
     assert "On a CPU there is little to choose" in shown
     assert "memory_format" in shown
+
+
+def test_with_no_argument_what_was_drawn_with_is_tuned(own_cache, capsys, monkeypatch):
+    """Its ops and its plans, in one pass; `optimize` goes by them in the next process."""
+    monkeypatch.setenv("ROCM_SD_CALIBRATE", "1")
+    made = workloads.make("sd15-512", torch.device("cpu"), tiny=True)
+    with monkeypatch.context() as noted_only:
+        noted_only.setattr(calibration, "wanted", lambda _device: False)
+        made.picture(optimize(made.pipeline()), 1)
+    arguments = ("tune", "--ops", "attention", "--budget", "60s", "--device", "cpu")
+    assert rocm_sd(*arguments) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "b=2 s=64" in shown
+    for kind in ("UNet2DConditionModel (2x4x8x8 float32", "Decoder (1x4x8x8 float32"):
+        assert kind in shown
+    assert "measured here on" in shown
+    pipe = optimize(made.pipeline())
+    assert sum("measured here on" in note for note in report(pipe).notes) == 2
+    assert rocm_sd("tune", "--list", "--json", "--device", "cpu") == 0
+    plans = [row for row in json.loads(capsys.readouterr().out) if row["op"] == "plan"]
+    assert {row["problem"]["model"].split()[0] for row in plans} == {"UNet2DConditionModel", "Decoder"}
+    assert all(row["us"] <= row["stock_us"] for row in plans)
 
 
 def test_what_failed_and_what_is_left_is_named(capsys):

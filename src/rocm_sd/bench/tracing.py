@@ -1,11 +1,15 @@
-"""Which problems a picture makes: it is drawn with every op watched (tuning/search/watching.py), as it comes and with
-all rules in the layout that they are made for, whichever of them are in use here today.
+"""What a search needs to know of pictures: the problems that they make, and the calls of their models.
+
+A picture is drawn as it comes, and with every op watched (tuning/search/watching.py) by all rules in the layout that
+they are made for, whichever of them are in use here today. Of models that were drawn with before, their noted calls are
+made again, with random weights.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +19,7 @@ from torch import nn
 from rocm_sd import settings
 from rocm_sd.bench import workloads
 from rocm_sd.bench.gate import free_memory
-from rocm_sd.engine import Parts, optimize_with
+from rocm_sd.engine import Parts, calibration, captured_models, optimize_with
 from rocm_sd.errors import DeviceUnavailable, InvalidOption, Unsupported
 from rocm_sd.models.source import EMBEDDED
 from rocm_sd.ops import OPS
@@ -25,12 +29,25 @@ from rocm_sd.tuning.search.pipeline_settings import convolution_calls
 from rocm_sd.tuning.search.watching import Watched, watched
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
-__all__ = ["trace", "workload"]
+__all__ = ["Trace", "trace", "trace_models", "workload"]
 
 _SIDE = 8  # what pipelines of Stable Diffusion ask of a side
 Size = tuple[int, int]  # height and width of a picture
+
+
+@dataclass(frozen=True)
+class Trace:
+    """`problems` of ops and of settings of the whole pipeline; `models`: the calls that whole plans are timed on."""
+
+    problems: list[Traced]
+    models: list[calibration.Outline] = field(default_factory=list)
+
+    def of(self, ops: Iterable[str]) -> Trace:
+        """Those ops alone; all, where none is named."""
+        wanted = set(ops)
+        return Trace([each for each in self.problems if not wanted or each.call.op in wanted], self.models)
 
 
 def workload(model: str | None, device: torch.device) -> workloads.Workload:
@@ -63,32 +80,72 @@ def trace(
     made: workloads.Workload,
     sizes: Sequence[Size] = (),
     batches: Sequence[int] = (1,),
-    ops: Iterable[str] = (),
     on_drawn: Callable[[str], object] = lambda _what: None,
-) -> list[Traced]:
-    """Every problem of pictures of these sizes and batches; no size means the workload's own."""
+) -> Trace:
+    """Everything of pictures of these sizes and batches; no size means the workload's own."""
     sizes = list(sizes) or [(made.facts.height, made.facts.width)]
     for height, width in sizes:
         if height % _SIDE or width % _SIDE or min(height, width) < _SIDE:
             raise InvalidOption("--sizes", f"{width}x{height}", [], hint=f"Sides are multiples of {_SIDE}.")
-    wanted = set(ops)
-    seen, facts = Watched(), made.facts
+    seen, facts, models = Watched(), made.facts, []
     try:
         for height, width in sizes:
             made.facts = replace(facts, height=height, width=width)
             for batch in batches:
                 on_drawn(f"collecting the calls of {width}x{height}, batch {batch}")
-                _draw_stock(made, batch, seen)
+                models += _draw_stock(made, batch, seen)
                 free_memory()
                 _draw_rewritten(made, batch, seen)
     finally:
         made.facts = facts
-    return [each for each in seen.traced() if not wanted or each.call.op in wanted]
+    return Trace(seen.traced(), models)
 
 
-def _draw_stock(made: workloads.Workload, batch: int, seen: Watched) -> None:
-    """The convolutions of the UNet as stock runs them: layout and library are settings of the whole pipeline."""
+def trace_models(
+    subjects: Iterable[calibration.Subject], on_called: Callable[[str], object] = lambda _what: None
+) -> Trace:
+    """Everything of calls of models. Each subject may be gone when the next is made."""
+    seen, models = Watched(), []
+    for subject in subjects:
+        on_called(f"collecting the calls of {type(subject.model).__name__}")
+        models.append(calibration.Outline.of(subject))
+        seen.each = subject.times
+        # What runs at every step, and not the VAE, decides on settings of the whole pipeline.
+        with _convolutions_seen(subject.model, seen) if subject.times > 1 else nullcontext(), torch.no_grad():
+            subject.model(*subject.args, **subject.kwargs)
+        calibration.trace_call(subject.model, subject.args, subject.kwargs, seen)
+        free_memory()
+    return Trace(seen.traced(), models)
+
+
+def _draw_stock(made: workloads.Workload, batch: int, seen: Watched) -> list[calibration.Outline]:
+    """A picture as stock draws it; of its models the calls, and their convolutions of one step."""
     pipe = made.pipeline()
+    models: dict[tuple[str, str], calibration.Outline] = {}
+
+    def hear(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        outline = calibration.Outline.of(calibration.Subject(model, args, kwargs))
+        models[outline.key, outline.call] = outline
+
+    hooks = [
+        model.register_forward_pre_hook(hear, with_kwargs=True)
+        for model in captured_models(pipe)
+        if calibration.counts(made.device)
+    ]
+    # The built-in model is so small that it says nothing of others' layouts on a GPU.
+    is_small = made.recipe.family == "emoji" and made.device.type != "cpu"
+    try:
+        with nullcontext() if is_small else _convolutions_seen(pipe.unet, seen):
+            made.picture(pipe, batch, steps=1)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return list(models.values())
+
+
+@contextmanager
+def _convolutions_seen(model: nn.Module, seen: Watched) -> Iterator[None]:
+    """The convolutions as stock runs them: layout and library are settings of the whole pipeline."""
     called: Counter[OpCall] = Counter()
 
     def hear(layer: nn.Conv2d, given: tuple[Any, ...]) -> None:
@@ -97,9 +154,9 @@ def _draw_stock(made: workloads.Workload, batch: int, seen: Watched) -> None:
         arguments = (given[0], layer.weight, layer.bias, layer.stride, layer.padding, layer.dilation, layer.groups)
         called[describe("conv", {}, arguments, ("x", "weight"))] += 1
 
-    hooks = [m.register_forward_pre_hook(hear) for m in pipe.unet.modules() if isinstance(m, nn.Conv2d)]
+    hooks = [m.register_forward_pre_hook(hear) for m in model.modules() if isinstance(m, nn.Conv2d)]
     try:
-        made.picture(pipe, batch, steps=1, output="latent")
+        yield
     finally:
         for hook in hooks:
             hook.remove()
@@ -122,8 +179,10 @@ def _draw_rewritten(made: workloads.Workload, batch: int, seen: Watched) -> None
                 with settings.stock_implementations(frozenset(OPS)):
                     made.picture(pipe, batch, steps=1)
             else:
-                # The picture is thrown away: nothing is to be searched for it.
-                optimize_with(pipe, "auto", "exact", Parts(convolution_library=False))
+                # By all rules, whatever plan is in use here today; no library is searched for what is thrown away.
+                optimize_with(
+                    pipe, "auto", "exact", Parts(plan=calibration.CHANNELS_LAST.name, convolution_library=False)
+                )
                 _once_a_picture(pipe.vae, seen, made.facts.steps)
                 made.picture(pipe, batch, steps=2)
         seen.each = 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
+from dataclasses import replace
 from pathlib import Path  # noqa: TC003 -- typer reads the annotations
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,16 +18,19 @@ from rocm_sd.cli.terminal import Device, bar, batch_sizes, parts, say
 from rocm_sd.errors import InvalidOption, RocmSdError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     import torch
 
+    from rocm_sd.bench.tracing import Trace
+    from rocm_sd.engine.calibration import Outline
     from rocm_sd.tuning.database import Database, Entry
     from rocm_sd.tuning.search.tuner import TunerOptions
 
 __all__ = ["tune"]
 
 INTERRUPTED = 130  # what a shell returns for a program that Ctrl-C ended
+_FOR_A_MODEL_S, _FOR_PLANS = 6.0, 0.25  # of the budget, the lesser: for whole models, after their ops
 
 
 def tune(
@@ -35,7 +39,7 @@ def tune(
         typer.Argument(
             metavar="[MODEL]",
             help="emoji, a workload of `rocm-sd bench`, a folder, a checkpoint, a hub id; with --static: ops by name.",
-            show_default="emoji; with --static all ops",
+            show_default="the models that you have drawn with; with --static all ops",
         ),
     ] = None,
     sizes: Annotated[
@@ -125,7 +129,6 @@ def _search(
     *,
     as_json: bool,
 ) -> None:
-    from rocm_sd.bench import tracing
     from rocm_sd.integrations.diffusers.loading import hush
     from rocm_sd.tuning.search import candidates
     from rocm_sd.tuning.search.tuner import Tuner, TunerProgress
@@ -134,25 +137,61 @@ def _search(
     with bar("loading the model", share=True) as update:
         for name in ops:
             candidates.operation(name)
-        asked = tracing.workload(model, device)
-        traced = tracing.trace(asked, sizes, batches, ops, lambda what: update(description=what))
+        found = _traced(device, model, sizes, batches, lambda what: update(description=what)).of(ops)
+    for_plans = min(_FOR_A_MODEL_S * len(found.models), _FOR_PLANS * options.budget_s)
     with bar("tuning", 1.0, share=True) as update:
 
         def show(step: TunerProgress) -> None:
             described = f"{step.what} ({step.best})" if step.best else step.what
             update(completed=step.share, description=escape(described))
 
-        tuner = Tuner(device, database, options, show)
+        tuner = Tuner(device, database, replace(options, budget_s=options.budget_s - for_plans), show)
         searching = time.monotonic()
-        outcomes = tuner.run(traced, begun)
+        outcomes = tuner.run(found.problems, begun)
+        plans = [] if tuner.interrupted else _plans(device, found.models, lambda what: update(description=escape(what)))
         took = time.monotonic() - searching
     if as_json:
         typer.echo(json.dumps([outcome.to_dict() for outcome in outcomes], indent=2))
     else:
         tune_tables.show_outcomes(Console(), outcomes, took, on_cpu=device.type == "cpu")
+        for plan in plans:
+            say(Console(), plan)
     if tuner.interrupted:
         Console(stderr=True).print("Stopped. What was measured is kept; the same command continues.", soft_wrap=True)
         raise typer.Exit(INTERRUPTED)
+
+
+def _traced(
+    device: torch.device,
+    model: str | None,
+    sizes: Sequence[tuple[int, int]],
+    batches: Sequence[int],
+    on_progress: Callable[[str], object],
+) -> Trace:
+    """Of the model that is named; else of all that were drawn with here, else of the built-in one."""
+    from rocm_sd.bench import tracing
+    from rocm_sd.integrations.diffusers.rebuilding import drawn_models
+
+    if model is None and not sizes:
+        found = tracing.trace_models(drawn_models(device), on_progress)
+        if found.models:
+            return found
+    return tracing.trace(tracing.workload(model, device), sizes, batches, on_progress)
+
+
+def _plans(device: torch.device, models: Sequence[Outline], say_what: Callable[[str], object]) -> list[str]:
+    """Whole models with the ops as they were found: what is the fastest for each, in a sentence."""
+    from rocm_sd.engine import calibration, graphs_wanted, prepare_plan
+
+    if not models:
+        return []
+    graphs = graphs_wanted(device, allowed=True)
+    try:
+        calibration.time_plans(models, device, prepare_plan, graphs=graphs, say=say_what)
+    except calibration.NotMeasured as reason:
+        return [f"Whole models were not timed: {reason}."]
+    best = {each: calibration.measured(each.key, device, graphs=graphs, call=each.call) for each in models}
+    return [f"{each.key.split()[0]} ({each.call}): {plan}" for each, plan in best.items() if plan is not None]
 
 
 def _moved(database: Database, import_: Path | None, export: Path | None) -> None:
@@ -172,6 +211,7 @@ def _moved(database: Database, import_: Path | None, export: Path | None) -> Non
 
 
 def _list(database: Database, device: str | None, *, as_json: bool) -> None:
+    from rocm_sd.engine import calibration
     from rocm_sd.integrations.diffusers.loading import default_device
     from rocm_sd.tuning import environment, lookup
     from rocm_sd.tuning.resolve import preferred
@@ -181,6 +221,8 @@ def _list(database: Database, device: str | None, *, as_json: bool) -> None:
 
     def holds(entry: Entry) -> bool:
         """Whether its candidate, the op's own or a plug-in's, is there as it was measured, and not set aside."""
+        if entry.op == calibration.OP:
+            return entry.kernel_hash == calibration.kernels_hash()
         op = known_ops.get(entry.op)
         if op is None or (entry.op, entry.candidate, entry.kernel_hash) in aside:
             return False

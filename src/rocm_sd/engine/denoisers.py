@@ -15,6 +15,7 @@ class Denoiser:
     `each`: arguments, nested or not, whose every tensor has one entry for each sample, so that a batch can be halved;
     the first tells how many. `one_or_each`: the same, or one entry for all. `shared`: tensors that say nothing of
     samples. Any other argument may hold numbers and words, but no tensor.
+    `every_step`: called at each, and not once a picture.
 
     `maps`: how many values there are for each channel of each token at the fullest moment of a block, as stock runs it,
     where the model predicts the noise; `text`: tokens besides the picture's; `patch`: the side of the latents that is
@@ -32,6 +33,7 @@ class Denoiser:
     patch: int = 0
     samples: int = 2
     is_unet: bool = False
+    every_step: bool = True
 
 
 _UNET = ("sample", "encoder_hidden_states", "class_labels", "timestep_cond", "attention_mask", "added_cond_kwargs")
@@ -61,7 +63,7 @@ _DENOISERS = {
     ),
     "FluxControlNetModel": Denoiser(),
     # A VAE's: called once a picture, but for hundreds of launches.
-    "Decoder": Denoiser(),
+    "Decoder": Denoiser(every_step=False),
 }
 
 

@@ -43,12 +43,12 @@ def way_of(name: str, module: nn.Module, device: torch.device, parts: Parts, *, 
     if parts.plan is not None:
         return _by_plan(calibration.named(parts.plan), f"by the plan {parts.plan}", device)
     subject = next((model for model in subjects(module) if denoiser(model) is not None), None)
-    if subject is not None and parts.rules is None and calibration.wanted(device):
+    if subject is not None and parts.rules is None and calibration.counts(device):
         key, kind = calibration.model_key(subject), type(subject).__name__
         found = calibration.measured(key, device, graphs=graphs)
         if found is not None:
             return _by_plan(found.plan, str(found), device, f"{kind}: {found}")
-        if parts.calibrated and key not in unmeasured:
+        if parts.calibrated and key not in unmeasured and calibration.wanted(device):
             waits = "its first picture is measured"
             return _by_plan(calibration.named(STOCK), waits, device, f"{kind} runs as it came until {waits}")
     return _as_shipped(name, module, device, parts, graphs=graphs)

@@ -24,16 +24,17 @@ from rocm_sd.errors import Unsupported, require_one_of
 from rocm_sd.rewrite import apply, undo
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from rocm_sd.engine.calibration import Plan
     from rocm_sd.engine.model_ways import ModelWay
 
-__all__ = ["QUALITIES", "optimize", "optimize_with", "report", "restore"]
+__all__ = ["QUALITIES", "optimize", "optimize_with", "prepare_plan", "report", "restore"]
 
 log = logging.getLogger("rocm_sd")
 
 QUALITIES = ("exact", "high", "balanced")
+_STEPS = 20  # of a picture, roughly: what runs at each of them is searched before what runs once
 
 Target = TypeVar("Target")
 
@@ -89,9 +90,9 @@ def optimize_with(target: Target, level: str, quality: str, parts: Parts) -> Tar
             model for name, module in modules.items() if not ways[name].captured for model in subjects(module)
         }
         installed.append(denoising.install(target, [model for model in models if model not in as_they_are], parts))
-    if parts.calibrated and parts.plan is None and parts.rules is None and calibration.wanted(device):
+    if parts.calibrated and parts.plan is None and parts.rules is None and calibration.counts(device):
         again = _Again(ref(target), level, quality, parts, device, graphs)
-        installed.append(calibration.install(models, device, again.measure))
+        installed.append(calibration.install(models, device, again.first_call))
     notes = [*dict.fromkeys(note for way in ways.values() for note in way.notes)]
     installed.append(levels.install(target, decision))
     installed += [_planned_vae(module, decision.level) for name, module in modules.items() if is_vae(name, module)]
@@ -153,14 +154,30 @@ class _Again:
     device: torch.device
     graphs: bool
 
-    def measure(self, model: nn.Module, call: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        key = calibration.model_key(model)
+    def first_call(self, model: nn.Module, call: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether the target was optimised anew."""
+        known = denoiser(model)
+        times = _STEPS if known is not None and known.every_step else 1
+        self._note(model, args, kwargs, times)
+        return calibration.wanted(self.device) and self._measure(calibration.Subject(model, args, kwargs, times), call)
+
+    def _note(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], times: int) -> None:
+        """For `rocm-sd tune`, which tunes what was drawn with."""
+        target = self.target()
+        for owner in () if target is None else levels.modules_of(target).values():
+            part = next((name for name in ("", "decoder") if getattr(owner, name, owner) is model), None)
+            if part is not None:
+                calibration.note(owner, part, args, kwargs, times)
+                return
+
+    def _measure(self, subject: calibration.Subject, call: str) -> bool:
+        model, key = subject.model, subject.key
         if key in unmeasured:
             return False
         before = calibration.measured(key, self.device, graphs=self.graphs)
         if calibration.measured(key, self.device, graphs=self.graphs, call=call) is not None:
             return False
-        subjects = [calibration.Subject(model, args, kwargs), *self._others(model, args, kwargs)]
+        subjects = [subject, *self._others(model, subject.args, subject.kwargs)]
         try:
             done = calibration.measure_with_progress(subjects, self.device, prepare_plan, graphs=self.graphs)
         except calibration.NotMeasured as reason:
@@ -176,7 +193,7 @@ class _Again:
         optimize_with(target, self.level, self.quality, self.parts)
         return True
 
-    def _others(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[calibration.Subject]:
+    def _others(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[calibration.Subject]:
         """The VAE's decoder, which a pipeline calls last: measured with the first model, it is ready by then."""
         target, known = self.target(), denoiser(model)
         vae: Any = getattr(target, "vae", None)

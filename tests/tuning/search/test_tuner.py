@@ -107,6 +107,20 @@ def test_a_second_run_measures_nothing_and_fresh_measures_all(plugged, database,
     assert {entry.when for entry in database.all()}.isdisjoint({entry.when for entry in before})
 
 
+def test_what_was_fast_at_another_size_is_tried_first_and_timed_here(plugged, database, geglu_call):
+    """The sizes of an earlier search are neighbours, too: of nine configs the two that were best there are tried."""
+    plugged("[of('sleeps', sleeps, tuple({'ms': ms} for ms in (9, 7, 3, 8, 5, 1, 6, 4, 2)))]")
+    (first,) = Tuner(CPU, database, TunerOptions(60)).run([geglu_call(8, 8)])
+    assert first.candidates == 10
+    (second,) = Tuner(CPU, database, TunerOptions(60, shortlist=2)).run([geglu_call(16, 8)])
+    tried = {entry.config["ms"] for entry in database.all() if entry.problem["m"] == 16 and entry.config}
+    assert tried == {1, 2}
+    assert (second.candidates, second.measured) == (3, 3)
+    # Another dtype is no neighbour: all are tried.
+    (third,) = Tuner(CPU, database, TunerOptions(60, shortlist=2)).run([geglu_call(16, 8, torch.float64)])
+    assert third.candidates == 10
+
+
 SLOW = "[of('sleeps', sleeps, tuple({'ms': ms} for ms in range(1, 13)))]"
 
 

@@ -42,6 +42,7 @@ except ImportError:  # Windows has none
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from concurrent.futures import Future
 
     import torch
     from torch import nn
@@ -52,8 +53,9 @@ if TYPE_CHECKING:
     from rocm_sd.tuning.search.problems import TuningResult
 
     Progress = Callable[[str, float, float], object]
+    Plans = dict[tuple[str, bool, str], float]
 
-__all__ = ["BUDGET_S", "Calibration", "NotMeasured", "Subject", "calibrate"]
+__all__ = ["BUDGET_S", "Calibration", "NotMeasured", "Outline", "Subject", "calibrate", "time_plans"]
 
 log = logging.getLogger("rocm_sd")
 
@@ -70,11 +72,12 @@ class NotMeasured(Exception):
 
 @dataclass(frozen=True, eq=False)
 class Subject:
-    """A model and a call of it."""
+    """A model and a call of it, which a picture makes so many times."""
 
     model: nn.Module
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
+    times: int = 1
 
     @property
     def key(self) -> str:
@@ -83,6 +86,26 @@ class Subject:
     @property
     def call(self) -> str:
         return described_call(self.args, self.kwargs)
+
+
+@dataclass(frozen=True)
+class Outline:
+    """A subject without its tensors, as a worker rebuilds it, and the names that its plans are stored under."""
+
+    key: str
+    call: str
+    skeleton: Skeleton
+    modules: frozenset[str]  # that its classes come from
+
+    @classmethod
+    def of(cls, subject: Subject) -> Outline:
+        """Raises `NotMeasured`."""
+        try:
+            skeleton = Skeleton.of(subject.model, subject.args, subject.kwargs)
+        except Exception as error:  # what a pickle cannot take along is said in as many ways as there are classes
+            raise NotMeasured(f"it cannot be rebuilt: {type(error).__name__}: {error}") from error
+        modules = frozenset(type(module).__module__ for module in subject.model.modules())
+        return cls(subject.key, subject.call, skeleton, modules)
 
 
 @dataclass(frozen=True)
@@ -120,31 +143,66 @@ def calibrate(
     def say(what: str) -> None:
         progress(what, time.monotonic() - begun, budget)
 
-    skeletons = _skeletons(subjects)
-    names = sorted({type(module).__module__ for subject in skeletons for module in subject.model.modules()})
-    with _alone(), Pool(1) as planning:
-        imported = planning.submit(trials.import_all, names, timeout=_IMPORT_S)
+    outlines = _outlines(subjects)
+    with _alone(), _planning(outlines.values()) as (planning, imported):
         with Worker() as measuring:
             measuring.start()
             say("tracing")
-            traced = _traced(skeletons)
+            traced = _traced(outlines)
             tuner = Tuner(
                 device, user_database(), options or _quick(BUDGET_S - _FOR_PLANS_S), lambda step: say(step.what)
             )
             outcomes = tuner.run(traced, begun, measuring)
         forget_choices()
         log.info("calibration: %d problems searched after %.1f s", len(outcomes), time.monotonic() - begun)
-        plans: dict[tuple[str, bool, str], float] = {}
-        try:
-            imported.result()
-            for subject, skeleton in skeletons.items() if not tuner.interrupted else ():
-                found = _Trials(planning, skeleton, device, prepare, say).timed(graphs=graphs)
-                _store(subject, device, found, graphs=graphs)
-                plans |= {(subject.key, graphs, plan): median(a["ours"]) for plan, a in found.items() if "ours" in a}
-        except WorkerFailed as error:
-            raise NotMeasured(error.message) from error
+        plans: Plans = {}
+        if not tuner.interrupted:
+            plans = _timed(outlines.values(), imported, _Trials(planning, device, prepare, say, graphs))
     log.info("calibration: %s after %.1f s", plans, time.monotonic() - begun)
     return Calibration(outcomes, plans, time.monotonic() - begun, tuner.interrupted)
+
+
+def time_plans(
+    outlines: Sequence[Outline],
+    device: torch.device,
+    prepare: Prepare,
+    *,
+    graphs: bool,
+    say: Callable[[str], object] = lambda _what: None,
+) -> Plans:
+    """Time whole plans with the ops as they are known by now, and store them. Raises `NotMeasured`."""
+    with _alone(), _planning(outlines) as (planning, imported):
+        return _timed(outlines, imported, _Trials(planning, device, prepare, say, graphs))
+
+
+def _traced(subjects: Iterable[Subject]) -> list[Traced]:
+    """The problems of all. Only the first, which is called now, has to be traced."""
+    seen = Watched()
+    for number, subject in enumerate(subjects):
+        seen.each = subject.times
+        _trace(subject, seen, needed=not number)
+    return seen.traced()
+
+
+@contextmanager
+def _planning(outlines: Iterable[Outline]) -> Iterator[tuple[Pool, Future[None]]]:
+    """The worker that will time plans, and its imports, which take seconds."""
+    with Pool(1) as planning:
+        names = sorted({name for outline in outlines for name in outline.modules})
+        yield planning, planning.submit(trials.import_all, names, timeout=_IMPORT_S)
+
+
+def _timed(outlines: Iterable[Outline], imported: Future[None], timing: _Trials) -> Plans:
+    plans: Plans = {}
+    try:
+        imported.result()
+        for outline in outlines:
+            found = timing.of(outline.skeleton)
+            _store(outline, timing.device, found, graphs=timing.graphs)
+            plans |= {(outline.key, timing.graphs, plan): median(a["ours"]) for plan, a in found.items() if "ours" in a}
+    except WorkerFailed as error:
+        raise NotMeasured(error.message) from error
+    return plans
 
 
 @contextmanager
@@ -167,26 +225,19 @@ def _alone() -> Iterator[None]:
         yield
 
 
-def _skeletons(subjects: Sequence[Subject]) -> dict[Subject, Skeleton]:
+def _outlines(subjects: Sequence[Subject]) -> dict[Subject, Outline]:
     """Of the first, and of those others that can be rebuilt."""
-    found = {subject: _skeleton(subject, needed=subject is subjects[0]) for subject in subjects}
-    return {subject: skeleton for subject, skeleton in found.items() if skeleton is not None}
+    found = {subject: _outline(subject, needed=subject is subjects[0]) for subject in subjects}
+    return {subject: outline for subject, outline in found.items() if outline is not None}
 
 
-def _skeleton(subject: Subject, *, needed: bool) -> Skeleton | None:
+def _outline(subject: Subject, *, needed: bool) -> Outline | None:
     try:
-        return Skeleton.of(subject.model, subject.args, subject.kwargs)
-    except Exception as error:  # what a pickle cannot take along is said in as many ways as there are classes
+        return Outline.of(subject)
+    except NotMeasured:
         if needed:
-            raise NotMeasured(f"it cannot be rebuilt: {type(error).__name__}: {error}") from error
+            raise
         return None
-
-
-def _traced(subjects: Iterable[Subject]) -> list[Traced]:
-    seen = Watched()
-    for number, subject in enumerate(subjects):
-        _trace(subject, seen, needed=not number)
-    return seen.traced()
 
 
 def _trace(subject: Subject, seen: Watched, *, needed: bool) -> None:
@@ -200,24 +251,24 @@ def _trace(subject: Subject, seen: Watched, *, needed: bool) -> None:
 
 @dataclass(frozen=True)
 class _Trials:
-    """The plans of one call of a model, each timed by the worker."""
+    """The plans of calls of models, each timed by the worker."""
 
     worker: Pool
-    skeleton: Skeleton
     device: torch.device
     prepare: Prepare
-    say: Callable[[str], None]
+    say: Callable[[str], object]
+    graphs: bool
 
-    def timed(self, *, graphs: bool) -> dict[str, dict[str, Any]]:
+    def of(self, skeleton: Skeleton) -> dict[str, dict[str, Any]]:
         """Milliseconds, or what is wrong, by plan."""
         # Without graphs a captured stock model is the model as it came.
         return {
-            plan.name: self._one(plan, graphs=graphs) for plan in PLANS if graphs or plan.rules or not plan.captured
+            plan.name: self._one(skeleton, plan) for plan in PLANS if self.graphs or plan.rules or not plan.captured
         }
 
-    def _one(self, plan: Plan, *, graphs: bool) -> dict[str, Any]:
+    def _one(self, skeleton: Skeleton, plan: Plan) -> dict[str, Any]:
         self.say(f"the whole model, {plan.name}")
-        given = (self.skeleton, self.device, plan, self.prepare, graphs)
+        given = (skeleton, self.device, plan, self.prepare, self.graphs)
         timeout = _TRIAL_S if plan.rules or plan.captured else _STOCK_S
         try:
             return self.worker.submit(trials.time_plan, *given, timeout=timeout).result()
@@ -225,12 +276,12 @@ class _Trials:
             return {"wrong": str(error)}
 
 
-def _store(subject: Subject, device: torch.device, found: Mapping[str, Mapping[str, Any]], *, graphs: bool) -> None:
+def _store(outline: Outline, device: torch.device, found: Mapping[str, Mapping[str, Any]], *, graphs: bool) -> None:
     stock = found[STOCK]
     if "ours" not in stock:
         raise NotMeasured(f"stock could not be timed: {stock['wrong']}")
     here, when, entries = environment.current(device), now(), []
-    problem = problem_of(subject.key, subject.call, graphs=graphs)
+    problem = problem_of(outline.key, outline.call, graphs=graphs)
     for name, answer in found.items():
         if not answer:
             continue

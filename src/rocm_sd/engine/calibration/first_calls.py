@@ -1,4 +1,4 @@
-"""The calls of a model that come in shapes which were never measured here: each is measured before it is answered."""
+"""The calls of a model that come in new shapes: somebody hears of each before it is answered, and may measure it."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    Measure = Callable[[nn.Module, str, tuple[Any, ...], dict[str, Any]], bool]
+    FirstCall = Callable[[nn.Module, str, tuple[Any, ...], dict[str, Any]], bool]
 
-__all__ = ["install", "wanted"]
+__all__ = ["counts", "install", "wanted"]
 
 log = logging.getLogger("rocm_sd")
 _KEY = "calibration"
@@ -31,14 +31,15 @@ _KEY = "calibration"
 _busy = threading.Lock()
 
 
-def wanted(device: torch.device) -> bool:
-    """On a GPU of an architecture that nobody timed, unless switched off; never within a worker."""
+def counts(device: torch.device) -> bool:
+    """Whether plans that were measured here decide: on a GPU, unless switched off; never within a worker."""
     asked = settings.current().calibrate
-    if workers.inside() or asked is False:
-        return False
-    if device.type == "cpu":
-        return bool(asked)
-    return bool(asked) or not was_timed(arch.detect(device).name)
+    return not workers.inside() and (device.type != "cpu" if asked is None else asked)
+
+
+def wanted(device: torch.device) -> bool:
+    """Whether a model without a plan is measured at its first call: not where its architecture was timed before."""
+    return counts(device) and (bool(settings.current().calibrate) or not was_timed(arch.detect(device).name))
 
 
 @dataclass
@@ -46,11 +47,11 @@ class _Seen:
     shapes: set[tuple[Any, ...]] = field(default_factory=set)
 
 
-def install(models: Iterable[nn.Module], device: torch.device, measure: Measure) -> Installed:
-    """`measure(model, call, args, kwargs)` hears of each call in new shapes, and says whether the model was changed by
-    it; then the call is made anew.
+def install(models: Iterable[nn.Module], device: torch.device, first_call: FirstCall) -> Installed:
+    """`first_call(model, call, args, kwargs)` hears of each call in new shapes, and says whether the model was changed
+    by it; then the call is made anew.
     """
-    restores = [forwards.share(model, _KEY, lambda model=model: _watch(model, device, measure)) for model in models]  # type: ignore[misc]
+    restores = [forwards.share(model, _KEY, lambda model=model: _watch(model, device, first_call)) for model in models]  # type: ignore[misc]
 
     def restore() -> None:
         for one in restores:
@@ -59,7 +60,7 @@ def install(models: Iterable[nn.Module], device: torch.device, measure: Measure)
     return Installed(tuple, restore)
 
 
-def _watch(model: nn.Module, device: torch.device, measure: Measure) -> Callable[[], None]:
+def _watch(model: nn.Module, device: torch.device, first_call: FirstCall) -> Callable[[], None]:
     seen = _Seen()
 
     def answer(model: nn.Module, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -70,7 +71,7 @@ def _watch(model: nn.Module, device: torch.device, measure: Measure) -> Callable
             return inner(*args, **kwargs)
         try:
             seen.shapes.add(shapes)
-            changed = measure(model, described_call(args, kwargs), args, kwargs)
+            changed = first_call(model, described_call(args, kwargs), args, kwargs)
         finally:
             _busy.release()
         return model.forward(*args, **kwargs) if changed else inner(*args, **kwargs)

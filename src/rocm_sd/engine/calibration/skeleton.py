@@ -10,6 +10,7 @@ from __future__ import annotations
 import copyreg
 import hashlib
 import io
+import json
 import math
 import pickle
 from dataclasses import dataclass
@@ -171,7 +172,8 @@ def model_key(model: nn.Module) -> str:
     parameter = next(model.parameters(), None)
     dtype = "" if parameter is None else dtype_name(parameter.dtype)
     if config is not None and hasattr(config, "items"):
-        facts = sorted((str(k), repr(v)) for k, v in config.items() if not str(k).startswith("_"))
+        # As JSON, since a tuple of the code is a list once it was saved and loaded.
+        facts = sorted((str(k), json.dumps(v, default=repr)) for k, v in config.items() if not str(k).startswith("_"))
     else:
         facts = [(name, repr(tuple(each.shape))) for name, each in model.named_parameters()]
     digest = hashlib.sha256(repr((type(model).__name__, dtype, facts)).encode())

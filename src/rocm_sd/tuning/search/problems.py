@@ -1,7 +1,8 @@
 """The problems of a search, each with its candidates and what is known of them; and what one says of its neighbours.
 
-A neighbour is a problem of the same op that differs in sizes alone. What was fast there is tried first here, and where
-time is short it is all that is tried: each is timed at this very problem before it is used.
+A neighbour is a problem of the same op that differs in sizes alone: another layer's, or that of pictures of another
+size which were drawn before. What was fast there is tried first here, and where time is short it is all that is tried:
+each is timed at this very problem before it is used.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from rocm_sd.tuning.entries import Entry
     from rocm_sd.tuning.search.calls import OpCall, Traced
 
-__all__ = ["Failure", "Key", "ProblemSearch", "TuningResult", "distance", "fast_nearby", "weight"]
+__all__ = ["Failure", "Key", "Neighbour", "ProblemSearch", "TuningResult", "distance", "fast_nearby", "weight"]
 
 Key = tuple[str, str, frozenset[tuple[str, int]]]  # hash, implementation, config
 _NEIGHBOURS = 3  # the nearest: their fastest candidates are tried first
@@ -129,17 +130,18 @@ class ProblemSearch:
         entry = self.entry(candidate)
         return entry is not None and not entry.numerics.startswith(HUNG)
 
-    def ranked(self) -> list[Candidate]:
-        """All that are right, stock apart, by their median: the database looks for the least in the same way."""
+    @property
+    def as_neighbour(self) -> Neighbour:
+        return Neighbour(self.op.name, dict(self.call.problem), self.entries)
+
+    def fastest(self) -> Candidate | None:
+        """Of those that are right, stock apart, by the median: the database looks for the least in the same way."""
         times = {
             candidate: entry.median_us
             for candidate in self.others
             if (entry := self.entry(candidate)) is not None and entry.numerics == OK
         }
-        return sorted(times, key=times.__getitem__)
-
-    def fastest(self) -> Candidate | None:
-        return next(iter(self.ranked()), None)
+        return min(times, key=times.__getitem__, default=None)
 
 
 def distance(one: Problem, other: Problem) -> float | None:
@@ -157,20 +159,34 @@ def distance(one: Problem, other: Problem) -> float | None:
     return total
 
 
-def fast_nearby(search: ProblemSearch, known: Iterable[ProblemSearch]) -> list[Candidate]:
+@dataclass(frozen=True)
+class Neighbour:
+    """A problem of an op that was measured here, in this search or long before it, and what is known of it."""
+
+    op: str
+    problem: Problem
+    entries: Mapping[Key, Entry]
+
+    def ranked(self) -> list[Key]:
+        """All that are right, stock apart, by their median."""
+        right = {k: e for k, e in self.entries.items() if e.numerics == OK and e.candidate != STOCK}
+        return sorted(right, key=lambda key: right[key].median_us)
+
+
+def fast_nearby(search: ProblemSearch, known: Iterable[Neighbour]) -> list[Candidate]:
     """The fastest candidates of the nearest problems that were measured, best first; empty where there are none."""
-    there = dict(search.call.problem)
-    near: list[tuple[float, list[Candidate]]] = []
+    here = dict(search.call.problem)
+    near: list[tuple[float, list[Key]]] = []
     for other in known:
-        apart = distance(there, dict(other.call.problem)) if other.op is search.op and other is not search else None
-        ranked = other.ranked() if apart is not None else []
-        if apart is not None and ranked:
+        apart = distance(here, other.problem) if other.op == search.op.name else None
+        # At no distance it is the problem itself.
+        if apart and (ranked := other.ranked()):
             near.append((apart, ranked[:_OF_EACH]))
     near.sort(key=lambda one: one[0])
-    can = set(search.candidates)
+    can = {search.key(candidate): candidate for candidate in search.candidates}
     # The best of each first, then the second best of each.
     found = [ranked[place] for place in range(_OF_EACH) for _, ranked in near[:_NEIGHBOURS] if place < len(ranked)]
-    return list(dict.fromkeys(candidate for candidate in found if candidate in can))
+    return list(dict.fromkeys(can[key] for key in found if key in can))
 
 
 def weight(op: Op, traced: Traced) -> float:

@@ -24,7 +24,7 @@ from rocm_sd.tuning.resolve import preferred, user_database
 from rocm_sd.tuning.search import ahead
 from rocm_sd.tuning.search.candidates import Candidate, candidates, hash_of, operations
 from rocm_sd.tuning.search.halving import Halving, Strategy
-from rocm_sd.tuning.search.problems import Failure, Key, ProblemSearch, TuningResult, fast_nearby, weight
+from rocm_sd.tuning.search.problems import Failure, Key, Neighbour, ProblemSearch, TuningResult, fast_nearby, weight
 from rocm_sd.tuning.search.workbench import OK, ask, measure_candidate, open_call
 from rocm_sd.workers import Worker
 
@@ -88,6 +88,7 @@ class Tuner:
         self.interrupted = False
         self._begun = time.monotonic()
         self._done = self._total = 0
+        self._elsewhere: list[Neighbour] = []
 
     def run(
         self, traced: Sequence[Traced], begun: float | None = None, worker: Worker | None = None
@@ -102,6 +103,8 @@ class Tuner:
             self._begun = max(begun, self._begun - (1 - _SEARCHED) * self.options.budget_s)
         searches = self._searches(traced)
         waiting = [search for search in searches if self.options.fresh or not search.is_complete]
+        for search in waiting:
+            self._put_in_order(search, searches)
         self._total = sum(len(search.candidates) for search in waiting)
         try:
             if worker is not None:
@@ -140,10 +143,14 @@ class Tuner:
         found = []
         for each in traced:
             op, problem = known_ops[each.call.op], dict(each.call.problem)
-            known = by_problem.get((op.name, text(problem)), {})
+            known = by_problem.pop((op.name, text(problem)), {})
             found.append(
                 ProblemSearch(op, each, candidates(op, problem, self.device), known, weight(op, each), arch_name)
             )
+        self._elsewhere = [
+            Neighbour(op_name, next(iter(entries.values())).problem, entries)
+            for (op_name, _), entries in by_problem.items()
+        ]
         return sorted(found, key=lambda search: (search.op.composed, -search.weight))
 
     def _measure_while_compiling(self, waiting: Sequence[ProblemSearch], worker: Worker) -> None:
@@ -171,7 +178,7 @@ class Tuner:
 
     def _put_in_order(self, search: ProblemSearch, all_searches: Sequence[ProblemSearch]) -> None:
         """What is fast at neighbours comes first, after stock and what the data name."""
-        near = fast_nearby(search, all_searches)
+        near = fast_nearby(search, [*(other.as_neighbour for other in all_searches), *self._elsewhere])
         first = dict.fromkeys([Candidate(STOCK), *([search.shipped] if search.shipped else []), *near])
         found = [*(c for c in first if c in search.candidates), *(c for c in search.candidates if c not in first)]
         if near and self.options.shortlist is not None:
