@@ -164,12 +164,17 @@ class _Again:
         try:
             done = calibration.measure_with_progress(subjects, self.device, prepare_plan, graphs=self.graphs)
         except calibration.NotMeasured as reason:
-            unmeasured[key] = str(reason)
+            alike = subjects[:1] if isinstance(reason, calibration.CannotBeRebuilt) else subjects
+            unmeasured.update({subject.key: str(reason) for subject in alike})
             log.warning("%s is not measured here, and runs as the shipped data say: %s", type(model).__name__, reason)
-            done = None
-        if done is not None and done.interrupted:
-            raise KeyboardInterrupt
+        else:
+            unmeasured.update(done.left_out)
+            if done.interrupted:
+                raise KeyboardInterrupt
         after = calibration.measured(key, self.device, graphs=self.graphs)
+        if after is None:
+            # Another process may have removed the file: a model that waits for its plan would be measured for ever.
+            unmeasured.setdefault(key, "what was measured is not there any more")
         target = self.target()
         if target is None or (before is not None and after is not None and before.plan == after.plan):
             return False

@@ -12,8 +12,9 @@ from __future__ import annotations
 import logging
 import math
 import time
+from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,7 @@ from rocm_sd.engine.calibration import trials
 from rocm_sd.engine.calibration.plans import OP, PLANS, kernels_hash, problem_of
 from rocm_sd.engine.calibration.skeleton import Skeleton, described_call, model_key
 from rocm_sd.engine.calibration.tracing import trace_call
-from rocm_sd.engine.memory import is_out_of_memory
+from rocm_sd.engine.memory import free_memory, is_out_of_memory
 from rocm_sd.measuring import interval
 from rocm_sd.ops.registry import forget_choices
 from rocm_sd.tuning import environment
@@ -29,6 +30,7 @@ from rocm_sd.tuning.choice import STOCK
 from rocm_sd.tuning.entries import Entry, now
 from rocm_sd.tuning.location import default_path
 from rocm_sd.tuning.resolve import user_database
+from rocm_sd.tuning.search import workbench
 from rocm_sd.tuning.search.halving import Halving
 from rocm_sd.tuning.search.tuner import Tuner, TunerOptions
 from rocm_sd.tuning.search.watching import Watched
@@ -42,6 +44,7 @@ except ImportError:  # Windows has none
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from concurrent.futures import Future
 
     import torch
     from torch import nn
@@ -53,19 +56,30 @@ if TYPE_CHECKING:
 
     Progress = Callable[[str, float, float], object]
 
-__all__ = ["BUDGET_S", "Calibration", "NotMeasured", "Subject", "calibrate"]
+__all__ = ["BUDGET_S", "Calibration", "CannotBeRebuilt", "NotMeasured", "Subject", "calibrate"]
 
 log = logging.getLogger("rocm_sd")
 
 BUDGET_S = 30.0
-_FOR_PLANS_S = 7.0  # of it; ops are searched in the rest
-_TRIAL_S = 30.0  # for one plan: it is captured, and what was not compiled before is
+# Of it; ops are searched in the rest. A model whose calls are slow needs more, for so many calls of it.
+_FOR_PLANS_S, _CALLS_OF_PLANS, _MOST_FOR_PLANS = 8.0, 30, 2 / 3
+_THOROUGH_S = 60.0  # for the plans of each model, where the ops have a budget of their own
+# For one plan: it is captured, and what was not compiled before is; and not less than for so many calls of the model.
+_TRIAL_S, _CALLS_OF_A_TRIAL = 10.0, 60
 _STOCK_S = 600.0  # for stock, which comes first: a library may search at the first calls of each size
+# First calls of stock that take longer have a library at its search. The first picture would wait for it in any case,
+# and no budget of ours ends it.
+_TRACED_S, _REBUILT_S = 3.0, 6.0
 _IMPORT_S = 300.0
+_ROOM_FOR_TWO = 4 * 2**30  # bytes that are free: then both workers may have the card open
 
 
 class NotMeasured(Exception):
-    """No plan could be measured; its text is the reason."""
+    """No plan could be measured; its text is the reason. It holds for all models that were to be measured."""
+
+
+class CannotBeRebuilt(NotMeasured):
+    """A reason that lies in the first of them."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,12 +101,46 @@ class Subject:
 
 @dataclass(frozen=True)
 class Calibration:
-    """`ops`: an outcome for each problem. `plans`: milliseconds of a call by model, with graphs or not, and plan."""
+    """`ops`: an outcome for each problem. `plans`: milliseconds of a call by model, with graphs or not, and plan.
+
+    `phases`: seconds by what they were spent on. `left_out`: by the key of a model that came along, why it has no plan.
+    """
 
     ops: Sequence[TuningResult]
     plans: Mapping[tuple[str, bool, str], float]
     seconds: float
     interrupted: bool
+    phases: Mapping[str, float] = field(default_factory=dict)
+    left_out: Mapping[str, str] = field(default_factory=dict)
+
+
+class _Clock:
+    """The end of a calibration, which only a library's own search moves; and the seconds of its phases."""
+
+    def __init__(self, budget_s: float) -> None:
+        self.begun = time.monotonic()
+        self.budget_s = budget_s
+        self.phases: dict[str, float] = {}
+        self.searched_s = 0.0  # by a library
+
+    @property
+    def spent(self) -> float:
+        return time.monotonic() - self.begun
+
+    @property
+    def left(self) -> float:
+        return self.budget_s + self.searched_s - self.spent
+
+    @contextmanager
+    def phase(self, name: str, stock_s: float = math.inf) -> Iterator[None]:
+        """`stock_s`: what first calls of stock take there, where no library searches."""
+        begun = time.monotonic()
+        try:
+            yield
+        finally:
+            taken = time.monotonic() - begun
+            self.phases[name] = round(self.phases.get(name, 0.0) + taken, 2)
+            self.searched_s += max(0.0, taken - stock_s)
 
 
 def _quick(budget_s: float) -> TunerOptions:
@@ -112,39 +160,63 @@ def calibrate(
 ) -> Calibration:
     """The first subject is the one that is called now. `graphs`: whether plans are timed as graphs, or launched.
 
-    `progress` hears what is done, how many seconds were spent, and of how many. Raises `NotMeasured`.
+    It ends with its budget, which is BUDGET_S unless `options` have another for the ops: what was not timed by then is
+    not there. `progress` hears what is done, how many seconds were spent, and of how many. Raises `NotMeasured`.
     """
-    begun = time.monotonic()
-    budget = BUDGET_S if options is None else options.budget_s + _FOR_PLANS_S
+    clock = _Clock(BUDGET_S if options is None else options.budget_s + _THOROUGH_S * len(subjects))
 
     def say(what: str) -> None:
-        progress(what, time.monotonic() - begun, budget)
+        progress(what, clock.spent, clock.budget_s)
 
+    why_not_kept = user_database().why_not_kept()
+    if why_not_kept is not None:
+        # Each process would measure anew; and the workers, which read what was found so far, would not see it.
+        raise NotMeasured(f"it cannot be kept ({why_not_kept}); ROCM_SD_CACHE names another folder")
     skeletons = _skeletons(subjects)
     names = sorted({type(module).__module__ for subject in skeletons for module in subject.model.modules()})
+    roomy = (free_memory(device) or 0) > _ROOM_FOR_TWO
     with _alone(), Pool(1) as planning:
-        imported = planning.submit(trials.import_all, names, timeout=_IMPORT_S)
-        with Worker() as measuring:
+        ready = planning.submit(trials.get_ready, names, device if roomy else None, timeout=_IMPORT_S)
+        with Worker(imports=(workbench.__name__,)) as measuring:
             measuring.start()
             say("tracing")
-            traced = _traced(skeletons)
-            tuner = Tuner(
-                device, user_database(), options or _quick(BUDGET_S - _FOR_PLANS_S), lambda step: say(step.what)
-            )
-            outcomes = tuner.run(traced, begun, measuring)
+            with clock.phase("tracing", _TRACED_S):
+                traced, call_s = _traced(skeletons)
+            if options is None:
+                options = _quick(
+                    BUDGET_S - min(max(_FOR_PLANS_S, _CALLS_OF_PLANS * call_s), _MOST_FOR_PLANS * BUDGET_S)
+                )
+            tuner = Tuner(device, user_database(), options, lambda step: say(step.what))
+            with clock.phase("ops"):
+                outcomes = tuner.run(traced, clock.begun + clock.searched_s, measuring)
         forget_choices()
-        log.info("calibration: %d problems searched after %.1f s", len(outcomes), time.monotonic() - begun)
         plans: dict[tuple[str, bool, str], float] = {}
-        try:
-            imported.result()
-            for subject, skeleton in skeletons.items() if not tuner.interrupted else ():
-                found = _Trials(planning, skeleton, device, prepare, say).timed(graphs=graphs)
-                _store(subject, device, found, graphs=graphs)
+        left_out: dict[str, str] = {}
+        if not tuner.interrupted:
+            with clock.phase("start of the worker for plans"):
+                _wait_for(ready, clock.left)
+            for number, (subject, skeleton) in enumerate(skeletons.items()):
+                share = clock.left / (len(skeletons) - number)
+                try:
+                    found = _Trials(planning, skeleton, device, prepare, clock, share, call_s, say).timed(graphs=graphs)
+                    _store(subject, device, found, graphs=graphs)
+                except NotMeasured as reason:
+                    if not number:
+                        raise
+                    left_out[subject.key] = str(reason)
+                    continue
                 plans |= {(subject.key, graphs, plan): median(a["ours"]) for plan, a in found.items() if "ours" in a}
-        except WorkerFailed as error:
-            raise NotMeasured(error.message) from error
-    log.info("calibration: %s after %.1f s", plans, time.monotonic() - begun)
-    return Calibration(outcomes, plans, time.monotonic() - begun, tuner.interrupted)
+    log.info("calibration: %d problems, plans %s, seconds by phase: %s", len(outcomes), plans, clock.phases)
+    return Calibration(outcomes, plans, clock.spent, tuner.interrupted, clock.phases, left_out)
+
+
+def _wait_for(ready: Future[None], seconds: float) -> None:
+    try:
+        ready.result(max(0.0, seconds))
+    except FutureTimeout as error:
+        raise NotMeasured("the worker that rebuilds it took too long to start") from error
+    except WorkerFailed as error:
+        raise NotMeasured(error.message) from error
 
 
 @contextmanager
@@ -178,57 +250,84 @@ def _skeleton(subject: Subject, *, needed: bool) -> Skeleton | None:
         return Skeleton.of(subject.model, subject.args, subject.kwargs)
     except Exception as error:  # what a pickle cannot take along is said in as many ways as there are classes
         if needed:
-            raise NotMeasured(f"it cannot be rebuilt: {type(error).__name__}: {error}") from error
+            raise CannotBeRebuilt(f"it cannot be rebuilt: {type(error).__name__}: {error}") from error
         return None
 
 
-def _traced(subjects: Iterable[Subject]) -> list[Traced]:
+def _traced(subjects: Iterable[Subject]) -> tuple[list[Traced], float]:
+    """And the seconds of a call of each of them together."""
     seen = Watched()
-    for number, subject in enumerate(subjects):
-        _trace(subject, seen, needed=not number)
-    return seen.traced()
+    seconds = [_trace(subject, seen, needed=not number) for number, subject in enumerate(subjects)]
+    return seen.traced(), sum(seconds)
 
 
-def _trace(subject: Subject, seen: Watched, *, needed: bool) -> None:
+def _trace(subject: Subject, seen: Watched, *, needed: bool) -> float:
     try:
-        trace_call(subject.model, subject.args, subject.kwargs, seen)
+        return trace_call(subject.model, subject.args, subject.kwargs, seen)
     except Exception as error:
         if needed and not is_out_of_memory(error):
-            raise NotMeasured(f"it cannot be traced: {type(error).__name__}: {error}") from error
+            raise CannotBeRebuilt(f"it cannot be traced: {type(error).__name__}: {error}") from error
         log.info("%s is not traced: %s", type(subject.model).__name__, error)
+        return 0.0
 
 
 @dataclass(frozen=True)
 class _Trials:
-    """The plans of one call of a model, each timed by the worker."""
+    """The plans of one call of a model, each timed by the worker, in so many `seconds` together."""
 
     worker: Pool
     skeleton: Skeleton
     device: torch.device
     prepare: Prepare
+    clock: _Clock
+    seconds: float
+    call_s: float
     say: Callable[[str], None]
 
     def timed(self, *, graphs: bool) -> dict[str, dict[str, Any]]:
-        """Milliseconds, or what is wrong, by plan."""
+        """Milliseconds, or what is wrong, by plan. Stock comes first, and then those that change most: where the time
+        ends, the rest is not there.
+        """
         # Without graphs a captured stock model is the model as it came.
-        return {
-            plan.name: self._one(plan, graphs=graphs) for plan in PLANS if graphs or plan.rules or not plan.captured
-        }
+        wanted = [plan for plan in PLANS if graphs or plan.rules or not plan.captured]
+        wanted.sort(key=lambda plan: (plan.name != STOCK, not plan.channels_last, not plan.rules))
+        before, found = self.clock.searched_s, {}
+        end = time.monotonic() + self.seconds
+        for plan in wanted:
+            left = end - time.monotonic() + self.clock.searched_s - before
+            answer = self._one(plan, left, graphs=graphs)
+            if answer is not None:
+                found[plan.name] = answer
+        return found
 
-    def _one(self, plan: Plan, *, graphs: bool) -> dict[str, Any]:
+    def _one(self, plan: Plan, left: float, *, graphs: bool) -> dict[str, Any] | None:
+        """None where its time ended."""
+        is_stock = not plan.rules and not plan.captured
+        if left <= 0:
+            return None
         self.say(f"the whole model, {plan.name}")
-        given = (self.skeleton, self.device, plan, self.prepare, graphs)
-        timeout = _TRIAL_S if plan.rules or plan.captured else _STOCK_S
-        try:
-            return self.worker.submit(trials.time_plan, *given, timeout=timeout).result()
-        except (WorkerFailed, OutOfTime) as error:
-            return {"wrong": str(error)}
+        given = (self.skeleton, self.device, plan, self.prepare, graphs, left)
+        timeout = _STOCK_S if is_stock else max(_TRIAL_S, _CALLS_OF_A_TRIAL * self.call_s)
+        within = math.inf if is_stock else left
+
+        def ask(worker: Worker) -> dict[str, Any]:
+            return worker.call(trials.time_plan, *given, timeout=timeout, within=within)
+
+        with self.clock.phase(f"plan {plan.name}", _REBUILT_S if is_stock else math.inf):
+            try:
+                return self.worker.lend(ask).result()
+            except OutOfTime:
+                return None
+            except WorkerFailed as error:
+                return {"wrong": str(error)}
 
 
 def _store(subject: Subject, device: torch.device, found: Mapping[str, Mapping[str, Any]], *, graphs: bool) -> None:
-    stock = found[STOCK]
+    stock = found.get(STOCK)
+    if stock is None or len(found) == 1:
+        raise NotMeasured("its time was over before a plan could be compared with stock")
     if "ours" not in stock:
-        raise NotMeasured(f"stock could not be timed: {stock['wrong']}")
+        raise CannotBeRebuilt(f"stock could not be timed: {stock['wrong']}")
     here, when, entries = environment.current(device), now(), []
     problem = problem_of(subject.key, subject.call, graphs=graphs)
     for name, answer in found.items():

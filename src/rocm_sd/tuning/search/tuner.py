@@ -7,6 +7,7 @@ problem is complete, so a problem is complete where stock's is the newest of its
 from __future__ import annotations
 
 import math
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -153,15 +154,21 @@ class Tuner:
             for each in waiting
         ]
         self.progress(TunerProgress(self._share(), "compiling"))
-        variants = ahead.Variants.noted(worker, wanted, self.device)
+        variants = ahead.Variants.noted(worker, wanted, self.device, self.left_s)
+        stopped = threading.Event()
         with ThreadPoolExecutor(1) as beside:
-            compiling = beside.submit(variants.compile, ahead.SHARE * self.left_s)
-            for search in waiting:
-                measure = _Measure(self, search, worker, self.left_s)
-                for candidate in [c for c in search.others if not c.config]:
-                    if self.left_s > 0 and not search.is_known(candidate):
-                        measure.anew(candidate, LEAST_TURNS)
-            compiled = compiling.result()
+            compiling = beside.submit(variants.compile, ahead.SHARE * self.left_s, stopped)
+            try:
+                for search in waiting:
+                    measure = _Measure(self, search, worker, self.left_s)
+                    for candidate in [c for c in search.others if not c.config]:
+                        if self.left_s > 0 and not search.is_known(candidate):
+                            measure.anew(candidate, LEAST_TURNS)
+                compiled = compiling.result()
+            except BaseException:
+                # Ctrl-C, too: the thread is waited for, and would go on for as long as it was given.
+                stopped.set()
+                raise
         for search in waiting:
             search.candidates[:] = [
                 c
