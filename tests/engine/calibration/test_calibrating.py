@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import threading
 import time
 from functools import partial
 
@@ -131,8 +133,8 @@ def wrong(model, plan, _mode):
     return take_off
 
 
-def calibrated(make, prepare, monkeypatch):
-    monkeypatch.setattr(calibrating, "_TRIAL_S", 5.0)
+def calibrated(make, prepare, monkeypatch, trial_s=5.0):
+    monkeypatch.setattr(calibrating, "_TRIAL_S", trial_s)
     pipe = make()
     given = {"sample": torch.randn(2, 4, 8, 8), "timestep": torch.tensor(1), "return_dict": False}
     given["encoder_hidden_states"] = torch.randn(2, 5, pipe.unet.config.cross_attention_dim)
@@ -183,3 +185,83 @@ def test_a_worker_runs_plans_by_the_engines_own_rules(make):
 def test_two_processes_do_not_measure_one_another(make, monkeypatch):
     with calibrating._alone(), pytest.raises(calibration.NotMeasured, match="another process"):
         calibrated(make, wrong, monkeypatch)
+
+
+def test_where_the_time_ends_a_plan_is_not_there_and_a_hang_is_not_tried_again(make, monkeypatch):
+    """The budget is as long as all but one plan takes here, and that one would take ever so long."""
+    phases = calibrated(make, wrong, monkeypatch)[0].phases
+    user_database().path.unlink()
+    forget_choices()
+    budget = 20.0 + 3 * sum(phases.values())
+    monkeypatch.setattr(calibrating, "BUDGET_S", budget)
+    begun = time.monotonic()
+    with contextlib.suppress(calibration.NotMeasured):
+        calibrated(make, hangs, monkeypatch, trial_s=1000.0)
+    assert time.monotonic() - begun < budget + 5.0
+    hung = {e.candidate: e.numerics for e in user_database().all("plan") if e.numerics != "ok"}
+    assert hung.keys() == {"channels_last"}
+    assert hung["channels_last"].startswith("hung: stopped after")
+    # The next process has the others, at once.
+    done, found, numerics = calibrated(make, hangs, monkeypatch, trial_s=1000.0)
+    assert found is not None
+    assert numerics["torch"] == numerics["graph"] == "ok"
+    assert "plan channels_last" not in done.phases
+    assert done.seconds < budget
+
+
+def test_where_nothing_can_be_kept_nothing_is_measured(make, monkeypatch, tmp_path, caplog):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("ROCM_SD_CACHE", str(tmp_path / "file" / "cache"))
+    pipe = make()
+    stock = picture(pipe)
+    rocm_sd.optimize(pipe)
+    begun = time.monotonic()
+    for _ in range(2):
+        torch.testing.assert_close(picture(pipe), stock, rtol=1e-3, atol=1e-3)
+    assert time.monotonic() - begun < 20
+    said = [r.message for r in caplog.records if "it cannot be kept" in r.message]
+    assert len(said) == 1
+    assert "ROCM_SD_CACHE names another folder" in said[0]
+
+
+def test_measurements_that_vanish_are_not_taken_for_ever(make, monkeypatch):
+    """A model that waits for its first picture's plan is not measured at each call, whatever becomes of the file."""
+    asked = []
+
+    def lost(subjects, *_args, **_named):
+        asked.append(subjects[0].call)
+        return calibration.Calibration((), {}, 0.1, interrupted=False)
+
+    monkeypatch.setattr(calibration, "measure_with_progress", lost)
+    pipe = rocm_sd.optimize(make())
+    picture(pipe)
+    picture(pipe)
+    assert len(asked) == 2  # the UNet, and its decoder
+
+
+def test_a_group_offload_has_its_weights_brought_while_a_call_is_traced(make):
+    unet = make().unet
+    given = {"sample": torch.randn(2, 4, 8, 8), "timestep": torch.tensor(1), "return_dict": False}
+    given["encoder_hidden_states"] = torch.randn(2, 5, unet.config.cross_attention_dim)
+    unet.enable_group_offload(CPU, offload_type="block_level", num_blocks_per_group=1)
+    hook, done = unet._diffusers_hook.hooks["group_offloading"], []
+
+    def noted(name, before):
+        return lambda *args, **kwargs: done.append(name) or before(*args, **kwargs)
+
+    hook.pre_forward, hook.post_forward = (noted(n, getattr(hook, n)) for n in ("pre_forward", "post_forward"))
+    seconds = calibrating.trace_call(unet, (), given, calibrating.Watched())
+    assert done == ["pre_forward", "post_forward"]
+    assert seconds > 0
+
+
+def test_ctrl_c_stops_what_compiles_beside(monkeypatch):
+    """The thread is waited for: it must end at once, and not with its share of the budget."""
+    precompile = pytest.importorskip("rocm_sd.kernels.triton.precompile")
+    monkeypatch.setattr(precompile, "start", lambda: None)
+    monkeypatch.setattr(precompile, "_ask", lambda _question: time.sleep(0.2) or precompile.Answer(precompile.HERE))
+    stopped = threading.Event()
+    threading.Timer(0.5, stopped.set).start()
+    begun = time.monotonic()
+    assert not any(precompile.compile_variants([{}] * 1000, 60.0, stopped))
+    assert time.monotonic() - begun < 10

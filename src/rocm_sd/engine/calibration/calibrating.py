@@ -12,14 +12,13 @@ from __future__ import annotations
 import logging
 import math
 import time
-from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from rocm_sd.engine.calibration import trials
-from rocm_sd.engine.calibration.plans import OP, PLANS, kernels_hash, problem_of
+from rocm_sd.engine.calibration.plans import OP, PLANS, kernels_hash, known_wrong, problem_of
 from rocm_sd.engine.calibration.skeleton import Skeleton, described_call, model_key
 from rocm_sd.engine.calibration.tracing import trace_call
 from rocm_sd.engine.memory import free_memory, is_out_of_memory
@@ -62,10 +61,14 @@ log = logging.getLogger("rocm_sd")
 
 BUDGET_S = 30.0
 # Of it; ops are searched in the rest. A model whose calls are slow needs more, for so many calls of it.
-_FOR_PLANS_S, _CALLS_OF_PLANS, _MOST_FOR_PLANS = 8.0, 30, 2 / 3
+_FOR_PLANS_S, _CALLS_OF_PLANS, _MOST_FOR_PLANS = 10.0, 30, 2 / 3
+# Of what is left: of the first model where another comes along, and of each plan where others follow.
+_OF_THE_FIRST, _OF_A_PLAN = 2 / 3, 0.6
 _THOROUGH_S = 60.0  # for the plans of each model, where the ops have a budget of their own
 # For one plan: it is captured, and what was not compiled before is; and not less than for so many calls of the model.
 _TRIAL_S, _CALLS_OF_A_TRIAL = 10.0, 60
+# One that was not done in these seconds, and in so many calls, hangs. With less it may have been slow.
+_HANGS_S, _CALLS_OF_A_HANG = 3.0, 30
 _STOCK_S = 600.0  # for stock, which comes first: a library may search at the first calls of each size
 # First calls of stock that take longer have a library at its search. The first picture would wait for it in any case,
 # and no budget of ours ends it.
@@ -193,12 +196,14 @@ def calibrate(
         plans: dict[tuple[str, bool, str], float] = {}
         left_out: dict[str, str] = {}
         if not tuner.interrupted:
-            with clock.phase("start of the worker for plans"):
-                _wait_for(ready, clock.left)
+            with clock.phase("start of the worker for plans", 0.0):
+                _wait_for(ready)
             for number, (subject, skeleton) in enumerate(skeletons.items()):
-                share = clock.left / (len(skeletons) - number)
+                share = clock.left * (1.0 if number == len(skeletons) - 1 else _OF_THE_FIRST)
                 try:
-                    found = _Trials(planning, skeleton, device, prepare, clock, share, call_s, say).timed(graphs=graphs)
+                    wrong = known_wrong(subject.key, device, graphs=graphs, call=subject.call)
+                    timed = _Trials(planning, skeleton, device, prepare, clock, share, call_s, say)
+                    found = timed.all(wrong, graphs=graphs)
                     _store(subject, device, found, graphs=graphs)
                 except NotMeasured as reason:
                     if not number:
@@ -210,11 +215,12 @@ def calibrate(
     return Calibration(outcomes, plans, clock.spent, tuner.interrupted, clock.phases, left_out)
 
 
-def _wait_for(ready: Future[None], seconds: float) -> None:
+def _wait_for(ready: Future[None]) -> None:
+    """It had the time of the ops to start. A host that is slower than that would be no faster the next time: what is
+    waited for is not counted.
+    """
     try:
-        ready.result(max(0.0, seconds))
-    except FutureTimeout as error:
-        raise NotMeasured("the worker that rebuilds it took too long to start") from error
+        ready.result()
     except WorkerFailed as error:
         raise NotMeasured(error.message) from error
 
@@ -271,6 +277,12 @@ def _trace(subject: Subject, seen: Watched, *, needed: bool) -> float:
         return 0.0
 
 
+def _wanted(*, graphs: bool) -> list[Plan]:
+    # Without graphs a captured stock model is the model as it came.
+    found = [plan for plan in PLANS if graphs or plan.rules or not plan.captured]
+    return sorted(found, key=lambda plan: (plan.name != STOCK, not plan.channels_last, not plan.rules))
+
+
 @dataclass(frozen=True)
 class _Trials:
     """The plans of one call of a model, each timed by the worker, in so many `seconds` together."""
@@ -284,18 +296,17 @@ class _Trials:
     call_s: float
     say: Callable[[str], None]
 
-    def timed(self, *, graphs: bool) -> dict[str, dict[str, Any]]:
+    def all(self, wrong: Mapping[str, str], *, graphs: bool) -> dict[str, dict[str, Any]]:
         """Milliseconds, or what is wrong, by plan. Stock comes first, and then those that change most: where the time
-        ends, the rest is not there.
+        ends, the rest is not there. What was `wrong` before is not tried again.
         """
-        # Without graphs a captured stock model is the model as it came.
-        wanted = [plan for plan in PLANS if graphs or plan.rules or not plan.captured]
-        wanted.sort(key=lambda plan: (plan.name != STOCK, not plan.channels_last, not plan.rules))
-        before, found = self.clock.searched_s, {}
-        end = time.monotonic() + self.seconds
+        found: dict[str, dict[str, Any]] = {name: {"wrong": reason} for name, reason in wrong.items()}
+        wanted = [plan for plan in _wanted(graphs=graphs) if plan.name not in found]
+        before, end = self.clock.searched_s, time.monotonic() + self.seconds
         for plan in wanted:
             left = end - time.monotonic() + self.clock.searched_s - before
-            answer = self._one(plan, left, graphs=graphs)
+            share = 1.0 if plan is wanted[-1] else _OF_A_PLAN
+            answer = self._one(plan, share * left, graphs=graphs) if left > 0 else None
             if answer is not None:
                 found[plan.name] = answer
         return found
@@ -303,8 +314,6 @@ class _Trials:
     def _one(self, plan: Plan, left: float, *, graphs: bool) -> dict[str, Any] | None:
         """None where its time ended."""
         is_stock = not plan.rules and not plan.captured
-        if left <= 0:
-            return None
         self.say(f"the whole model, {plan.name}")
         given = (self.skeleton, self.device, plan, self.prepare, graphs, left)
         timeout = _STOCK_S if is_stock else max(_TRIAL_S, _CALLS_OF_A_TRIAL * self.call_s)
@@ -317,17 +326,21 @@ class _Trials:
             try:
                 return self.worker.lend(ask).result()
             except OutOfTime:
-                return None
+                hangs = left >= _HANGS_S + _CALLS_OF_A_HANG * self.call_s
+                return {"wrong": f"{workbench.HUNG}: stopped after {left:.3g} s without an answer"} if hangs else None
             except WorkerFailed as error:
                 return {"wrong": str(error)}
 
 
 def _store(subject: Subject, device: torch.device, found: Mapping[str, Mapping[str, Any]], *, graphs: bool) -> None:
-    stock = found.get(STOCK)
-    if stock is None or len(found) == 1:
-        raise NotMeasured("its time was over before a plan could be compared with stock")
-    if "ours" not in stock:
+    stock = found.get(STOCK, {})
+    if "wrong" in stock:
         raise CannotBeRebuilt(f"stock could not be timed: {stock['wrong']}")
+    wrong = {name: answer for name, answer in found.items() if "wrong" in answer}
+    compared = bool(stock) and (len(found) == len(_wanted(graphs=graphs)) or len(found) > len(wrong) + 1)
+    if not compared:
+        # What is wrong need not be found out again; with nothing to compare it decides nothing else.
+        found = wrong
     here, when, entries = environment.current(device), now(), []
     problem = problem_of(subject.key, subject.call, graphs=graphs)
     for name, answer in found.items():
@@ -339,6 +352,8 @@ def _store(subject: Subject, device: torch.device, found: Mapping[str, Mapping[s
             figures, of_stock = _figures(answer["ours"], beside), 1e3 * median(beside)
         entries.append(Entry(OP, problem, here, kernels_hash(), name, {}, *figures, of_stock, numerics, when))
     user_database().put(entries)
+    if not compared:
+        raise NotMeasured("its time was over before a plan could be compared with stock")
 
 
 def _figures(ours: list[float], stock: list[float]) -> tuple[float, float, float]:

@@ -26,7 +26,7 @@ from rocm_sd.tuning.search import ahead
 from rocm_sd.tuning.search.candidates import Candidate, candidates, hash_of, operations
 from rocm_sd.tuning.search.halving import Halving, Strategy
 from rocm_sd.tuning.search.problems import Failure, Key, ProblemSearch, TuningResult, fast_nearby, weight
-from rocm_sd.tuning.search.workbench import OK, ask, measure_candidate, open_call
+from rocm_sd.tuning.search.workbench import HUNG, OK, ask, measure_candidate, open_call
 from rocm_sd.workers import Worker
 
 if TYPE_CHECKING:
@@ -87,6 +87,7 @@ class Tuner:
         self.device, self.database, self.options, self.progress = device, database, options, progress
         self.environment = environment.current(device)
         self.interrupted = False
+        self._hung: set[tuple[str, Candidate]] = set()
         self._begun = time.monotonic()
         self._done = self._total = 0
 
@@ -229,6 +230,9 @@ class Tuner:
         if within <= 0:
             return None
         self._report(search, candidate)
+        if (search.op.name, candidate) in self._hung:
+            # Of its problems each would cost as many seconds.
+            return self.store(search, candidate, {"failed": f"{HUNG} at another size, and was not tried here"})
         # What stock's library does at the first call of a size is not held against a candidate.
         answer = ask(worker, open_call, search.call, self.device, timeout=_LIBRARY_S, within=within)
         if answer == {"opened": True}:
@@ -245,6 +249,8 @@ class Tuner:
             return None
         search.turns[candidate] = turns
         search.measured += 1
+        if str(answer.get("failed")).startswith(HUNG):
+            self._hung.add((search.op.name, candidate))
         return self.store(search, candidate, answer)
 
     def store(self, search: ProblemSearch, candidate: Candidate, answer: Mapping[str, Any]) -> Entry:
