@@ -17,14 +17,14 @@ from rocm_sd.engine.capture import graphs_wanted, start_compiling
 from rocm_sd.engine.denoisers import denoiser
 from rocm_sd.engine.installed import Installed
 from rocm_sd.engine.levels import LEVELS
-from rocm_sd.engine.model_ways import is_vae, subjects, unmeasured, way_of
+from rocm_sd.engine.model_ways import is_vae, standing, subjects, unmeasured, way_of
 from rocm_sd.engine.parts import EVERYTHING, Parts
 from rocm_sd.engine.reporting import Report
 from rocm_sd.errors import Unsupported, require_one_of
 from rocm_sd.rewrite import apply, undo
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from rocm_sd.engine.calibration import Plan
     from rocm_sd.engine.model_ways import ModelWay
@@ -90,7 +90,9 @@ def optimize_with(target: Target, level: str, quality: str, parts: Parts) -> Tar
         }
         installed.append(denoising.install(target, [model for model in models if model not in as_they_are], parts))
     if parts.calibrated and parts.plan is None and parts.rules is None and calibration.wanted(device):
-        again = _Again(ref(target), level, quality, parts, device, graphs)
+        keys = (calibration.model_key(model) for model in models)
+        had = {key: standing(key, device, graphs=graphs) for key in keys}
+        again = _Again(ref(target), level, quality, parts, device, graphs, had)
         installed.append(calibration.install(models, device, again.measure))
     notes = [*dict.fromkeys(note for way in ways.values() for note in way.notes)]
     installed.append(levels.install(target, decision))
@@ -144,7 +146,9 @@ def _restored(model: nn.Module) -> None:
 
 @dataclass(frozen=True)
 class _Again:
-    """Measure a model whose call comes in new shapes, and optimise the target anew where another plan is better."""
+    """Measure a model whose call comes in new shapes, and optimise the target anew where another plan is better than
+    the one that its models `had`: it may have been measured for another target, too.
+    """
 
     target: ref[Any]
     level: str
@@ -152,14 +156,20 @@ class _Again:
     parts: Parts
     device: torch.device
     graphs: bool
+    had: Mapping[str, str | None]
 
     def measure(self, model: nn.Module, call: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         key = calibration.model_key(model)
-        if key in unmeasured:
+        known = key in unmeasured or calibration.measured(key, self.device, graphs=self.graphs, call=call) is not None
+        if not known:
+            self._measure(key, model, args, kwargs)
+        target = self.target()
+        if target is None or standing(key, self.device, graphs=self.graphs) == self.had.get(key):
             return False
-        before = calibration.measured(key, self.device, graphs=self.graphs)
-        if calibration.measured(key, self.device, graphs=self.graphs, call=call) is not None:
-            return False
+        optimize_with(target, self.level, self.quality, self.parts)
+        return True
+
+    def _measure(self, key: str, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         subjects = [calibration.Subject(model, args, kwargs), *self._others(model, args, kwargs)]
         try:
             done = calibration.measure_with_progress(subjects, self.device, prepare_plan, graphs=self.graphs)
@@ -171,15 +181,9 @@ class _Again:
             unmeasured.update(done.left_out)
             if done.interrupted:
                 raise KeyboardInterrupt
-        after = calibration.measured(key, self.device, graphs=self.graphs)
-        if after is None:
+        if calibration.measured(key, self.device, graphs=self.graphs) is None:
             # Another process may have removed the file: a model that waits for its plan would be measured for ever.
             unmeasured.setdefault(key, "what was measured is not there any more")
-        target = self.target()
-        if target is None or (before is not None and after is not None and before.plan == after.plan):
-            return False
-        optimize_with(target, self.level, self.quality, self.parts)
-        return True
 
     def _others(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[calibration.Subject]:
         """The VAE's decoder, which a pipeline calls last: measured with the first model, it is ready by then."""

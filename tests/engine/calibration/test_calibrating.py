@@ -187,10 +187,10 @@ def test_two_processes_do_not_measure_one_another(make, monkeypatch):
         calibrated(make, wrong, monkeypatch)
 
 
-def test_where_the_time_ends_a_plan_is_not_there_and_a_hang_is_not_tried_again(make, monkeypatch):
+def test_where_the_time_ends_a_plan_is_not_there_and_a_hang_is_not_tried_again(make, monkeypatch, tmp_path):
     """The budget is as long as all but one plan takes here, and that one would take ever so long."""
     phases = calibrated(make, wrong, monkeypatch)[0].phases
-    user_database().path.unlink()
+    monkeypatch.setenv("ROCM_SD_CACHE", str(tmp_path / "another"))
     forget_choices()
     budget = 20.0 + 3 * sum(phases.values())
     monkeypatch.setattr(calibrating, "BUDGET_S", budget)
@@ -237,6 +237,41 @@ def test_measurements_that_vanish_are_not_taken_for_ever(make, monkeypatch):
     picture(pipe)
     picture(pipe)
     assert len(asked) == 2  # the UNet, and its decoder
+
+
+def test_two_pipelines_that_wait_both_have_what_one_of_them_measured(make, monkeypatch):
+    """As a text-to-image and an image-to-image pipeline that are optimised before the first picture."""
+    first, second = rocm_sd.optimize(make()), rocm_sd.optimize(make())
+    plans = {"UNet2DConditionModel": "channels_last", "Decoder": "torch"}
+
+    def measure(subjects, device, _prepare, *, graphs):
+        for subject in subjects:
+            found = {name: {"ours": [1.0 if name == "torch" else 2.0] * 8} for name in ("torch", "channels_last")}
+            found[plans[type(subject.model).__name__]] = {"ours": [0.5] * 8, "stock": [1.0] * 8}
+            calibrating._store(subject, device, found, graphs=graphs)
+        forget_choices()
+        return calibration.Calibration((), {}, 0.1, interrupted=False)
+
+    monkeypatch.setattr(calibration, "measure_with_progress", measure)
+    stock = picture(make())
+    for pipe in (first, second):
+        assert not rocm_sd.report(pipe).replaced
+        torch.testing.assert_close(picture(pipe), stock, rtol=1e-3, atol=1e-3)
+        assert any(change.path.startswith("unet") for change in rocm_sd.report(pipe).replaced)
+        assert "UNet2DConditionModel: 2.00 times stock" in " ".join(rocm_sd.report(pipe).notes)
+
+
+def test_a_pipeline_that_waits_runs_as_shipped_once_another_could_not_be_measured(make, monkeypatch):
+    first, second = rocm_sd.optimize(make()), rocm_sd.optimize(make())
+
+    def measure(*_args, **_named):
+        raise calibration.NotMeasured("its time was over")
+
+    monkeypatch.setattr(calibration, "measure_with_progress", measure)
+    for pipe in (first, second):
+        assert not rocm_sd.report(pipe).replaced
+        picture(pipe)
+        assert any(change.path.startswith("unet") for change in rocm_sd.report(pipe).replaced)
 
 
 def test_a_group_offload_has_its_weights_brought_while_a_call_is_traced(make):
