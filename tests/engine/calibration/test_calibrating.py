@@ -187,26 +187,67 @@ def test_two_processes_do_not_measure_one_another(make, monkeypatch):
         calibrated(make, wrong, monkeypatch)
 
 
-def test_where_the_time_ends_a_plan_is_not_there_and_a_hang_is_not_tried_again(make, monkeypatch, tmp_path):
-    """The budget is as long as all but one plan takes here, and that one would take ever so long."""
-    phases = calibrated(make, wrong, monkeypatch)[0].phases
-    monkeypatch.setenv("ROCM_SD_CACHE", str(tmp_path / "another"))
+@contextlib.contextmanager
+def small_trials(prepare, seconds, call_s=1e-4):
+    """The plans of a model that is there in no time, by a worker that is there already."""
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU())
+    skeleton = calibrating.Skeleton.of(model, (torch.zeros(2, 8),), {})
+    with calibrating.Pool(1) as pool:
+        pool.submit(calibrating.trials.get_ready, [optimization.__name__, __name__], None, timeout=300).result()
+        clock = calibrating._Clock(1000.0)
+        yield calibrating._Trials(pool, skeleton, CPU, prepare, clock, seconds, call_s, lambda _: None)
+
+
+def test_the_plans_end_with_their_time_and_one_that_hangs_costs_itself(monkeypatch):
+    monkeypatch.setattr(calibrating, "_TRIAL_S", 1000.0)
+    with small_trials(hangs, 15.0) as timed:
+        begun = time.monotonic()
+        found = timed.all({}, graphs=True)
+        taken = time.monotonic() - begun
+    assert taken < 20
+    assert "ours" in found["torch"]
+    assert found["channels_last"]["wrong"].startswith("hung: stopped after")
+    # The next process knows it, and has time for the others.
+    wrong = {"channels_last": found["channels_last"]["wrong"]}
+    with small_trials(hangs, 60.0) as timed:
+        found = timed.all(wrong, graphs=True)
+    assert found["channels_last"] == {"wrong": wrong["channels_last"]}
+    assert all("ours" in found[name] for name in ("torch", "graph", "contiguous"))
+    assert "plan channels_last" not in timed.clock.phases
+
+
+def test_a_plan_that_may_only_be_slow_is_not_there_and_is_not_said_to_hang():
+    with small_trials(hangs, 6.0, call_s=1.0) as timed:
+        found = timed.all({}, graphs=True)
+    assert "ours" in found["torch"]
+    assert "channels_last" not in found
+
+
+def test_what_was_cut_decides_nothing_and_what_was_wrong_is_kept(make):
+    subject = calibration.Subject(make().unet, (torch.zeros(2, 4, 8, 8),), {})
+    stock, hung = {"ours": [1.0] * 8}, {"wrong": "hung: stopped after 4 s without an answer"}
+    with pytest.raises(calibration.NotMeasured, match="its time was over"):
+        calibrating._store(subject, CPU, {"torch": stock, "channels_last": hung}, graphs=True)
     forget_choices()
-    budget = 20.0 + 3 * sum(phases.values())
-    monkeypatch.setattr(calibrating, "BUDGET_S", budget)
-    begun = time.monotonic()
-    with contextlib.suppress(calibration.NotMeasured):
-        calibrated(make, hangs, monkeypatch, trial_s=1000.0)
-    assert time.monotonic() - begun < budget + 5.0
-    hung = {e.candidate: e.numerics for e in user_database().all("plan") if e.numerics != "ok"}
-    assert hung.keys() == {"channels_last"}
-    assert hung["channels_last"].startswith("hung: stopped after")
-    # The next process has the others, at once.
-    done, found, numerics = calibrated(make, hangs, monkeypatch, trial_s=1000.0)
-    assert found is not None
-    assert numerics["torch"] == numerics["graph"] == "ok"
-    assert "plan channels_last" not in done.phases
-    assert done.seconds < budget
+    assert calibration.measured(subject.key, CPU, graphs=True) is None
+    known = calibrating.known_wrong(subject.key, CPU, graphs=True, call=subject.call)
+    assert known == {"channels_last": hung["wrong"]}
+    # Where each other plan is wrong, stock is what was measured.
+    wrong = dict.fromkeys(("graph", "contiguous", "channels_last"), hung)
+    calibrating._store(subject, CPU, {"torch": stock, **wrong}, graphs=True)
+    assert calibration.measured(subject.key, CPU, graphs=True).plan.name == "torch"
+
+
+def test_a_librarys_own_search_moves_the_end_and_nothing_else_does():
+    clock = calibrating._Clock(10.0)
+    with clock.phase("tracing", 0.05):
+        time.sleep(0.2)
+    with clock.phase("plan channels_last"):
+        time.sleep(0.2)
+    assert 0.15 <= clock.searched_s <= 0.15 + 5
+    assert clock.left == pytest.approx(10.0 + clock.searched_s - clock.spent, abs=0.1)
+    assert clock.phases["tracing"] >= 0.2
+    assert clock.phases["plan channels_last"] >= 0.2
 
 
 def test_where_nothing_can_be_kept_nothing_is_measured(make, monkeypatch, tmp_path, caplog):
