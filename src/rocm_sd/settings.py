@@ -72,6 +72,12 @@ VARIABLES: tuple[Variable, ...] = (
     ),
     Variable("ROCM_SD_CACHE", "cache_dir", Path, "Folder for compiled code and measurements."),
     Variable(
+        "ROCM_SD_DATA",
+        "data_dir",
+        Path,
+        "Folder of tuning data in place of the shipped ones; an empty one makes every card one that nobody has timed.",
+    ),
+    Variable(
         "ROCM_SD_TORCH", "torch_build", str, "Read by set-up only: auto, rocm, cuda, cpu, a gfx id or an index URL."
     ),
     Variable("TRITON_INTERPRET", "triton_interpret", _flag, "Triton's own: 1 runs its kernels on the CPU, slowly."),
@@ -93,6 +99,7 @@ class Settings:
     step_graph: bool | None = None
     calibrate: bool | None = None
     cache_dir: Path | None = None
+    data_dir: Path | None = None
     torch_build: str | None = None
     triton_interpret: bool = False
     rocm_path: Path | None = None

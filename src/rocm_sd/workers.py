@@ -32,6 +32,7 @@ import traceback
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import partial
+from importlib import import_module
 from multiprocessing.connection import Connection
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -39,7 +40,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from rocm_sd.errors import RocmSdError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 __all__ = [
     "OutOfTime", "Pool", "Worker", "WorkerCannotStart", "WorkerFailed", "WorkerLost", "cancelling", "inside", "serve",
@@ -47,7 +48,7 @@ __all__ = [
 ]  # fmt: skip
 
 T = TypeVar("T")
-_SERVE = f"import sys; from {__name__} import serve; serve(int(sys.argv[1]))"
+_SERVE = f"import sys; from {__name__} import serve; serve(int(sys.argv[1]), sys.argv[2:])"
 _SETTINGS = "ROCM_SD_"
 _START_S = 300.0  # to import torch and Triton takes seconds; many processes on a slow disk take longer
 _END_S = 5.0
@@ -81,13 +82,18 @@ class Worker(AbstractContextManager["Worker"]):
     """One process, started at the first call, and anew after it was lost. As a context it ends with the block.
 
     `environment`: variables that the process has in place of this one's; None means that it has none. The variable
-    `folder` names an empty folder, which is removed with the process.
+    `folder` names an empty folder, which is removed with the process. `imports`: modules that it imports as soon as it
+    is there, while nobody waits for it yet.
     """
 
     def __init__(
-        self, environment: Mapping[str, str | None] = MappingProxyType({}), *, folder: str | None = None
+        self,
+        environment: Mapping[str, str | None] = MappingProxyType({}),
+        *,
+        folder: str | None = None,
+        imports: Sequence[str] = (),
     ) -> None:
-        self._environment, self._folder = environment, folder
+        self._environment, self._folder, self._imports = environment, folder, imports
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection[Any, Any] | None = None
         self._log: Any = None
@@ -154,7 +160,7 @@ class Worker(AbstractContextManager["Worker"]):
             self._connection = resources.enter_context(ours)
             try:
                 self._process = subprocess.Popen(
-                    [sys.executable, "-c", _SERVE, str(theirs.fileno())],
+                    [sys.executable, "-c", _SERVE, str(theirs.fileno()), *self._imports],
                     stdin=subprocess.DEVNULL,
                     stdout=self._log,
                     stderr=self._log,
@@ -379,7 +385,7 @@ def cancelling(futures: Iterable[Future[Any]]) -> Iterator[None]:
         raise
 
 
-def serve(descriptor: int) -> None:
+def serve(descriptor: int, imports: Iterable[str] = ()) -> None:
     """What a worker process runs: a function at a time, until nobody asks any more."""
     global _inside  # noqa: PLW0603 -- of this process for good
     _inside = True
@@ -390,6 +396,10 @@ def serve(descriptor: int) -> None:
     # Ctrl-C is for the process that asks, which then ends this one; else a function would seem to have crashed.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     connection: Connection[Any, Any] = Connection(descriptor)
+    for name in imports:
+        # The function that needs it meets the fault again, and says it.
+        with suppress(Exception):
+            import_module(name)
     while True:
         try:
             places, settings = connection.recv()

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from rocm_sd.engine.parts import Parts
 
-__all__ = ["ModelWay", "is_vae", "subjects", "unmeasured", "way_of"]
+__all__ = ["ModelWay", "is_vae", "standing", "subjects", "unmeasured", "way_of"]
 
 # By the key of a model: why no plan could be measured for it in this process.
 unmeasured: dict[str, str] = {}
@@ -48,10 +48,18 @@ def way_of(name: str, module: nn.Module, device: torch.device, parts: Parts, *, 
         found = calibration.measured(key, device, graphs=graphs)
         if found is not None:
             return _by_plan(found.plan, str(found), device, f"{kind}: {found}")
-        if parts.calibrated and key not in unmeasured and calibration.wanted(device):
+        if parts.calibrated and standing(key, device, graphs=graphs) is None:
             waits = "its first picture is measured"
             return _by_plan(calibration.named(STOCK), waits, device, f"{kind} runs as it came until {waits}")
     return _as_shipped(name, module, device, parts, graphs=graphs)
+
+
+def standing(key: str, device: torch.device, *, graphs: bool) -> str | None:
+    """The name of the plan that a model has by now; `shipped` where none is to be measured, None while it waits."""
+    found = calibration.measured(key, device, graphs=graphs)
+    if found is not None:
+        return found.plan.name
+    return "shipped" if key in unmeasured or not calibration.wanted(device) else None
 
 
 def _by_plan(plan: calibration.Plan, why: str, device: torch.device, *notes: str) -> ModelWay:

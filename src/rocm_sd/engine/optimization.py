@@ -17,7 +17,7 @@ from rocm_sd.engine.capture import graphs_wanted, start_compiling
 from rocm_sd.engine.denoisers import denoiser
 from rocm_sd.engine.installed import Installed
 from rocm_sd.engine.levels import LEVELS
-from rocm_sd.engine.model_ways import is_vae, subjects, unmeasured, way_of
+from rocm_sd.engine.model_ways import is_vae, standing, subjects, unmeasured, way_of
 from rocm_sd.engine.parts import EVERYTHING, Parts
 from rocm_sd.engine.reporting import Report
 from rocm_sd.errors import Unsupported, require_one_of
@@ -91,7 +91,9 @@ def optimize_with(target: Target, level: str, quality: str, parts: Parts) -> Tar
         }
         installed.append(denoising.install(target, [model for model in models if model not in as_they_are], parts))
     if parts.calibrated and parts.plan is None and parts.rules is None and calibration.counts(device):
-        again = _Again(ref(target), level, quality, parts, device, graphs)
+        keys = (calibration.model_key(model) for model in models)
+        had = {key: standing(key, device, graphs=graphs) for key in keys}
+        again = _Again(ref(target), level, quality, parts, device, graphs, had)
         installed.append(calibration.install(models, device, again.first_call))
     notes = [*dict.fromkeys(note for way in ways.values() for note in way.notes)]
     installed.append(levels.install(target, decision))
@@ -145,7 +147,9 @@ def _restored(model: nn.Module) -> None:
 
 @dataclass(frozen=True)
 class _Again:
-    """Measure a model whose call comes in new shapes, and optimise the target anew where another plan is better."""
+    """Measure a model whose call comes in new shapes, and optimise the target anew where another plan is better than
+    the one that its models `had`: it may have been measured for another target, too.
+    """
 
     target: ref[Any]
     level: str
@@ -153,45 +157,48 @@ class _Again:
     parts: Parts
     device: torch.device
     graphs: bool
+    had: Mapping[str, str | None]
 
     def first_call(self, model: nn.Module, call: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether the target was optimised anew."""
+        """Note it, and measure it where that is wanted. Whether the target was optimised anew."""
         known = denoiser(model)
-        times = _STEPS if known is not None and known.every_step else 1
-        self._note(model, args, kwargs, times)
-        return calibration.wanted(self.device) and self._measure(calibration.Subject(model, args, kwargs, times), call)
+        subject = calibration.Subject(model, args, kwargs, _STEPS if known is not None and known.every_step else 1)
+        self._note(subject)
+        key = subject.key
+        plan = calibration.measured(key, self.device, graphs=self.graphs, call=call)
+        if plan is None and key not in unmeasured and calibration.wanted(self.device):
+            self._measure(subject)
+        target = self.target()
+        if target is None or standing(key, self.device, graphs=self.graphs) == self.had.get(key):
+            return False
+        optimize_with(target, self.level, self.quality, self.parts)
+        return True
 
-    def _note(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], times: int) -> None:
+    def _note(self, subject: calibration.Subject) -> None:
         """For `rocm-sd tune`, which tunes what was drawn with."""
         target = self.target()
         for owner in () if target is None else levels.modules_of(target).values():
-            part = next((name for name in ("", "decoder") if getattr(owner, name, owner) is model), None)
+            part = next((name for name in ("", "decoder") if getattr(owner, name, owner) is subject.model), None)
             if part is not None:
-                calibration.note(owner, part, args, kwargs, times)
+                calibration.note(owner, part, subject.args, subject.kwargs, subject.times)
                 return
 
-    def _measure(self, subject: calibration.Subject, call: str) -> bool:
+    def _measure(self, subject: calibration.Subject) -> None:
         model, key = subject.model, subject.key
-        if key in unmeasured:
-            return False
-        before = calibration.measured(key, self.device, graphs=self.graphs)
-        if calibration.measured(key, self.device, graphs=self.graphs, call=call) is not None:
-            return False
         subjects = [subject, *self._others(model, subject.args, subject.kwargs)]
         try:
             done = calibration.measure_with_progress(subjects, self.device, prepare_plan, graphs=self.graphs)
         except calibration.NotMeasured as reason:
-            unmeasured[key] = str(reason)
+            alike = subjects[:1] if isinstance(reason, calibration.CannotBeRebuilt) else subjects
+            unmeasured.update({subject.key: str(reason) for subject in alike})
             log.warning("%s is not measured here, and runs as the shipped data say: %s", type(model).__name__, reason)
-            done = None
-        if done is not None and done.interrupted:
-            raise KeyboardInterrupt
-        after = calibration.measured(key, self.device, graphs=self.graphs)
-        target = self.target()
-        if target is None or (before is not None and after is not None and before.plan == after.plan):
-            return False
-        optimize_with(target, self.level, self.quality, self.parts)
-        return True
+        else:
+            unmeasured.update(done.left_out)
+            if done.interrupted:
+                raise KeyboardInterrupt
+        if calibration.measured(key, self.device, graphs=self.graphs) is None:
+            # Another process may have removed the file: a model that waits for its plan would be measured for ever.
+            unmeasured.setdefault(key, "what was measured is not there any more")
 
     def _others(self, model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[calibration.Subject]:
         """The VAE's decoder, which a pipeline calls last: measured with the first model, it is ready by then."""

@@ -7,9 +7,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.resources import files
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
+from rocm_sd import settings
 from rocm_sd.kernels.config import NO_CONFIG, Config, OpenConfig
+
+if TYPE_CHECKING:
+    from importlib.abc import Traversable
+    from pathlib import Path
 
 __all__ = [
     "STOCK", "Choice", "Problem", "Source", "entries", "entries_with_figures", "lookup", "was_timed", "within",
@@ -44,21 +49,33 @@ class Choice:
         return self.config if name == self.implementation else self.others.get(name, NO_CONFIG)
 
 
-@cache
 def _table(op: str, arch: str) -> Mapping[str, Any] | None:
-    resource = files(__package__).joinpath(f"data/{arch}/{op}.json")
+    return _read(settings.current().data_dir, op, arch)
+
+
+@cache
+def _read(instead: Path | None, op: str, arch: str) -> Mapping[str, Any] | None:
+    resource = _folder(instead, arch).joinpath(f"{op}.json")
     if not resource.is_file():
         return None
     table: Mapping[str, Any] = json.loads(resource.read_text(encoding="utf-8"))
     return table
 
 
-@cache
+def _folder(instead: Path | None, arch: str) -> Traversable:
+    return files(__package__).joinpath(f"data/{arch}") if instead is None else instead / arch
+
+
 def was_timed(arch: str) -> bool:
     """Whether the shipped data of an architecture were measured on a card of it, and not only modelled."""
-    folder = files(__package__).joinpath(f"data/{arch}")
+    return _was_timed(settings.current().data_dir, arch)
+
+
+@cache
+def _was_timed(instead: Path | None, arch: str) -> bool:
+    folder = _folder(instead, arch)
     names = [file.name for file in folder.iterdir()] if folder.is_dir() else []
-    tables = (_table(name.removesuffix(".json"), arch) for name in names if name.endswith(".json"))
+    tables = (_read(instead, name.removesuffix(".json"), arch) for name in names if name.endswith(".json"))
     return any(table is not None and table.get("source") == "measured" for table in tables)
 
 

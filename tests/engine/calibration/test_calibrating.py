@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import threading
 import time
 from functools import partial
 
@@ -13,11 +15,12 @@ import torch
 import rocm_sd
 from pipelines import tiny_pipeline
 from rocm_sd.engine import calibration, optimization
-from rocm_sd.engine.calibration import calibrating
+from rocm_sd.engine.calibration import calibrating, plan_times, plans, tracing, trials
 from rocm_sd.engine.model_ways import unmeasured
 from rocm_sd.ops.registry import forget_choices
 from rocm_sd.tuning import environment
 from rocm_sd.tuning.resolve import user_database
+from rocm_sd.tuning.search.watching import Watched
 
 CPU = torch.device("cpu")
 
@@ -28,6 +31,8 @@ def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("ROCM_SD_CALIBRATE", "1")
     monkeypatch.setenv("ROCM_SD_STEP_GRAPH", "1")
     monkeypatch.setenv("TRITON_INTERPRET", "0")
+    # On a busy host the workers alone may take as long as a user is asked to wait.
+    monkeypatch.setattr(calibrating, "BUDGET_S", 300.0)
     forget_choices()
     unmeasured.clear()
     yield tmp_path
@@ -129,8 +134,8 @@ def wrong(model, plan, _mode):
     return take_off
 
 
-def calibrated(make, prepare, monkeypatch):
-    monkeypatch.setattr(calibrating, "_TRIAL_S", 5.0)
+def calibrated(make, prepare, monkeypatch, trial_s=5.0):
+    monkeypatch.setattr(plan_times, "_TRIAL_S", trial_s)
     pipe = make()
     given = {"sample": torch.randn(2, 4, 8, 8), "timestep": torch.tensor(1), "return_dict": False}
     given["encoder_hidden_states"] = torch.randn(2, 5, pipe.unet.config.cross_attention_dim)
@@ -158,8 +163,8 @@ def test_tracing_leaves_the_model_as_it_was(make):
     before = {name: (p.data_ptr(), p.stride()) for name, p in pipe.unet.named_parameters()}
     given = {"sample": torch.randn(2, 4, 8, 8), "timestep": torch.tensor(1), "return_dict": False}
     given["encoder_hidden_states"] = torch.randn(2, 5, pipe.unet.config.cross_attention_dim)
-    seen = calibrating.Watched()
-    calibrating.trace_call(pipe.unet, (), given, seen)
+    seen = Watched()
+    tracing.trace_call(pipe.unet, (), given, seen)
     assert {each.call.op for each in seen.traced()} >= {
         "conv2d",
         "group_norm_silu",
@@ -179,5 +184,163 @@ def test_a_worker_runs_plans_by_the_engines_own_rules(make):
 
 
 def test_two_processes_do_not_measure_one_another(make, monkeypatch):
-    with calibrating._alone(), pytest.raises(calibration.NotMeasured, match="another process"):
+    with plan_times.alone(), pytest.raises(calibration.NotMeasured, match="another process"):
         calibrated(make, wrong, monkeypatch)
+
+
+@contextlib.contextmanager
+def small_trials(prepare):
+    """An outline of a model that is there in no time, and a worker that is there already."""
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU())
+    outline = calibration.Outline.of(calibration.Subject(model, (torch.zeros(2, 8),), {}))
+    timer = plan_times.PlanTimer(CPU, prepare, plan_times.Clock(1000.0), lambda _: None, graphs=True)
+    with timer.started([outline]):
+        timer.worker.submit(trials.get_ready, [optimization.__name__, __name__], None, timeout=300).result()
+        yield timer, outline
+
+
+def test_the_plans_end_with_their_time_and_one_that_hangs_costs_itself(monkeypatch):
+    monkeypatch.setattr(plan_times, "_TRIAL_S", 1000.0)
+    with small_trials(hangs) as (timer, outline):
+        begun = time.monotonic()
+        found = timer._of(outline, 15.0)
+        taken = time.monotonic() - begun
+    assert taken < 20
+    assert "ours" in found["torch"]
+    assert found["channels_last"]["wrong"].startswith("hung: stopped after")
+    # The next process knows it, and has time for the others.
+    wrong = {"channels_last": found["channels_last"]}
+    plan_times._store(outline, CPU, found, graphs=True)
+    with small_trials(hangs) as (timer, outline):
+        found = timer._of(outline, 60.0)
+    assert found["channels_last"] == wrong["channels_last"]
+    assert all("ours" in found[name] for name in ("torch", "graph", "contiguous"))
+    assert "plan channels_last" not in timer.clock.phases
+
+
+def test_a_plan_that_may_only_be_slow_is_not_there_and_is_not_said_to_hang(monkeypatch):
+    monkeypatch.setattr(plan_times, "_CALLS_OF_A_HANG", 1e6)
+    with small_trials(hangs) as (timer, outline):
+        found = timer._of(outline, 6.0)
+    assert "ours" in found["torch"]
+    assert "channels_last" not in found
+
+
+def test_what_was_cut_decides_nothing_and_what_was_wrong_is_kept(make):
+    subject = calibration.Outline.of(calibration.Subject(make().unet, (torch.zeros(2, 4, 8, 8),), {}))
+    stock, hung = {"ours": [1.0] * 8}, {"wrong": "hung: stopped after 4 s without an answer"}
+    with pytest.raises(calibration.NotMeasured, match="its time was over"):
+        plan_times._store(subject, CPU, {"torch": stock, "channels_last": hung}, graphs=True)
+    forget_choices()
+    assert calibration.measured(subject.key, CPU, graphs=True) is None
+    known = plans.known_wrong(subject.key, CPU, graphs=True, call=subject.call)
+    assert known == {"channels_last": hung["wrong"]}
+    # Where each other plan is wrong, stock is what was measured.
+    wrong = dict.fromkeys(("graph", "contiguous", "channels_last"), hung)
+    plan_times._store(subject, CPU, {"torch": stock, **wrong}, graphs=True)
+    assert calibration.measured(subject.key, CPU, graphs=True).plan.name == "torch"
+
+
+def test_a_librarys_own_search_moves_the_end_and_nothing_else_does():
+    clock = plan_times.Clock(10.0)
+    with clock.phase("tracing", 0.05):
+        time.sleep(0.2)
+    with clock.phase("plan channels_last"):
+        time.sleep(0.2)
+    assert 0.15 <= clock.searched_s <= 0.15 + 5
+    assert clock.left == pytest.approx(10.0 + clock.searched_s - clock.spent, abs=0.1)
+    assert clock.phases["tracing"] >= 0.2
+    assert clock.phases["plan channels_last"] >= 0.2
+
+
+def test_where_nothing_can_be_kept_nothing_is_measured(make, monkeypatch, tmp_path, caplog):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("ROCM_SD_CACHE", str(tmp_path / "file" / "cache"))
+    pipe = make()
+    stock = picture(pipe)
+    rocm_sd.optimize(pipe)
+    begun = time.monotonic()
+    for _ in range(2):
+        torch.testing.assert_close(picture(pipe), stock, rtol=1e-3, atol=1e-3)
+    assert time.monotonic() - begun < 20
+    said = [r.message for r in caplog.records if "it cannot be kept" in r.message]
+    assert len(said) == 1
+    assert "ROCM_SD_CACHE names another folder" in said[0]
+
+
+def test_measurements_that_vanish_are_not_taken_for_ever(make, monkeypatch):
+    """A model that waits for its first picture's plan is not measured at each call, whatever becomes of the file."""
+    asked = []
+
+    def lost(subjects, *_args, **_named):
+        asked.append(subjects[0].call)
+        return calibration.Calibration((), {}, 0.1, interrupted=False)
+
+    monkeypatch.setattr(calibration, "measure_with_progress", lost)
+    pipe = rocm_sd.optimize(make())
+    picture(pipe)
+    picture(pipe)
+    assert len(asked) == 2  # the UNet, and its decoder
+
+
+def test_two_pipelines_that_wait_both_have_what_one_of_them_measured(make, monkeypatch):
+    """As a text-to-image and an image-to-image pipeline that are optimised before the first picture."""
+    first, second = rocm_sd.optimize(make()), rocm_sd.optimize(make())
+    fastest = {"UNet2DConditionModel": "channels_last", "Decoder": "torch"}
+
+    def measure(subjects, device, _prepare, *, graphs):
+        for subject in subjects:
+            found = {name: {"ours": [1.0 if name == "torch" else 2.0] * 8} for name in ("torch", "channels_last")}
+            found[fastest[type(subject.model).__name__]] = {"ours": [0.5] * 8, "stock": [1.0] * 8}
+            plan_times._store(calibration.Outline.of(subject), device, found, graphs=graphs)
+        forget_choices()
+        return calibration.Calibration((), {}, 0.1, interrupted=False)
+
+    monkeypatch.setattr(calibration, "measure_with_progress", measure)
+    stock = picture(make())
+    for pipe in (first, second):
+        assert not rocm_sd.report(pipe).replaced
+        torch.testing.assert_close(picture(pipe), stock, rtol=1e-3, atol=1e-3)
+        assert any(change.path.startswith("unet") for change in rocm_sd.report(pipe).replaced)
+        assert "UNet2DConditionModel: 2.00 times stock" in " ".join(rocm_sd.report(pipe).notes)
+
+
+def test_a_pipeline_that_waits_runs_as_shipped_once_another_could_not_be_measured(make, monkeypatch):
+    first, second = rocm_sd.optimize(make()), rocm_sd.optimize(make())
+
+    def measure(*_args, **_named):
+        raise calibration.NotMeasured("its time was over")
+
+    monkeypatch.setattr(calibration, "measure_with_progress", measure)
+    for pipe in (first, second):
+        assert not rocm_sd.report(pipe).replaced
+        picture(pipe)
+        assert any(change.path.startswith("unet") for change in rocm_sd.report(pipe).replaced)
+
+
+def test_a_group_offload_has_its_weights_brought_while_a_call_is_traced(make):
+    unet = make().unet
+    given = {"sample": torch.randn(2, 4, 8, 8), "timestep": torch.tensor(1), "return_dict": False}
+    given["encoder_hidden_states"] = torch.randn(2, 5, unet.config.cross_attention_dim)
+    unet.enable_group_offload(CPU, offload_type="block_level", num_blocks_per_group=1)
+    hook, done = unet._diffusers_hook.hooks["group_offloading"], []
+
+    def noted(name, before):
+        return lambda *args, **kwargs: done.append(name) or before(*args, **kwargs)
+
+    hook.pre_forward, hook.post_forward = (noted(n, getattr(hook, n)) for n in ("pre_forward", "post_forward"))
+    seconds = tracing.trace_call(unet, (), given, Watched())
+    assert done == ["pre_forward", "post_forward"]
+    assert seconds > 0
+
+
+def test_ctrl_c_stops_what_compiles_beside(monkeypatch):
+    """The thread is waited for: it must end at once, and not with its share of the budget."""
+    precompile = pytest.importorskip("rocm_sd.kernels.triton.precompile")
+    monkeypatch.setattr(precompile, "start", lambda: None)
+    monkeypatch.setattr(precompile, "_ask", lambda _question: time.sleep(0.2) or precompile.Answer(precompile.HERE))
+    stopped = threading.Event()
+    threading.Timer(0.5, stopped.set).start()
+    begun = time.monotonic()
+    assert not any(precompile.compile_variants([{}] * 1000, 60.0, stopped))
+    assert time.monotonic() - begun < 10

@@ -14,11 +14,17 @@ from typing import TYPE_CHECKING
 from rocm_sd.ops import OPS
 from rocm_sd.tuning import environment, resolve
 from rocm_sd.tuning.choice import STOCK
+from rocm_sd.tuning.search.workbench import OK
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["CHANNELS_LAST", "OP", "PLANS", "MeasuredPlan", "Plan", "kernels_hash", "measured", "named", "problem_of"]
+    from rocm_sd.tuning.entries import Entry
+
+__all__ = [
+    "CHANNELS_LAST", "OP", "PLANS", "MeasuredPlan", "Plan", "kernels_hash", "known_wrong", "measured", "named",
+    "problem_of",
+]  # fmt: skip
 
 OP = "plan"
 
@@ -62,6 +68,24 @@ def kernels_hash() -> str:
     return digest.hexdigest()[:16]
 
 
+def _stored(model: str, device: torch.device, *, graphs: bool) -> list[Entry]:
+    if not resolve.has_database():
+        return []
+    wanted = (model, "captured" if graphs else "none", kernels_hash())
+    return [
+        entry
+        for entry in resolve.user_database().all(OP, environment.current(device))
+        if (entry.problem.get("model"), entry.problem.get("graphs"), entry.kernel_hash) == wanted
+        and entry.candidate in _BY_NAME
+    ]
+
+
+def known_wrong(model: str, device: torch.device, *, graphs: bool, call: str) -> dict[str, str]:
+    """By plan: why it was not right for calls of these shapes."""
+    found = [entry for entry in _stored(model, device, graphs=graphs) if entry.problem.get("call") == call]
+    return {entry.candidate: entry.numerics for entry in found if entry.numerics != OK and entry.candidate != STOCK}
+
+
 @dataclass(frozen=True)
 class MeasuredPlan:
     """`ms` of a call, and stock's; `when` it was measured, as a date."""
@@ -83,16 +107,7 @@ def measured(model: str, device: torch.device, *, graphs: bool, call: str | None
 
     A plan that is not faster than stock beyond doubt stands back.
     """
-    if not resolve.has_database():
-        return None
-    mode = "captured" if graphs else "none"
-    found = [
-        entry
-        for entry in resolve.user_database().all(OP, environment.current(device))
-        if (entry.problem.get("model"), entry.problem.get("graphs"), entry.kernel_hash) == (model, mode, kernels_hash())
-        and entry.candidate in _BY_NAME
-        and (call is None or entry.problem.get("call") == call)
-    ]
+    found = [entry for entry in _stored(model, device, graphs=graphs) if call in (None, entry.problem.get("call"))]
     if not found:
         return None
     newest = max(found, key=lambda entry: entry.when)

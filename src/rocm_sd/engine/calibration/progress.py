@@ -6,13 +6,14 @@ import logging
 import sys
 from typing import TYPE_CHECKING
 
-from rocm_sd.engine.calibration.calibrating import BUDGET_S, Calibration, Subject, calibrate
+from rocm_sd.engine.calibration.calibrating import BUDGET_S, Calibration, calibrate
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     import torch
 
+    from rocm_sd.engine.calibration.subjects import Subject
     from rocm_sd.engine.calibration.trials import Prepare
 
 __all__ = ["measure_with_progress"]

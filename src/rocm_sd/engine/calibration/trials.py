@@ -12,11 +12,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch.utils import _pytree as pytree
 
 from rocm_sd.engine.capture import why_different
 from rocm_sd.engine.memory import free_memory, release
-from rocm_sd.measuring import turn
+from rocm_sd.measuring import LEAST_TURNS, turn
 from rocm_sd.tuning.choice import STOCK
 
 if TYPE_CHECKING:
@@ -27,13 +28,13 @@ if TYPE_CHECKING:
 
     Prepare = Callable[[Any, Plan, str], Callable[[], None] | None]
 
-__all__ = ["import_all", "time_plan"]
+__all__ = ["get_ready", "time_plan"]
 
 # The weights of two models, and twice as much for what a layout or a packing copies for a moment and for activations.
 _ROOMY = 4
 # First, second and the calls after it are captured, compared and compared again.
 _WARM_UP = 6
-_ROUNDS = 8
+_ROUNDS = 8  # or fewer, where the time ends
 _ROUND_S = 0.02
 
 
@@ -63,20 +64,33 @@ def _opened(skeleton: Skeleton, device: torch.device) -> _Pair:
     return _kept[0][1]
 
 
-def import_all(modules: Sequence[str]) -> None:
-    """What a model's classes need: Diffusers takes seconds to import, and others work meanwhile."""
+def get_ready(modules: Sequence[str], device: torch.device | None) -> None:
+    """Import what a model's classes need, and open the card with its libraries, while others work: each takes seconds.
+
+    Without a device the card's memory is left to others.
+    """
     for name in modules:
         import_module(name)
+    if device is not None and device.type == "cuda":
+        x = torch.ones(1, 8, 8, 8, dtype=torch.float16, device=device)
+        F.conv2d(x, x[:, :, :3, :3])
+        F.linear(x, x[0, 0])
+        torch.cuda.synchronize(device)
 
 
-def time_plan(skeleton: Skeleton, device: torch.device, plan: Plan, prepare: Prepare, graphs: bool) -> dict[str, Any]:
+def time_plan(
+    skeleton: Skeleton, device: torch.device, plan: Plan, prepare: Prepare, graphs: bool, seconds: float
+) -> dict[str, Any]:
     """Milliseconds of one call in a row of calls, host and card together, and stock's in turns with them; or the
     reason that its result is wrong; or nothing, where no rule fits the model and the plan is another one's.
+
+    `seconds`: for all of it; what is slow is timed in fewer turns, and not in less than it takes to tell.
     """
+    end = time.monotonic() + seconds
     with torch.no_grad():
         pair = _opened(skeleton, device)
         if plan.name == STOCK:
-            return _timed({"ours": pair.ours}, device)
+            return _timed({"ours": pair.ours}, device, end)
         take_off = prepare(pair.ours.model, plan, "captured" if graphs and plan.captured else "none")
         if take_off is None:
             return {}
@@ -87,15 +101,17 @@ def time_plan(skeleton: Skeleton, device: torch.device, plan: Plan, prepare: Pre
             if wrong is not None:
                 return {"wrong": f"its result differs from stock's {wrong}"}
             calls = {"ours": pair.ours} if pair.stock is None else {"stock": pair.stock, "ours": pair.ours}
-            return _timed(calls, device)
+            return _timed(calls, device, end)
         finally:
             take_off()
 
 
-def _timed(calls: Mapping[str, Callable[[], Any]], device: torch.device) -> dict[str, Any]:
-    counts = {who: max(1, round(_ROUND_S / _round(call, device, 1))) for who, call in calls.items()}
+def _timed(calls: Mapping[str, Callable[[], Any]], device: torch.device, end: float) -> dict[str, Any]:
+    once = {who: _round(call, device, 1) for who, call in calls.items()}
+    counts = {who: max(1, round(_ROUND_S / taken)) for who, taken in once.items()}
     times: dict[str, list[float]] = {who: [] for who in calls}
-    for number in range(_ROUNDS):
+    fitting = (end - time.monotonic()) / sum(counts[who] * taken for who, taken in once.items())
+    for number in range(max(LEAST_TURNS, min(_ROUNDS, int(fitting)))):
         for who in turn(list(calls), number):
             times[who].append(1e3 * _round(calls[who], device, counts[who]))
     return times

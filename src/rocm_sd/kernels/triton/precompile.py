@@ -64,6 +64,8 @@ log = logging.getLogger("rocm_sd")
 
 # A model has 50 to 90 variants: with more workers than this the slowest few decide.
 MOST_WORKERS = 32
+# How long who stops it may have to wait.
+_STOP_S = 0.1
 _MARKS = "rocm-sd"
 
 
@@ -222,19 +224,27 @@ def has_compiled() -> bool:
     return (Path(knobs.cache.dir) / _MARKS).is_dir()
 
 
-def compile_variants(questions: Sequence[dict[str, Any]], seconds: float) -> list[bool]:
-    """Which of these, noted by another process, lie in Triton's cache after so many seconds; in this order."""
+def compile_variants(
+    questions: Sequence[dict[str, Any]], seconds: float, stopped: threading.Event | None = None
+) -> list[bool]:
+    """Which of these, noted by another process, lie in Triton's cache after so many seconds; in this order.
+
+    `stopped`: once it is set, nothing more is begun or waited for.
+    """
     end = time.monotonic() + seconds
+    stopped = stopped or threading.Event()
     start()
     # One core is for whoever measures meanwhile.
     pool = ThreadPoolExecutor(min(max(1, _cores() - 1), MOST_WORKERS), thread_name_prefix="rocm-sd-precompile")
 
     def compiled(question: dict[str, Any]) -> bool:
-        return time.monotonic() < end and _ask(question).word == COMPILED
+        return time.monotonic() < end and not stopped.is_set() and _ask(question).word == COMPILED
 
     try:
         under_way = [pool.submit(compiled, question) for question in questions]
-        wait(under_way, max(0.0, end - time.monotonic()))
+        while time.monotonic() < end and not stopped.is_set():
+            if not wait(under_way, min(_STOP_S, max(0.0, end - time.monotonic()))).not_done:
+                break
         return [each.done() and each.result() for each in under_way]
     finally:
         pool.shutdown(wait=False, cancel_futures=True)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from rocm_sd.tuning.search.workbench import ask, compile_candidate, variants_of
-from rocm_sd.workers import Pool, WorkerFailed
+from rocm_sd.workers import OutOfTime, Pool, WorkerFailed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -99,24 +99,30 @@ class Variants:
     needed: Sequence[tuple[int, int, list[dict[str, object]]]]
 
     @classmethod
-    def noted(cls, worker: Worker, wanted: Sequence[_Group], device: torch.device) -> Variants:
-        """By a worker that has the card: it only says what its launches would be."""
+    def noted(cls, worker: Worker, wanted: Sequence[_Group], device: torch.device, within: float) -> Variants:
+        """By a worker that has the card: it only says what its launches would be, in `within` seconds."""
         groups = [(call, candidates) for call, candidates in wanted if candidates]
+        if not groups:
+            return cls(groups, [])
         try:
-            return cls(groups, worker.call(variants_of, groups, device, timeout=_NOTING_S))
-        except WorkerFailed as error:
-            log.info("nothing is compiled ahead: %s", error)
+            return cls(groups, worker.call(variants_of, groups, device, timeout=_NOTING_S, within=within))
+        except (WorkerFailed, OutOfTime) as error:
+            log.info("nothing is compiled ahead: %s", error or "the time is over")
             return cls(groups, [])
 
-    def compile(self, seconds: float) -> set[tuple[OpCall, Candidate]]:
-        """What forks of a process without a card have compiled in the time, on nearly all cores: none of it was run."""
+    def compile(self, seconds: float, stopped: threading.Event) -> set[tuple[OpCall, Candidate]]:
+        """What forks of a process without a card have compiled in the time, on nearly all cores: none of it was run.
+
+        It ends early where it is `stopped`.
+        """
         if not self.needed:
             return set()
         from rocm_sd.kernels.triton import precompile  # noqa: PLC0415 -- needs Triton
 
         begun = time.monotonic()
         questions = {_text(question): question for _, _, each in self.needed for question in each}
-        ready = dict(zip(questions, precompile.compile_variants(list(questions.values()), seconds), strict=True))
+        answers = precompile.compile_variants(list(questions.values()), seconds, stopped)
+        ready = dict(zip(questions, answers, strict=True))
         found = {
             (self.groups[number][0], self.groups[number][1][place])
             for number, place, each in self.needed

@@ -7,6 +7,7 @@ problem is complete, so a problem is complete where stock's is the newest of its
 from __future__ import annotations
 
 import math
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
@@ -25,7 +26,7 @@ from rocm_sd.tuning.search import ahead
 from rocm_sd.tuning.search.candidates import Candidate, candidates, hash_of, operations
 from rocm_sd.tuning.search.halving import Halving, Strategy
 from rocm_sd.tuning.search.problems import Failure, Key, Neighbour, ProblemSearch, TuningResult, fast_nearby, weight
-from rocm_sd.tuning.search.workbench import OK, ask, measure_candidate, open_call
+from rocm_sd.tuning.search.workbench import HUNG, OK, ask, measure_candidate, open_call
 from rocm_sd.workers import Worker
 
 if TYPE_CHECKING:
@@ -86,6 +87,7 @@ class Tuner:
         self.device, self.database, self.options, self.progress = device, database, options, progress
         self.environment = environment.current(device)
         self.interrupted = False
+        self._hung: set[tuple[str, Candidate]] = set()
         self._begun = time.monotonic()
         self._done = self._total = 0
         self._elsewhere: list[Neighbour] = []
@@ -160,15 +162,21 @@ class Tuner:
             for each in waiting
         ]
         self.progress(TunerProgress(self._share(), "compiling"))
-        variants = ahead.Variants.noted(worker, wanted, self.device)
+        variants = ahead.Variants.noted(worker, wanted, self.device, self.left_s)
+        stopped = threading.Event()
         with ThreadPoolExecutor(1) as beside:
-            compiling = beside.submit(variants.compile, ahead.SHARE * self.left_s)
-            for search in waiting:
-                measure = _Measure(self, search, worker, self.left_s)
-                for candidate in [c for c in search.others if not c.config]:
-                    if self.left_s > 0 and not search.is_known(candidate):
-                        measure.anew(candidate, LEAST_TURNS)
-            compiled = compiling.result()
+            compiling = beside.submit(variants.compile, ahead.SHARE * self.left_s, stopped)
+            try:
+                for search in waiting:
+                    measure = _Measure(self, search, worker, self.left_s)
+                    for candidate in [c for c in search.others if not c.config]:
+                        if self.left_s > 0 and not search.is_known(candidate):
+                            measure.anew(candidate, LEAST_TURNS)
+                compiled = compiling.result()
+            except BaseException:
+                # Ctrl-C, too: the thread is waited for, and would go on for as long as it was given.
+                stopped.set()
+                raise
         for search in waiting:
             search.candidates[:] = [
                 c
@@ -229,6 +237,9 @@ class Tuner:
         if within <= 0:
             return None
         self._report(search, candidate)
+        if (search.op.name, candidate) in self._hung:
+            # Of its problems each would cost as many seconds.
+            return self.store(search, candidate, {"failed": f"{HUNG} at another size, and was not tried here"})
         # What stock's library does at the first call of a size is not held against a candidate.
         answer = ask(worker, open_call, search.call, self.device, timeout=_LIBRARY_S, within=within)
         if answer == {"opened": True}:
@@ -245,6 +256,8 @@ class Tuner:
             return None
         search.turns[candidate] = turns
         search.measured += 1
+        if str(answer.get("failed")).startswith(HUNG):
+            self._hung.add((search.op.name, candidate))
         return self.store(search, candidate, answer)
 
     def store(self, search: ProblemSearch, candidate: Candidate, answer: Mapping[str, Any]) -> Entry:

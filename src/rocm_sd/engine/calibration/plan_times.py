@@ -1,0 +1,247 @@
+"""Whole plans of a model, timed by a worker that rebuilds it from its shapes, and stored."""
+
+from __future__ import annotations
+
+import math
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from rocm_sd.engine.calibration import trials
+from rocm_sd.engine.calibration.plans import OP, PLANS, kernels_hash, known_wrong, problem_of
+from rocm_sd.engine.calibration.subjects import CannotBeRebuilt, NotMeasured
+from rocm_sd.engine.memory import free_memory
+from rocm_sd.measuring import interval
+from rocm_sd.tuning import environment
+from rocm_sd.tuning.choice import STOCK
+from rocm_sd.tuning.entries import Entry, now
+from rocm_sd.tuning.location import default_path
+from rocm_sd.tuning.resolve import user_database
+from rocm_sd.tuning.search import workbench
+from rocm_sd.workers import OutOfTime, Pool, WorkerFailed
+
+try:
+    import fcntl
+except ImportError:  # Windows has none
+    fcntl = None  # type: ignore[assignment]
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from concurrent.futures import Future
+
+    import torch
+
+    from rocm_sd.engine.calibration.plans import Plan
+    from rocm_sd.engine.calibration.subjects import Outline
+    from rocm_sd.engine.calibration.trials import Prepare
+    from rocm_sd.workers import Worker
+
+__all__ = ["Clock", "PlanTimer", "alone", "time_plans"]
+
+_THOROUGH_S = 60.0  # for the plans of each model, where nobody waits for a picture
+# Of what is left: of the first model where another comes along, and of each plan where others follow.
+_OF_THE_FIRST, _OF_A_PLAN = 2 / 3, 0.6
+# For one plan: it is captured, and what was not compiled before is; and not less than for so many calls of the model.
+_TRIAL_S, _CALLS_OF_A_TRIAL = 10.0, 60
+# One that was not done in these seconds, and in so many calls, hangs. With less it may have been slow.
+_HANGS_S, _CALLS_OF_A_HANG = 3.0, 30
+_STOCK_S = 600.0  # for stock, which comes first: a library may search at the first calls of each size
+# First calls of stock that take longer have a library at its search. The first picture would wait for it in any case,
+# and no budget of ours ends it.
+_REBUILT_S = 6.0
+_IMPORT_S = 300.0
+_ROOM_FOR_TWO = 4 * 2**30  # bytes that are free: then both workers may have the card open
+
+
+class Clock:
+    """The end of a calibration, which only a library's own search moves; and the seconds of its phases."""
+
+    def __init__(self, budget_s: float) -> None:
+        self.begun = time.monotonic()
+        self.budget_s = budget_s
+        self.phases: dict[str, float] = {}
+        self.searched_s = 0.0  # by a library
+
+    @property
+    def spent(self) -> float:
+        return time.monotonic() - self.begun
+
+    @property
+    def left(self) -> float:
+        return self.budget_s + self.searched_s - self.spent
+
+    @contextmanager
+    def phase(self, name: str, stock_s: float = math.inf) -> Iterator[None]:
+        """`stock_s`: what first calls of stock take there, where no library searches."""
+        begun = time.monotonic()
+        try:
+            yield
+        finally:
+            taken = time.monotonic() - begun
+            self.phases[name] = round(self.phases.get(name, 0.0) + taken, 2)
+            self.searched_s += max(0.0, taken - stock_s)
+
+
+def time_plans(
+    outlines: Sequence[Outline],
+    device: torch.device,
+    prepare: Prepare,
+    *,
+    graphs: bool,
+    say: Callable[[str], object] = lambda _what: None,
+) -> dict[str, str]:
+    """Time and store the plans of each, with the ops as they are known by now. By key: why one has none."""
+    clock = Clock(_THOROUGH_S * len(outlines))
+    with alone(), PlanTimer(device, prepare, clock, say, graphs).started(outlines) as timer:
+        return timer.all(outlines)[1]
+
+
+@dataclass(frozen=True)
+class PlanTimer:
+    """Times the plans of calls of models in a worker. `graphs`: whether they are captured where a plan wants it."""
+
+    device: torch.device
+    prepare: Prepare
+    clock: Clock
+    say: Callable[[str], object]
+    graphs: bool
+    worker: Pool = field(default_factory=lambda: Pool(1))
+    _ready: list[Future[None]] = field(default_factory=list)
+
+    @contextmanager
+    def started(self, outlines: Iterable[Outline]) -> Iterator[PlanTimer]:
+        """Its worker imports and opens the card, which takes seconds, while others work."""
+        names = sorted({name for outline in outlines for name in outline.modules})
+        roomy = (free_memory(self.device) or 0) > _ROOM_FOR_TWO
+        with self.worker:
+            self._ready.append(
+                self.worker.submit(trials.get_ready, names, self.device if roomy else None, timeout=_IMPORT_S)
+            )
+            yield self
+
+    def all(self, outlines: Sequence[Outline]) -> tuple[dict[tuple[str, bool, str], float], dict[str, str]]:
+        """Milliseconds of a call by model, with graphs or not, and plan; and by model, why it has none.
+
+        For the first, which is called now, that is raised.
+        """
+        with self.clock.phase("start of the worker for plans", 0.0):
+            self._wait()
+        plans: dict[tuple[str, bool, str], float] = {}
+        left_out: dict[str, str] = {}
+        for number, outline in enumerate(outlines):
+            share = 1.0 if number == len(outlines) - 1 else _OF_THE_FIRST
+            try:
+                found = self._of(outline, share * self.clock.left)
+                _store(outline, self.device, found, graphs=self.graphs)
+            except NotMeasured as reason:
+                if not number:
+                    raise
+                left_out[outline.key] = str(reason)
+                continue
+            plans |= {(outline.key, self.graphs, plan): median(a["ours"]) for plan, a in found.items() if "ours" in a}
+        return plans, left_out
+
+    def _wait(self) -> None:
+        """It had the time of the ops to start. A host that is slower than that would be no faster the next time: what
+        is waited for is not counted.
+        """
+        try:
+            self._ready[0].result()
+        except WorkerFailed as error:
+            raise NotMeasured(error.message) from error
+
+    def _of(self, outline: Outline, seconds: float) -> dict[str, dict[str, Any]]:
+        """Milliseconds, or what is wrong, by plan. Stock comes first, and then those that change most: where the time
+        ends, the rest is not there. What was wrong before is not tried again.
+        """
+        wrong = known_wrong(outline.key, self.device, graphs=self.graphs, call=outline.call)
+        found: dict[str, dict[str, Any]] = {name: {"wrong": reason} for name, reason in wrong.items()}
+        wanted = [plan for plan in _wanted(graphs=self.graphs) if plan.name not in found]
+        before, end, call_s = self.clock.searched_s, time.monotonic() + seconds, 0.0
+        for plan in wanted:
+            left = end - time.monotonic() + self.clock.searched_s - before
+            share = 1.0 if plan is wanted[-1] else _OF_A_PLAN
+            answer = self._one(outline, plan, share * left, call_s) if left > 0 else None
+            if answer is not None:
+                found[plan.name] = answer
+            if plan.name == STOCK and answer and "ours" in answer:
+                call_s = median(answer["ours"]) / 1e3
+        return found
+
+    def _one(self, outline: Outline, plan: Plan, left: float, call_s: float) -> dict[str, Any] | None:
+        """None where its time ended. `call_s`: of a call of stock."""
+        is_stock = plan.name == STOCK
+        self.say(f"the whole model, {plan.name}")
+        given = (outline.skeleton, self.device, plan, self.prepare, self.graphs, left)
+        timeout = _STOCK_S if is_stock else max(_TRIAL_S, _CALLS_OF_A_TRIAL * call_s)
+        within = math.inf if is_stock else left
+
+        def ask(worker: Worker) -> dict[str, Any]:
+            return worker.call(trials.time_plan, *given, timeout=timeout, within=within)
+
+        with self.clock.phase(f"plan {plan.name}", _REBUILT_S if is_stock else math.inf):
+            try:
+                return self.worker.lend(ask).result()
+            except OutOfTime:
+                hangs = left >= _HANGS_S + _CALLS_OF_A_HANG * call_s
+                return {"wrong": f"{workbench.HUNG}: stopped after {left:.3g} s without an answer"} if hangs else None
+            except WorkerFailed as error:
+                return {"wrong": str(error)}
+
+
+def _wanted(*, graphs: bool) -> list[Plan]:
+    # Without graphs a captured stock model is the model as it came.
+    found = [plan for plan in PLANS if graphs or plan.rules or not plan.captured]
+    return sorted(found, key=lambda plan: (plan.name != STOCK, not plan.channels_last, not plan.rules))
+
+
+def _store(outline: Outline, device: torch.device, found: Mapping[str, Mapping[str, Any]], *, graphs: bool) -> None:
+    stock = found.get(STOCK, {})
+    if "wrong" in stock:
+        raise CannotBeRebuilt(f"stock could not be timed: {stock['wrong']}")
+    wrong = {name: answer for name, answer in found.items() if "wrong" in answer}
+    compared = bool(stock) and (len(found) == len(_wanted(graphs=graphs)) or len(found) > len(wrong) + 1)
+    if not compared:
+        # What is wrong need not be found out again; with nothing to compare it decides nothing else.
+        found = wrong
+    here, when, entries = environment.current(device), now(), []
+    problem = problem_of(outline.key, outline.call, graphs=graphs)
+    for name, answer in found.items():
+        if not answer:
+            continue
+        numerics, figures, of_stock = answer.get("wrong", workbench.OK), (math.inf,) * 3, None
+        if "ours" in answer:
+            beside = answer.get("stock", stock["ours"])
+            figures, of_stock = _figures(answer["ours"], beside), 1e3 * median(beside)
+        entries.append(Entry(OP, problem, here, kernels_hash(), name, {}, *figures, of_stock, numerics, when))
+    user_database().put(entries)
+    if not compared:
+        raise NotMeasured("its time was over before a plan could be compared with stock")
+
+
+def _figures(ours: list[float], stock: list[float]) -> tuple[float, float, float]:
+    least, most = interval(ours, stock)
+    middle = 1e3 * median(stock)
+    return 1e3 * median(ours), middle / most, middle / least
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Two processes that measure one card at once would measure one another."""
+    path = default_path().with_name("calibrating.lock")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = path.open("a")
+    except OSError:
+        # What is measured is not kept either, and somebody has said so.
+        yield
+        return
+    with lock:
+        if fcntl is not None:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                raise NotMeasured("another process measures its card now") from error
+        yield
