@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
+import stat
 import tempfile
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,9 +15,13 @@ from typing import TYPE_CHECKING, Any
 from rocm_sd.errors import NoDiskSpace
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
-__all__ = ["read_json", "read_text", "whole", "write_text"]
+__all__ = [
+    "FULL", "is_special", "read_json", "read_text", "told_when_full", "whole", "write_text", "write_texts",
+]  # fmt: skip
+
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
 def read_text(path: Path) -> str:
@@ -36,27 +42,70 @@ def read_json(path: Path, unreadable: Callable[[str], Exception]) -> Any:
         raise unreadable(str(error)) from error
 
 
-@contextmanager
-def whole(path: Path) -> Iterator[Path]:
-    """A path to write to, which becomes `path` when all went well, and is gone otherwise; its folder is made."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    os.close(handle)
-    unfinished = Path(name)
+def is_special(path: Path) -> bool:
+    """Whether there is something at `path` that is neither a file nor a folder: a FIFO, a device, a terminal."""
     try:
-        yield unfinished
-        # Temporary files are their owner's alone; what is written here is for everyone.
-        unfinished.chmod(0o644)
-        unfinished.replace(path)
+        mode = path.stat().st_mode
+    except OSError:
+        return False
+    return not stat.S_ISREG(mode) and not stat.S_ISDIR(mode)
+
+
+@contextmanager
+def told_when_full(path: Path | str) -> Iterator[None]:
+    """A full disk, or a quota that is used up, as NoDiskSpace of `path`."""
+    try:
+        yield
     except OSError as error:
-        if error.errno == errno.ENOSPC:
+        if error.errno in FULL:
             raise NoDiskSpace(path) from error
         raise
-    finally:
-        unfinished.unlink(missing_ok=True)
+
+
+@contextmanager
+def whole(path: Path) -> Iterator[Path]:
+    """A path to write to, which becomes `path` when all went well, and is gone otherwise; its folder is made.
+
+    Links are followed: what they lead to is written, and they stay. What is no regular file (a FIFO, a device) is
+    written into when all went well, and stays, too.
+    """
+    special = is_special(path)
+    with told_when_full(path):
+        target = path if special else Path(os.path.realpath(path))
+        if not special:
+            target.parent.mkdir(parents=True, exist_ok=True)
+        # The beginning of the name is enough: with more added to it a long one would be too long.
+        handle, name = tempfile.mkstemp(dir=None if special else target.parent, prefix=f".{target.name[:60]}.")
+        os.close(handle)
+        unfinished = Path(name)
+        try:
+            yield unfinished
+            if special:
+                with unfinished.open("rb") as made, os.fdopen(os.open(path, os.O_WRONLY), "wb") as opened:
+                    shutil.copyfileobj(made, opened)
+            else:
+                # Temporary files are their owner's alone; what is written here is for everyone, unless it was not.
+                unfinished.chmod(stat.S_IMODE(target.stat().st_mode) if target.exists() else 0o644)
+                unfinished.replace(target)
+        finally:
+            unfinished.unlink(missing_ok=True)
 
 
 def write_text(path: Path, text: str) -> None:
     """A reader, or a program that is killed, never sees half of it."""
     with whole(path) as unfinished:
         unfinished.write_text(text, encoding="utf-8", newline="\n")
+
+
+def write_texts(folder: Path, texts: Mapping[Path, str]) -> None:
+    """Files that belong together, by their paths in the folder: where one cannot be written, no new one is left."""
+    new = []
+    try:
+        for path, text in texts.items():
+            if not (folder / path).exists():
+                new.append(folder / path)
+            write_text(folder / path, text)
+    except BaseException:
+        for path in new:
+            path.unlink(missing_ok=True)
+        raise

@@ -6,7 +6,6 @@ reads.
 
 from __future__ import annotations
 
-import errno
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ from transformers.utils import logging as transformers_logging
 
 from rocm_sd import arch
 from rocm_sd.errors import CorruptModel, DeviceUnavailable, ModelNotFound, NoDiskSpace, Unsupported
+from rocm_sd.files import FULL
 from rocm_sd.models import ModelKind, ModelSource
 from rocm_sd.models.single_file import Component, checkpoint_weights
 
@@ -67,7 +67,7 @@ def load_pipeline(
     try:
         pipe = _load(source, dtype, config, kind)
     except OSError as error:
-        if error.errno == errno.ENOSPC:
+        if error.errno in FULL:
             raise NoDiskSpace(source.location) from error
         raise _explained(source, error) from error
     except (SafetensorError, ValueError, KeyError, RuntimeError) as error:

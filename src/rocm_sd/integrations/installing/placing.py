@@ -18,7 +18,7 @@ from typing import Any
 
 import rocm_sd
 from rocm_sd.errors import NoDiskSpace, RocmSdError
-from rocm_sd.files import whole, write_text
+from rocm_sd.files import FULL, whole, write_text
 from rocm_sd.integrations.installing.hosts import Host, NotAHost
 
 __all__ = ["LIST_NAME", "Placed", "Removed", "place", "remove"]
@@ -75,7 +75,7 @@ def place(host: Host, *, copy: bool = False) -> Placed:
             return _copied(host, before)
         return _linked(host, before)
     except OSError as error:
-        if error.errno == errno.ENOSPC:
+        if error.errno in FULL:
             raise NoDiskSpace(host.destination) from error
         raise RocmSdError(
             f"{host.destination} cannot be written ({error.strerror or error}).",
@@ -115,7 +115,7 @@ def _linked(host: Host, before: _Record | None) -> Placed:
         name.replace(host.destination)
     except (OSError, NotImplementedError) as error:
         name.unlink(missing_ok=True)
-        if isinstance(error, OSError) and error.errno in {errno.ENOSPC, errno.EACCES, errno.EROFS}:
+        if isinstance(error, OSError) and error.errno in {*FULL, errno.EACCES, errno.EROFS}:
             _restore_record(host, before)
             raise
         note = f"A link could not be made here ({error}): copied. After an update of rocm-sd, install again."
