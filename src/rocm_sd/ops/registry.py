@@ -40,6 +40,7 @@ __all__ = [
     "note_self_tests",
     "observed",
     "register",
+    "require_named",
 ]
 
 log = logging.getLogger("rocm_sd")
@@ -309,8 +310,15 @@ AnyOp = TypeVar("AnyOp", bound=Op)
 
 def register(op: AnyOp) -> AnyOp:
     OPS[op.name] = op
+    settings.note_op(op.name)
     plugins.reserve(op.name, op.own)
     return op
+
+
+def require_named() -> None:
+    """Refuse an implementation in ROCM_SD_IMPLEMENTATION that its op has not, be the op called or not."""
+    for op, name in settings.current().implementations:
+        OPS[op].implementation(name)
 
 
 def _registered(name: str) -> Op:
