@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from rocm_sd.errors import NoDiskSpace
-from rocm_sd.files import whole, write_text, write_texts
+from rocm_sd.files import read_json, whole, write_text, write_texts
 
 FULL_DEVICE = Path("/dev/full")
 needs_fifos = pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs FIFOs")
@@ -148,3 +148,26 @@ def test_a_disk_that_is_really_full(small_disk):
         write_texts(small_disk / "record", {Path("a"): "a", Path("b"): "b" * 20000})
     assert [path.name for path in small_disk.rglob("*") if path.is_file()] == ["file"]
     assert (small_disk / "file").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("[]", "it is not an object, but a list"),
+        ("null", "it is not an object, but a number or null"),
+        ("[" * 100_000, "it is nested too deeply"),
+        ('{"a": "\\ud83d"}', "it has half a character, a lone surrogate"),
+        ('{"a": ' + "1" * 5000 + "}", "digits"),
+        ("{", "Expecting"),
+    ],
+    ids=lambda text: text[:20],
+)
+def test_json_that_cannot_be_used_has_a_reason(tmp_path, text, reason):
+    (tmp_path / "file").write_text(text)
+    with pytest.raises(ValueError, match=reason):
+        read_json(tmp_path / "file", ValueError, dict)
+
+
+def test_a_whole_character_in_two_halves_is_read(tmp_path):
+    (tmp_path / "file").write_text('{"a": "\\ud83d\\ude00"}')
+    assert read_json(tmp_path / "file", ValueError, dict) == {"a": "\U0001f600"}

@@ -11,6 +11,7 @@ import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 from PIL.PngImagePlugin import PngInfo
 
+from rocm_sd.cli.terminal import printable
 from rocm_sd.errors import InvalidOption
 from rocm_sd.files import is_special, told_when_full, whole, write_text
 
@@ -49,7 +50,7 @@ def save_png(image: Image.Image, path: Path, parameters: Mapping[str, object]) -
     metadata = PngInfo()
     metadata.add_text("Software", "rocm-sd")
     for name, value in parameters.items():
-        metadata.add_itxt(name, str(value))
+        metadata.add_itxt(name, printable(str(value)))
     with whole(path) as unfinished:
         image.save(unfinished, format="PNG", pnginfo=metadata)
 

@@ -15,7 +15,7 @@ from rocm_sd.doctor.facts import Facts
 from rocm_sd.doctor.reading import cards, gpus_in
 from rocm_sd.errors import InvalidOption
 from rocm_sd.files import read_json, read_text, write_texts
-from rocm_sd.typed_json import read
+from rocm_sd.typed_json import Misfit, read
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -44,14 +44,15 @@ _DEVICE = re.compile(r"/dev/[\w/]+$")
 def load(folder: Path) -> Facts:
     """The machine in a folder. Where the folder has a sysfs tree, the GPUs are read from it, as on a real machine."""
     file = folder / FACTS
-    try:
-        facts = read(Facts, json.loads(file.read_text(encoding="utf-8")))
-    except OSError as error:
+
+    def unreadable(why: str) -> InvalidOption:
         hint = "Name a folder that `rocm-sd doctor --record FOLDER` wrote."
-        raise InvalidOption("machine", str(folder), [], hint=f"{error.strerror or error}: {file}. {hint}") from None
-    except (ValueError, TypeError, AttributeError) as error:
-        hint = f"{file} is not a recorded machine: {error}."
-        raise InvalidOption("machine", str(folder), [], hint=hint) from None
+        return InvalidOption("machine", str(folder), [], hint=f"{file} is not a recorded machine: {why}. {hint}")
+
+    try:
+        facts = read(Facts, read_json(file, unreadable))
+    except Misfit as error:
+        raise unreadable(str(error)) from None
     return replace(facts, gpus=gpus_in(folder)) if (folder / "sys").is_dir() else facts
 
 
@@ -60,9 +61,11 @@ def read_probes(folder: Path) -> dict[str, Any]:
     file = folder / PROBES
     if not file.exists():
         return {}
-    answers = read_json(file, lambda why: InvalidOption("machine", str(folder), [], hint=f"{file}: {why}."))
-    if not isinstance(answers, dict):
-        raise InvalidOption("machine", str(folder), [], hint=f"{file} is not an object of answers.")
+
+    def unreadable(why: str) -> InvalidOption:
+        return InvalidOption("machine", str(folder), [], hint=f"{file}: {why}.")
+
+    answers: dict[str, Any] = read_json(file, unreadable, dict)
     return answers
 
 
