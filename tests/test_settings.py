@@ -41,6 +41,11 @@ def test_a_value_without_meaning_is_refused_with_the_meaning(name, value):
         settings.Settings.from_environment({name: value})
 
 
+def test_an_op_that_is_not_there_is_refused_with_those_that_are():
+    with pytest.raises(InvalidOption, match=r"ROCM_SD_IMPLEMENTATION op 'nosuch' is not known.*attention, conv2d"):
+        settings.Settings.from_environment({"ROCM_SD_IMPLEMENTATION": "attention=torch,nosuch=torch"})
+
+
 def test_a_change_of_the_environment_is_seen(monkeypatch):
     monkeypatch.setenv("ROCM_SD_LOG", "ERROR")
     assert settings.current().log_level == "ERROR"

@@ -56,6 +56,7 @@ def test_what_was_written_comes_back():
         ({"parts": []}, "parts has fewer than 1 entries"),
         ({"parts": {}}, "parts should be array"),
         ({"parts": [{"name": "x", "sizes": [1, 2.5]}]}, "parts[0].sizes[1] should be integer"),
+        ({"parts": [{"name": "x", "sizes": [1, 10**400]}]}, "parts[0].sizes[1] should be integer"),
         ({"parts": [{}]}, "parts[0] has no name"),
         ({"first": {"name": "ZZ"}}, "first.name is 'ZZ', which is not of the form ^[a-z]$"),
         ({"is_new": 1}, "is_new should be boolean"),
@@ -89,4 +90,4 @@ def test_the_schema_is_the_form_in_the_words_of_json_schema():
 
 def test_numbers_are_finite_and_no_booleans():
     assert all(map(is_number, (0, -1, 1.5)))
-    assert not any(map(is_number, (True, float("inf"), float("nan"), "1", None)))
+    assert not any(map(is_number, (True, float("inf"), float("nan"), 10**400, "1", None)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -9,6 +10,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 __all__ = [
+    "FULL",
+    "INTERRUPTED",
     "CorruptModel",
     "DeviceUnavailable",
     "InvalidCodeObject",
@@ -19,10 +22,16 @@ __all__ = [
     "NumericsFailure",
     "RocmSdError",
     "Unsupported",
+    "explained",
+    "first_line",
     "optional_module",
     "require_known",
     "require_one_of",
 ]
+
+INTERRUPTED = 130  # what a shell returns for a program that Ctrl-C ended
+# What the system says where a disk is full, or a quota used up.
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
 class RocmSdError(Exception):
@@ -133,3 +142,28 @@ class InvalidCodeObject(RocmSdError):
     def __init__(self, reason: str, *, hint: str | None = None) -> None:
         super().__init__(f"The code object cannot be read: {reason}.", hint=hint or "Compile the kernel again.")
         self.reason = reason
+
+
+def first_line(error: BaseException) -> str:
+    """Of what it says, so much as fits into a sentence; its class where it says nothing."""
+    text = str(error).strip()
+    return text.splitlines()[0][:200] if text else type(error).__name__
+
+
+def explained(error: Exception) -> RocmSdError:
+    """Any error as one of ours: of the system, of memory that ran out, of a plug-in, or of a fault in rocm-sd."""
+    if isinstance(error, RocmSdError):
+        return error
+    if isinstance(error, OSError) and error.errno in FULL:
+        return NoDiskSpace(error.filename or "a temporary file")
+    if isinstance(error, OSError) and error.strerror:
+        where = f"{error.filename}: " if error.filename is not None else ""
+        return RocmSdError(f"{where}{error.strerror}.", hint="Check the path, and whose it is.")
+    # torch has a class for a GPU's memory, and says it in words of a CPU's.
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or "allocate memory" in str(error):
+        hint = "Try a smaller size or batch, or --level memory."
+        return RocmSdError(f"There is not enough memory for this ({first_line(error)}).", hint=hint)
+    return RocmSdError(
+        f"This ended with an error that rocm-sd does not know: {type(error).__name__}: {first_line(error)}.",
+        hint="--debug, before the verb, shows where it arose. If no plug-in is at fault, please report it with that.",
+    )

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
+import shutil
+import stat
 import tempfile
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rocm_sd.errors import NoDiskSpace
+from rocm_sd.errors import FULL, NoDiskSpace
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
-__all__ = ["read_json", "read_text", "whole", "write_text"]
+__all__ = ["is_special", "read_json", "read_text", "told_when_full", "whole", "write_text", "write_texts"]
+
+
+_JSON_NAMES = {dict: "an object", list: "a list", str: "text", bool: "true or false"}
 
 
 def read_text(path: Path) -> str:
@@ -26,37 +30,94 @@ def read_text(path: Path) -> str:
         return ""
 
 
-def read_json(path: Path, unreadable: Callable[[str], Exception]) -> Any:
-    """What a file holds that a user named; where it cannot be read, `unreadable` makes the error of the reason."""
+def read_json(path: Path, unreadable: Callable[[str], Exception], of: type = object) -> Any:
+    """What a file holds that a user named; where it cannot be read, `unreadable` makes the error of the reason.
+
+    `of` is what it must hold, such as dict. Half a character, which JSON can spell, is refused: nothing could print it.
+    """
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        found = json.loads(text)
+        if "\\ud" in text.lower():
+            json.dumps(found, ensure_ascii=False).encode()
     except FileNotFoundError:
         raise unreadable("there is no such file") from None
-    except (OSError, ValueError, RecursionError) as error:
+    except RecursionError as error:
+        raise unreadable("it is nested too deeply") from error
+    except UnicodeEncodeError as error:
+        raise unreadable("it has half a character, a lone surrogate") from error
+    except (OSError, ValueError) as error:
         raise unreadable(str(error)) from error
+    if not isinstance(found, of):
+        is_now = _JSON_NAMES.get(type(found), "a number or null")
+        raise unreadable(f"it is not {_JSON_NAMES[of]}, but {is_now}")
+    return found
+
+
+def is_special(path: Path) -> bool:
+    """Whether there is something at `path` that is neither a file nor a folder: a FIFO, a device, a terminal."""
+    try:
+        mode = path.stat().st_mode
+    except OSError:
+        return False
+    return not stat.S_ISREG(mode) and not stat.S_ISDIR(mode)
+
+
+@contextmanager
+def told_when_full(path: Path | str) -> Iterator[None]:
+    """A full disk, or a quota that is used up, as NoDiskSpace of `path`."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in FULL:
+            raise NoDiskSpace(path) from error
+        raise
 
 
 @contextmanager
 def whole(path: Path) -> Iterator[Path]:
-    """A path to write to, which becomes `path` when all went well, and is gone otherwise; its folder is made."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    os.close(handle)
-    unfinished = Path(name)
-    try:
-        yield unfinished
-        # Temporary files are their owner's alone; what is written here is for everyone.
-        unfinished.chmod(0o644)
-        unfinished.replace(path)
-    except OSError as error:
-        if error.errno == errno.ENOSPC:
-            raise NoDiskSpace(path) from error
-        raise
-    finally:
-        unfinished.unlink(missing_ok=True)
+    """A path to write to, which becomes `path` when all went well, and is gone otherwise; its folder is made.
+
+    Links are followed: what they lead to is written, and they stay. What is no regular file (a FIFO, a device) is
+    written into when all went well, and stays, too.
+    """
+    special = is_special(path)
+    with told_when_full(path):
+        target = path if special else Path(os.path.realpath(path))
+        if not special:
+            target.parent.mkdir(parents=True, exist_ok=True)
+        # The beginning of the name is enough: with more added to it a long one would be too long.
+        handle, name = tempfile.mkstemp(dir=None if special else target.parent, prefix=f".{target.name[:60]}.")
+        os.close(handle)
+        unfinished = Path(name)
+        try:
+            yield unfinished
+            if special:
+                with unfinished.open("rb") as made, os.fdopen(os.open(path, os.O_WRONLY), "wb") as opened:
+                    shutil.copyfileobj(made, opened)
+            else:
+                # Temporary files are their owner's alone; what is written here is for everyone, unless it was not.
+                unfinished.chmod(stat.S_IMODE(target.stat().st_mode) if target.exists() else 0o644)
+                unfinished.replace(target)
+        finally:
+            unfinished.unlink(missing_ok=True)
 
 
 def write_text(path: Path, text: str) -> None:
     """A reader, or a program that is killed, never sees half of it."""
     with whole(path) as unfinished:
         unfinished.write_text(text, encoding="utf-8", newline="\n")
+
+
+def write_texts(folder: Path, texts: Mapping[Path, str]) -> None:
+    """Files that belong together, by their paths in the folder: where one cannot be written, no new one is left."""
+    new = []
+    try:
+        for path, text in texts.items():
+            if not (folder / path).exists():
+                new.append(folder / path)
+            write_text(folder / path, text)
+    except BaseException:
+        for path in new:
+            path.unlink(missing_ok=True)
+        raise

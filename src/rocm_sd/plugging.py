@@ -10,9 +10,13 @@ import logging
 from collections.abc import Iterable, Iterator
 from typing import Any, Protocol, TypeVar
 
-__all__ = ["added", "by_name"]
+__all__ = ["FAULTS", "added", "by_name"]
 
 log = logging.getLogger("rocm_sd")
+
+
+# Of another package: it must not stop this one, be it an error or a call of sys.exit. Ctrl-C is the user's own.
+FAULTS = (Exception, SystemExit)
 
 
 class _Named(Protocol):
@@ -33,7 +37,7 @@ def added(group: str, kind: type, what: str) -> Iterator[tuple[importlib.metadat
                 given = given()
             several = isinstance(given, Iterable) and not isinstance(given, (str, kind))
             values: list[Any] | None = list(given) if several else [given]
-        except Exception as error:  # noqa: BLE001 -- any fault of another package: it must not stop this one
+        except FAULTS as error:
             log.warning("the %s %s is skipped: %s: %s", what, point.name, type(error).__name__, error)
             values = None
         yield point, values

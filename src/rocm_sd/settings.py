@@ -6,16 +6,17 @@ import os
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, fields
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
+from pkgutil import iter_modules
 from typing import TYPE_CHECKING, Any
 
-from rocm_sd.errors import InvalidOption
+from rocm_sd.errors import InvalidOption, require_known
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-__all__ = ["VARIABLES", "Settings", "Variable", "current", "implementation_for", "stock_implementations"]
+__all__ = ["VARIABLES", "Settings", "Variable", "current", "implementation_for", "note_op", "stock_implementations"]
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,21 @@ def _implementations(text: str) -> tuple[tuple[str, str], ...]:
     pairs = [entry.split("=", 1) for entry in text.split(",") if entry]
     if any(len(pair) != 2 or not all(pair) for pair in pairs):
         raise ValueError(text)
-    return tuple((op.strip(), name.strip()) for op, name in pairs)
+    named = tuple((op.strip(), name.strip()) for op, name in pairs)
+    # Not asked of the ops themselves, which need torch; whether an op has the implementation, `optimize` asks.
+    require_known("ROCM_SD_IMPLEMENTATION op", (op for op, _ in named), _op_names())
+    return named
+
+
+@cache
+def _op_names() -> dict[str, None]:
+    """Every package in ops/ is an op, of its name; `note_op` adds what a program defines besides."""
+    return {each.name: None for each in iter_modules([str(Path(__file__).parent / "ops")]) if each.ispkg}
+
+
+def note_op(name: str) -> None:
+    """There is an op of that name, for which ROCM_SD_IMPLEMENTATION may name an implementation."""
+    _op_names()[name] = None
 
 
 VARIABLES: tuple[Variable, ...] = (

@@ -50,8 +50,13 @@ def read(kind: type[Value], values: Any, rules: Rules | None = None, *, top: str
 
 
 def is_number(value: object) -> bool:
-    """JSON as Python reads it has NaN and Infinity, and True is an int: none of them is a measurement."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    """JSON as Python reads it has NaN, Infinity and integers of any length, and True is an int: none of them is a
+    measurement.
+    """
+    try:
+        return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:
+        return False
 
 
 def schema(kind: Any, rules: Rules | None = None) -> dict[str, Any]:
@@ -117,7 +122,7 @@ def _is(value: Any, name: str) -> bool:
     # JSON's true is Python's 1, and no number here.
     if isinstance(value, bool) and name != "boolean":
         return False
-    return isinstance(value, _TYPES[name]) and (name != "number" or is_number(value))
+    return isinstance(value, _TYPES[name]) and (name not in {"number", "integer"} or is_number(value))
 
 
 def _of_value(value: Any, form: Mapping[str, Any], where: str) -> Iterator[str]:

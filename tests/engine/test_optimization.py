@@ -40,6 +40,12 @@ def test_the_picture_stays_the_same(pipe, level, tmp_path):
     assert np.isfinite(decoded).all()
 
 
+def test_an_implementation_that_no_op_has_is_refused_though_the_op_is_not_called(pipe, monkeypatch):
+    monkeypatch.setenv("ROCM_SD_IMPLEMENTATION", "upsample_conv2d=nosuch")
+    with pytest.raises(InvalidOption, match=r"upsample_conv2d implementation 'nosuch' is not known.*torch"):
+        rocm_sd.optimize(pipe)
+
+
 def test_restore_brings_back_the_same_bits(pipe):
     stock = latents(pipe)
     weights = {name: p.stride() for name, p in pipe.unet.named_parameters()}

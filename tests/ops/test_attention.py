@@ -285,3 +285,15 @@ def test_every_tail_of_a_head_in_pieces(head, device):
         check(q, k, v, "triton", config=config)
         if keys % 16 in (0, 15):
             check(q, k, v, "triton", config=replace(config, block_m=64, block_n=32, warps=4))
+
+
+@pytest.mark.parametrize("scale", [None, 0.7, 0.0, -0.3])
+@pytest.mark.parametrize("order", [1, 2])
+def test_gradients_where_one_tensor_is_queries_keys_and_values(order, scale):
+    x = inputs((2, 3, 3, 2, 4), torch.float64, "cpu")[0].requires_grad_()
+
+    def gradient(function):
+        (found,) = torch.autograd.grad(function(x, x, x, scale).square().sum(), x, create_graph=order == 2)
+        return found if order == 1 else torch.autograd.grad(found.square().sum(), x)[0]
+
+    torch.testing.assert_close(gradient(attention), gradient(reference.attention))

@@ -265,9 +265,8 @@ def test_compiles_as_one_graph(op, trained, device):
 # Gradients.
 
 
-@pytest.mark.parametrize("op", OPS)
-def test_gradcheck(op):
-    op = OPS[op]
+def tiny_functions(op):
+    """(a function of the floating tensors, these tensors) of each tiny sample, in float64."""
     assert op.verification.tiny
     for sample in op.verification.tiny:
         arguments = wanting(op, sample.make())
@@ -278,7 +277,21 @@ def test_gradcheck(op):
             results = outputs(call(op, changed(arguments, places, values)))
             return tuple(y for y in results if not any(y is value for value in values))
 
-        assert torch.autograd.gradcheck(function, [arguments[place] for place in places], rtol=1e-6, atol=1e-6)
+        yield function, [arguments[place] for place in places]
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_gradcheck(op):
+    for function, values in tiny_functions(OPS[op]):
+        assert torch.autograd.gradcheck(function, values, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_second_order_gradients(op):
+    """Against finite differences of the first, in a random direction: a backward that detaches has none, silently."""
+    for function, values in tiny_functions(OPS[op]):
+        torch.manual_seed(0)
+        assert torch.autograd.gradgradcheck(function, values, rtol=1e-5, atol=1e-6, fast_mode=True)
 
 
 @pytest.mark.parametrize("op", OPS)

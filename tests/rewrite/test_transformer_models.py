@@ -11,6 +11,7 @@ from accelerate.hooks import remove_hook_from_submodules
 from diffusers import UNet2DConditionModel
 from diffusers.models.attention import BasicTransformerBlock
 from diffusers.models.transformers.transformer_2d import Transformer2DModel
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from pipelines import tiny_unet
 from rocm_sd import numerics
@@ -79,6 +80,21 @@ def test_a_whole_unet_is_as_accurate_as_stock_and_comes_back_bit_for_bit(flavour
         undo(changes)
         assert torch.equal(model(x, **given)[0], stock)
     assert all(p.untyped_storage().nbytes() == p.nbytes for p in model.parameters())
+
+
+def test_second_order_gradients_of_a_whole_unet_are_those_of_stock():
+    model, given = unet("SD 1.5")
+    model, given = model.double(), cast(given, torch.float64)
+    x = draw(2, 4, 8, 8, dtype=torch.float64).requires_grad_()
+
+    def second_order():
+        with sdpa_kernel(SDPBackend.MATH):  # stock's other kernels have none
+            (first,) = torch.autograd.grad(model(x, **given)[0].square().sum(), x, create_graph=True)
+            return first, *torch.autograd.grad(first.square().sum(), x)
+
+    stock = second_order()
+    replaced(model)
+    torch.testing.assert_close(second_order(), stock, rtol=1e-8, atol=1e-8)
 
 
 @torch.no_grad()

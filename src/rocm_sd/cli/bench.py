@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
-from rocm_sd.cli.terminal import Device, bar, batch_sizes, parts, say
+from rocm_sd.cli.terminal import Device, bar, batch_sizes, literal, parts, say, status
 from rocm_sd.errors import InvalidOption, RocmSdError, Unsupported
 
 if TYPE_CHECKING:
@@ -183,7 +182,7 @@ def _planned(asked: _Asked, device: torch.device) -> tuple[Callable[..., Record]
     if asked.ablation and asked.engines is not None:
         raise InvalidOption("--engines", asked.engines, [], hint="An ablation has rows of its own: leave it out.")
     selected = chosen(parts(asked.engines) or default_names(device), device)
-    with Console(stderr=True).status(f"Making {workload} ..."):
+    with status(Console(stderr=True), f"Making {workload} ..."):
         made = make(workload, device, model=asked.model, steps=asked.steps, tiny=asked.tiny)
     common["cold"] = asked.cold
     if asked.ablation:
@@ -220,7 +219,7 @@ def _show_published(console: Console, record: Record) -> None:
         header, rows = table(found)
         shown = Table(*header, title="Compared with published figures", title_justify="left")
         for row in rows:
-            shown.add_row(*map(escape, row))
+            shown.add_row(*map(literal, row))
         console.print(shown)
 
 
@@ -239,7 +238,7 @@ def _show_list(console: Console, device: torch.device) -> None:
     for engine in engines().values():
         reason = engine.why_not(device)
         here = "yes, by default" if engine.name in default_names(device) else "when asked for"
-        table.add_row(engine.name, engine.provider, escape(reason) if reason else here)
+        table.add_row(literal(engine.name), literal(engine.provider), literal(reason) if reason else here)
     console.print(table)
 
 
@@ -263,8 +262,8 @@ def _compare(before: Record, now: Record) -> None:
     table = Table("engine", "batch", "what", "before", "now", "ratio", "bounds", title="Regressions")
     for each in found:
         table.add_row(
-            each.engine, str(each.batch), each.what, f"{each.before:.4g}", f"{each.now:.4g}", f"{each.ratio:.3f}",
-            f"{each.low:.3f} to {each.high:.3f}",
+            literal(each.engine), str(each.batch), each.what, f"{each.before:.4g}", f"{each.now:.4g}",
+            f"{each.ratio:.3f}", f"{each.low:.3f} to {each.high:.3f}",
         )  # fmt: skip
     errors.print(table)
     worst = max(found, key=lambda each: each.ratio)

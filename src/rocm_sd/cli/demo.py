@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from rocm_sd.cli.terminal import Device, bar
+from rocm_sd.cli.terminal import Device, bar, say, status
 
 if TYPE_CHECKING:
     from rocm_sd.integrations.diffusers.generation import Generated
@@ -43,7 +43,7 @@ def demo(
     writable_folder(out)
     hush()
     console = Console()
-    with console.status(f"Loading {source.name} ..."):
+    with status(console, f"Loading {source.name} ..."):
         pipe = host.load_pipeline(source, default_device(device))
     results: dict[str, list[Generated]] = {"stock": [], "rocm-sd": []}
     # One picture of each engine is drawn and thrown away: first runs pay for what later ones do not.
@@ -71,7 +71,7 @@ def demo(
     console.print(report(pipe))
     console.print(_table(times))
     for name in ("demo.png", "compare.png", "timing.md", "timing.json"):
-        console.print(f"wrote {out / name}")
+        say(console, f"wrote {out / name}")
 
 
 def _rows(times: dict[str, list[float]]) -> list[tuple[str, str, str, str]]:

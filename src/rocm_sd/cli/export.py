@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from rocm_sd.cli.terminal import say
+from rocm_sd.cli.terminal import say, status
 
 __all__ = ["export"]
 
@@ -38,7 +38,7 @@ def export(
     console = Console()
     embedded = source.kind is models.ModelKind.EMBEDDED
     name = source.name if embedded else Path(source.location).resolve().name
-    with console.status(f"Writing {out} ..."):
+    with status(console, f"Writing {out} ..."):
         written = write_checkpoint(Path(source.location), out, name=name, force=force)
     say(console, f"wrote {written.path} ({written.tensors} tensors, {written.size / 1e6:.1f} MB)")
     if embedded:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from rocm_sd.cli.terminal import Device, bar
+from rocm_sd.cli.terminal import Device, bar, say, status
 from rocm_sd.errors import Unsupported, require_one_of
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def generate(
     writable_folder(out)
     hush()
     console = Console()
-    with console.status(f"Loading {source.name} ..."):
+    with status(console, f"Loading {source.name} ..."):
         pipe = host.load_pipeline(source, default_device(device), config=config)
         if scheduler:
             host.set_scheduler(pipe, scheduler)
@@ -92,12 +92,12 @@ def _draw(
     ours = run_with_progress(console, pipe, request, "rocm-sd")
     for image, path in zip(ours.images, _free_names(out, request), strict=False):
         save_png(image, path, parameters | {"level": level, "quality": quality})
-        console.print(f"wrote {path}")
+        say(console, f"wrote {path}")
     console.print(f"{len(ours.images)} picture(s) in {ours.seconds:.2f} s")
     if stock:
         path = out / f"compare-{_slug(request.prompt)}-{request.seed}.png"
         save_png(sheet(side_by_side(stock, ours)), path, parameters)
-        console.print(f"wrote {path} (first runs, not a benchmark)")
+        say(console, f"wrote {path} (first runs, not a benchmark)")
 
 
 def side_by_side(stock: Generated, ours: Generated) -> list[list[tuple[Image.Image, str]]]:
@@ -123,7 +123,7 @@ def run_with_progress(console: Console, pipe: Any, request: Request, label: str)
 def parse_size(size: str | None) -> tuple[int | None, int | None]:
     if size is None:
         return None, None
-    match = re.fullmatch(r"(\d+)x(\d+)", size)
+    match = re.fullmatch(r"(\d{1,9})x(\d{1,9})", size)
     if not match:
         raise Unsupported("--size", f"{size!r}: it takes WIDTHxHEIGHT", hint="Try --size 512x512.")
     return int(match[1]), int(match[2])

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from rocm_sd.cli.terminal import say
+from rocm_sd.cli.terminal import say, status
 
 __all__ = ["install", "uninstall"]
 
@@ -47,7 +47,7 @@ def install(
     executable, its_own = installing.host_python(found, python)
     if not its_own:
         say(console, "note: it has no venv or python_embeded; asking the Python that runs this. Another: --python")
-    with console.status(f"Asking {executable} ..."):
+    with status(console, f"Asking {executable} ..."):
         facts = installing.examine(executable, found.root)
     say(console, facts.described)
     missing = installing.what_to_type(facts)

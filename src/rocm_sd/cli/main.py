@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 from rich.logging import RichHandler
-from rich.markup import escape
 
 from rocm_sd import __version__, settings
 from rocm_sd.cli.bench import bench
@@ -24,10 +23,10 @@ from rocm_sd.cli.install import install, uninstall
 from rocm_sd.cli.profile import profile
 from rocm_sd.cli.quality import quality
 from rocm_sd.cli.report import report
-from rocm_sd.cli.terminal import say
+from rocm_sd.cli.terminal import literal, say
 from rocm_sd.cli.tune import tune
 from rocm_sd.cli.verify import verify
-from rocm_sd.errors import RocmSdError
+from rocm_sd.errors import INTERRUPTED, explained
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -86,13 +85,24 @@ def run(arguments: list[str] | None = None) -> None:
         handler = RichHandler(console=errors, show_time=False, show_path=False)
         logging.basicConfig(level=in_force.log_level, format="%(message)s", handlers=[handler])
         app(arguments)
-    except RocmSdError as error:
+    except KeyboardInterrupt:
+        sys.exit(INTERRUPTED)
+    except Exception as error:  # noqa: BLE001 -- nobody should have to read a traceback who did not ask for it
+        if _was_interrupted(error):
+            sys.exit(INTERRUPTED)
         if debug:
             errors.print_exception()
-        errors.print(f"[bold red]error:[/] {escape(error.message)}", highlight=False, soft_wrap=True)
-        if error.hint:
-            say(errors, error.hint)
-        sys.exit(error.exit_code)
+        known = explained(error)
+        errors.print(f"[bold red]error:[/] {literal(known.message)}", highlight=False, soft_wrap=True)
+        if known.hint:
+            say(errors, known.hint)
+        sys.exit(known.exit_code)
+
+
+def _was_interrupted(error: BaseException) -> bool:
+    """By Ctrl-C while a module was imported: some then raise an ImportError of their own."""
+    before = error.__cause__ or error.__context__
+    return before is not None and (isinstance(before, KeyboardInterrupt) or _was_interrupted(before))
 
 
 if __name__ == "__main__":

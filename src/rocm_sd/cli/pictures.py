@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import errno
+import os
 import tempfile
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
 from PIL.PngImagePlugin import PngInfo
 
-from rocm_sd.errors import InvalidOption, NoDiskSpace
-from rocm_sd.files import whole, write_text
+from rocm_sd.cli.terminal import printable
+from rocm_sd.errors import InvalidOption
+from rocm_sd.files import is_special, told_when_full, whole, write_text
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
-    from pathlib import Path
 
-__all__ = ["difference", "save_png", "save_text", "sheet", "writable_folder"]
+__all__ = ["difference", "save_png", "save_text", "sheet", "writable_file", "writable_folder"]
 
 _PAPER, _INK, _FRAME = "#ffffff", "#1a1a1a", "#d0d0d0"
 
@@ -25,23 +26,31 @@ _PAPER, _INK, _FRAME = "#ffffff", "#1a1a1a", "#d0d0d0"
 def writable_folder(folder: Path) -> Path:
     """Make the folder before any work is done, so that a wrong --out costs nothing."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
+        with told_when_full(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder):
+                pass
     except OSError as error:
-        if error.errno == errno.ENOSPC:
-            raise NoDiskSpace(folder) from error
         raise InvalidOption(
             "--out", str(folder), [], hint=f"It cannot be written to ({error.strerror}). Choose another folder."
         ) from error
     return folder
 
 
+def writable_file(path: Path) -> Path:
+    """Likewise for a file that is to be written; a FIFO or a device is there already, and its folder is another's."""
+    if path.is_dir():
+        raise InvalidOption("--out", str(path), [], hint="It is a folder. Name a file.")
+    if not is_special(path):
+        writable_folder(Path(os.path.realpath(path)).parent)
+    return path
+
+
 def save_png(image: Image.Image, path: Path, parameters: Mapping[str, object]) -> None:
     metadata = PngInfo()
     metadata.add_text("Software", "rocm-sd")
     for name, value in parameters.items():
-        metadata.add_itxt(name, str(value))
+        metadata.add_itxt(name, printable(str(value)))
     with whole(path) as unfinished:
         image.save(unfinished, format="PNG", pnginfo=metadata)
 

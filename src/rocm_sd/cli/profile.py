@@ -60,13 +60,13 @@ def profile(
 
     rocm-sd profile --rocprof results_kernel_trace.csv
     """
-    from rocm_sd.cli.pictures import writable_folder
+    from rocm_sd.cli.pictures import writable_file, writable_folder
 
     if out is not None:
         writable_folder(out)
     for path in (trace, flame):
         if path is not None:
-            writable_folder(path.parent)
+            writable_file(path)
     if rocprof is not None:
         if workload or model or trace:
             raise InvalidOption("--rocprof", str(rocprof), [], hint="It draws nothing: leave out the others.")

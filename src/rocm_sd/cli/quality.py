@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from rocm_sd.cli.terminal import Device, bar
+from rocm_sd.cli.terminal import Device, bar, literal, say
 from rocm_sd.errors import InvalidOption, ModelNotFound, Unsupported, require_one_of
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def quality(
     )
     save_text(json.dumps(result, indent=2) + "\n", out / "quality.json")
     console.print(_table(sides, result))
-    console.print(f"wrote {out / 'quality.png'} and {out / 'quality.json'}")
+    say(console, f"wrote {out / 'quality.png'} and {out / 'quality.json'}")
 
 
 def _both(
@@ -161,7 +161,8 @@ def _picture(file: Path) -> PIL.Image.Image:
         with Image.open(file) as opened:
             picture: Image.Image = opened.convert("RGB")
             return picture
-    except (UnidentifiedImageError, OSError) as error:
+    # Pillow has an error of its own for each way in which a file lies about itself.
+    except (UnidentifiedImageError, OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise Unsupported("quality", f"{file}: it is not a readable picture ({error})") from error
 
 
@@ -212,7 +213,7 @@ def _tensor(images: list[Image]) -> torch.Tensor:
 
 
 def _table(sides: list[_Side], result: dict[str, Any]) -> Table:
-    table = Table("measure", sides[0].label, sides[1].label, title="Quality", title_justify="left")
+    table = Table("measure", *(literal(side.label) for side in sides), title="Quality", title_justify="left")
     for key in ("top-1", "top-5", "colour"):
         if "prompt_match" in result:
             shown = ["{:.1%} ({:.1%} to {:.1%})".format(*side[key]) for side in result["prompt_match"]]

@@ -51,7 +51,7 @@ def report(
     """
     from rocm_sd.bench import report as reports
     from rocm_sd.bench.report import other_cards, pictures
-    from rocm_sd.cli.pictures import save_text, writable_folder
+    from rocm_sd.cli.pictures import save_text, writable_file
 
     # Said before a ladder is climbed for a minute.
     optional_module("jinja2", "jinja2", "report")
@@ -60,9 +60,7 @@ def report(
     inputs = reports.read(named)
     outcomes = reports.read_ladder(Path(ladder)) if ladder and ladder != RUN else ()
     given = [pictures.read(path) for path in picture or []]
-    if out.is_dir():
-        raise InvalidOption("--out", str(out), [], hint="It is a folder. Name a file: --out report.html")
-    writable_folder(out.parent)
+    writable_file(out)
     console = Console(stderr=True)
     if ladder == RUN:
         with bar("proof ladder", console=console) as update:

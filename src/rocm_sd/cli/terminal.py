@@ -1,13 +1,16 @@
-"""What the verbs share on a terminal: bars, lines that are not wrapped, options that several have, and lists."""
+"""What the verbs share on a terminal: bars, lines that are not wrapped, options that several have, and lists.
+
+Text of a user's (a prompt, a path, a model's name) is printed through here, and never read as Rich's markup.
+"""
 
 from __future__ import annotations
 
 from contextlib import contextmanager
-from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -23,7 +26,9 @@ from rocm_sd.errors import InvalidOption
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-__all__ = ["Device", "bar", "batch_sizes", "parts", "say"]
+    from rich.status import Status
+
+__all__ = ["Device", "bar", "batch_sizes", "literal", "parts", "printable", "say", "status"]
 
 Device = Annotated[str | None, typer.Option(help="cuda (AMD and NVIDIA) or cpu. (default: what is there)")]
 
@@ -38,14 +43,37 @@ def bar(
     shows a percentage, and not how many of how many.
     """
     done = TaskProgressColumn() if share else MofNCompleteColumn()
-    columns = (TextColumn("{task.description}"), BarColumn(), done, TimeElapsedColumn(), TimeRemainingColumn())
+    said = TextColumn("{task.description}", markup=False)
+    columns = (said, BarColumn(), done, TimeElapsedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console or Console(stderr=True), **{"transient": True, **options}) as progress:
-        yield partial(progress.update, progress.add_task(what, total=total))
+        task = progress.add_task(printable(what), total=total)
+
+        def update(**changes: Any) -> None:
+            if "description" in changes:
+                changes["description"] = printable(changes["description"])
+            progress.update(task, **changes)
+
+        yield update
 
 
 def say(console: Console, line: str) -> None:
     """Print it as it is, with what looks like markup, on one line however narrow the terminal: it can be copied."""
-    console.print(line, highlight=False, markup=False, soft_wrap=True)
+    console.print(printable(line), highlight=False, markup=False, soft_wrap=True)
+
+
+def status(console: Console, text: str) -> Status:
+    """A spinner with this text, as it is."""
+    return console.status(literal(text))
+
+
+def literal(text: str) -> str:
+    """The text where Rich reads markup, such as a cell of a table: it shows as it is."""
+    return escape(printable(text))
+
+
+def printable(text: str) -> str:
+    """Bytes of a path or an argument that are no text show as escapes, where printing them would raise."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def batch_sizes(text: str) -> tuple[int, ...]:

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 from rocm_sd.doctor.facts import Facts
 from rocm_sd.doctor.reading import cards, gpus_in
 from rocm_sd.errors import InvalidOption
-from rocm_sd.files import read_json, read_text, write_text
-from rocm_sd.typed_json import read
+from rocm_sd.files import read_json, read_text, write_texts
+from rocm_sd.typed_json import Misfit, read
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
 __all__ = ["FACTS", "PROBES", "load", "read_probes", "record", "without_names"]
 
@@ -44,14 +44,15 @@ _DEVICE = re.compile(r"/dev/[\w/]+$")
 def load(folder: Path) -> Facts:
     """The machine in a folder. Where the folder has a sysfs tree, the GPUs are read from it, as on a real machine."""
     file = folder / FACTS
-    try:
-        facts = read(Facts, json.loads(file.read_text(encoding="utf-8")))
-    except OSError as error:
+
+    def unreadable(why: str) -> InvalidOption:
         hint = "Name a folder that `rocm-sd doctor --record FOLDER` wrote."
-        raise InvalidOption("machine", str(folder), [], hint=f"{error.strerror or error}: {file}. {hint}") from None
-    except (ValueError, TypeError, AttributeError) as error:
-        hint = f"{file} is not a recorded machine: {error}."
-        raise InvalidOption("machine", str(folder), [], hint=hint) from None
+        return InvalidOption("machine", str(folder), [], hint=f"{file} is not a recorded machine: {why}. {hint}")
+
+    try:
+        facts = read(Facts, read_json(file, unreadable))
+    except Misfit as error:
+        raise unreadable(str(error)) from None
     return replace(facts, gpus=gpus_in(folder)) if (folder / "sys").is_dir() else facts
 
 
@@ -60,18 +61,22 @@ def read_probes(folder: Path) -> dict[str, Any]:
     file = folder / PROBES
     if not file.exists():
         return {}
-    answers = read_json(file, lambda why: InvalidOption("machine", str(folder), [], hint=f"{file}: {why}."))
-    if not isinstance(answers, dict):
-        raise InvalidOption("machine", str(folder), [], hint=f"{file} is not an object of answers.")
+
+    def unreadable(why: str) -> InvalidOption:
+        return InvalidOption("machine", str(folder), [], hint=f"{file}: {why}.")
+
+    answers: dict[str, Any] = read_json(file, unreadable, dict)
     return answers
 
 
 def record(folder: Path, facts: Facts, answers: Mapping[str, Any], root: Path | None = None) -> None:
-    """Write a machine down; `root` is where its sys/ is."""
-    write_text(folder / FACTS, json.dumps(without_names(asdict(facts)), indent=2) + "\n")
-    write_text(folder / PROBES, json.dumps(without_names(dict(answers)), indent=2) + "\n")
-    _record_nodes(root or Path("/"), folder)
-    _record_cards(root or Path("/"), folder)
+    """Write a machine down, all of it or nothing; `root` is where its sys/ is."""
+    root = root or Path("/")
+    texts = {
+        Path(FACTS): json.dumps(without_names(asdict(facts)), indent=2) + "\n",
+        Path(PROBES): json.dumps(without_names(dict(answers)), indent=2) + "\n",
+    }
+    write_texts(folder, texts | dict(_nodes(root)) | dict(_cards(root)))
 
 
 def without_names(value: Any) -> Any:
@@ -92,7 +97,7 @@ def _last_part(found: re.Match[str]) -> str:
     return path if _DEVICE.match(path) else "(path)/" + re.split(r"[\\/]", path.rstrip("\\/"))[-1]
 
 
-def _record_nodes(root: Path, folder: Path) -> None:
+def _nodes(root: Path) -> Iterator[tuple[Path, str]]:
     for node in sorted((root / _NODES).glob("[0-9]*")):
         files: dict[Path, tuple[str, ...]] = {node / "properties": _KEPT_PROPERTIES}
         files.update(dict.fromkeys(sorted(node.glob("mem_banks/[0-9]*/properties")), _KEPT_OF_A_BANK))
@@ -100,18 +105,18 @@ def _record_nodes(root: Path, folder: Path) -> None:
             lines = read_text(file).splitlines()
             text = "".join(f"{line}\n" for line in lines if line.split(" ")[0] in kept)
             if lines:
-                write_text(folder / file.relative_to(root), text)
+                yield file.relative_to(root), text
         name = read_text(node / "name")
         if name:
-            write_text(folder / (node / "name").relative_to(root), f"{name}\n")
+            yield (node / "name").relative_to(root), f"{name}\n"
 
 
-def _record_cards(root: Path, folder: Path) -> None:
+def _cards(root: Path) -> Iterator[tuple[Path, str]]:
     for device, address in cards(root):
-        copy = folder / device.relative_to(root)
+        copy = device.relative_to(root)
         # The link to the folder that bears the address becomes a plain folder here: the address is written down.
-        write_text(copy / "uevent", f"PCI_SLOT_NAME={address}\n")
+        yield copy / "uevent", f"PCI_SLOT_NAME={address}\n"
         for name in _KEPT_OF_A_CARD:
             text = read_text(device / name)
             if text:
-                write_text(copy / name, f"{text}\n")
+                yield copy / name, f"{text}\n"

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from rocm_sd.doctor.check import Status
 from rocm_sd.errors import RocmSdError
-from rocm_sd.files import whole
+from rocm_sd.files import write_text
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -106,10 +106,9 @@ def write(treatment: Treatment, file: Path) -> bool:
         return False
     text = "\n".join([_HEADER, *kept, *new]) + "\n"
     try:
-        with whole(file) as fresh:
-            fresh.write_text(text, encoding="utf-8")
-            if before is not None:
-                file.replace(_backup(file, len(_backups(file)) + 1))
+        if before is not None:
+            write_text(_backup(file, len(_backups(file)) + 1), file.read_text(encoding="utf-8"))
+        write_text(file, text)
     except OSError as error:
         raise RocmSdError(f"{file} cannot be written: {error.strerror}.", hint="Set the variables by hand.") from None
     return True
@@ -124,7 +123,8 @@ def undo(file: Path) -> str:
         if not backups:
             file.unlink()
             return f"Removed {file}: there was none before."
-        backups[-1].replace(file)
+        write_text(file, backups[-1].read_text(encoding="utf-8"))
+        backups[-1].unlink()
     except OSError as error:
         raise RocmSdError(f"{file} cannot be changed: {error.strerror}.", hint="Remove it by hand.") from None
     return f"Brought back {file} as it was before the last --fix."

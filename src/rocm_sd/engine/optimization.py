@@ -21,6 +21,7 @@ from rocm_sd.engine.model_ways import is_vae, standing, subjects, unmeasured, wa
 from rocm_sd.engine.parts import EVERYTHING, Parts
 from rocm_sd.engine.reporting import Report
 from rocm_sd.errors import Unsupported, require_one_of
+from rocm_sd.ops.registry import require_named
 from rocm_sd.rewrite import apply, undo
 
 if TYPE_CHECKING:
@@ -66,6 +67,7 @@ def optimize_with(target: Target, level: str, quality: str, parts: Parts) -> Tar
     """
     require_one_of("level", level, LEVELS)
     require_one_of("quality", quality, QUALITIES)
+    require_named()
     modules = _modules(target)
     restore(target)
     decision = levels.decide(target, level)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 if TYPE_CHECKING:
@@ -51,9 +52,9 @@ class Report:
         rows = Counter((c.path.split(".")[0], c.kind, c.rule, c.why_skipped) for c in self.changes)
         for (part, kind, rule, reason), count in rows.items():
             done = f"{kind}: replaced by rule {rule}" if reason is None else f"{kind}: skipped, because {reason}"
-            table.add_row(part, str(count), done)
+            table.add_row(escape(part), str(count), escape(done))
         for note in self.notes:
-            table.add_row("pipeline", "", note)
+            table.add_row("pipeline", "", escape(note))
         return table
 
     def __str__(self) -> str:

@@ -5,7 +5,6 @@ Diffusers names a layer by its block, the original by its number; the weights ar
 
 from __future__ import annotations
 
-import errno
 import json
 import re
 from dataclasses import dataclass
@@ -15,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
-from rocm_sd.errors import CorruptModel, InvalidOption, ModelNotFound, NoDiskSpace, RocmSdError, Unsupported
-from rocm_sd.files import read_json, whole
+from rocm_sd.errors import FULL, CorruptModel, InvalidOption, ModelNotFound, NoDiskSpace, RocmSdError, Unsupported
+from rocm_sd.files import is_special, read_json, whole
 from rocm_sd.models.source import not_json
 
 if TYPE_CHECKING:
@@ -89,7 +88,7 @@ def write_checkpoint(folder: Path, file: Path, *, name: str, force: bool = False
         raise InvalidOption("--out", str(file), [], hint="Give a file name that ends in .safetensors.")
     if file.is_dir():
         raise InvalidOption("--out", str(file), [], hint="It is a folder: give a file name inside it.")
-    if file.exists() and not force:
+    if file.exists() and not is_special(file) and not force:
         raise RocmSdError(f"{file} is there already.", hint="Give another --out, or --force to write over it.")
     index = _json(folder / "model_index.json")
     if "text_encoder_2" in index or "unet" not in index:
@@ -155,7 +154,7 @@ def _weight_files(inside: Path) -> list[Path]:
 def _json(file: Path) -> dict[str, Any]:
     if not file.is_file():
         raise ModelNotFound(f"{file} is missing.", hint="Give a complete Diffusers folder.")
-    read: dict[str, Any] = read_json(file, partial(not_json, file))
+    read: dict[str, Any] = read_json(file, partial(not_json, file), dict)
     return read
 
 
@@ -181,9 +180,9 @@ def _save_whole(weights: dict[str, torch.Tensor], metadata: dict[str, str], file
             save_file(weights, unfinished, metadata=metadata)
             with safe_open(unfinished, framework="pt") as reopened:
                 assert len(reopened.keys()) == len(weights)
-        return file.stat().st_size
+            return unfinished.stat().st_size
     except (OSError, SafetensorError) as error:
-        if getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error):
+        if getattr(error, "errno", None) in FULL or "No space left" in str(error):
             raise NoDiskSpace(file) from error
         raise InvalidOption("--out", str(file), [], hint=f"It cannot be written ({error}).") from error
 

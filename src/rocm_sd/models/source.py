@@ -71,9 +71,9 @@ def _check_folder(folder: Path) -> None:
             f"{folder} is not a Diffusers model: it has no model_index.json.",
             hint="Give the folder that contains model_index.json, unet/ and vae/.",
         )
-    components = read_json(index, partial(not_json, index))
+    components = read_json(index, partial(not_json, index), dict)
     for name, described in components.items():
-        if name.startswith("_") or not isinstance(described, list) or described[0] is None:
+        if name.startswith("_") or not isinstance(described, list) or described[:1] in ([], [None]):
             continue
         if not (folder / name).is_dir():
             raise CorruptModel(f"{folder} is incomplete: {name}/ is missing.", hint="Download the model again.")

@@ -121,7 +121,11 @@ class DefinedOp(Op, Generic[R]):
 
 
 class Saved:
-    """What a backward pass is given: arguments and results by name, and in `wanted` whose gradients are asked for."""
+    """What a backward pass is given: arguments and results by name, and in `wanted` whose gradients are asked for.
+
+    A backward pass is run by torch with gradients enabled where those of the gradients may be asked for: what it
+    computes of the saved tensors with torch's ops is then differentiable, too. It must not detach them.
+    """
 
     def __init__(self, values: Mapping[str, Any], wanted: set[str]) -> None:
         self._values, self.wanted = values, wanted
@@ -131,6 +135,25 @@ class Saved:
             return self._values[name]
         except KeyError:
             raise AttributeError(f"{name} was not saved") from None
+
+    def through(
+        self, function: Callable[..., torch.Tensor], names: Iterable[str], gradient: torch.Tensor
+    ) -> dict[str, torch.Tensor]:
+        """The gradients that are wanted, by running `function` of these arguments anew: torch knows its gradient."""
+        again = torch.is_grad_enabled()
+        with torch.enable_grad():
+            # A view is a tensor of its own to torch, where one was given as several arguments, too.
+            given = {
+                name: (value.view_as(value) if again else value.detach().requires_grad_())
+                if name in self.wanted
+                else value
+                for name, value in ((name, self._values[name]) for name in names)
+            }
+            result = function(*given.values())
+        wanted = sorted(self.wanted)
+        asked = [given[name] for name in wanted]
+        found = torch.autograd.grad(result, asked, gradient, create_graph=again, materialize_grads=True)
+        return dict(zip(wanted, found, strict=True))
 
 
 def _argument(name: str, hint: Any, default: Any) -> Argument:

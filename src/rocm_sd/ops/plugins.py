@@ -124,7 +124,7 @@ def _guarded(plug_in: PlugIn) -> Implementation:
             if reason:
                 return str(reason)
             return None if plug_in.first_config(problem, device) is not None else "it has no config for this problem"
-        except Exception as error:  # noqa: BLE001 -- any fault of another package: it must not stop this one
+        except plugging.FAULTS as error:
             return f"its why_not or its space raised {type(error).__name__}: {error}"
 
     @wraps(made.run)

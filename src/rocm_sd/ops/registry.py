@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 
-from rocm_sd import arch, settings
+from rocm_sd import arch, plugging, settings
 from rocm_sd.errors import Unsupported
 from rocm_sd.kernels import triton as triton_kernels
 from rocm_sd.kernels.unavailable import KernelUnavailable
@@ -40,6 +40,7 @@ __all__ = [
     "note_self_tests",
     "observed",
     "register",
+    "require_named",
 ]
 
 log = logging.getLogger("rocm_sd")
@@ -209,7 +210,7 @@ class Op(OpCandidates):
             if choice.source == "forced":
                 raise
             return self._run_stock(error, choice.implementation, problem, device, *arguments)
-        except Exception as error:
+        except plugging.FAULTS as error:
             if choice.source == "forced" or self.has(choice.implementation) or _out_of_memory(error):
                 raise
             return self._run_without(choice.implementation, error, problem, device, *arguments)
@@ -284,7 +285,9 @@ class Op(OpCandidates):
             self._settle_on_stock(problem, device, reason)
         return self.own[STOCK](*arguments)
 
-    def _run_without(self, name: str, error: Exception, problem: Problem, device: torch.device, *arguments: Any) -> Any:
+    def _run_without(
+        self, name: str, error: BaseException, problem: Problem, device: torch.device, *arguments: Any
+    ) -> Any:
         """In place of a plug-in, which was right when tested, on other strides perhaps."""
         first_line = str(error).strip().partition("\n")[0]
         reason = f"{name} raised {type(error).__name__}: {first_line}"
@@ -298,7 +301,7 @@ class Op(OpCandidates):
         self._bound.forget()
 
 
-def _out_of_memory(error: Exception) -> bool:
+def _out_of_memory(error: BaseException) -> bool:
     return isinstance(error, (MemoryError, torch.OutOfMemoryError))
 
 
@@ -309,8 +312,15 @@ AnyOp = TypeVar("AnyOp", bound=Op)
 
 def register(op: AnyOp) -> AnyOp:
     OPS[op.name] = op
+    settings.note_op(op.name)
     plugins.reserve(op.name, op.own)
     return op
+
+
+def require_named() -> None:
+    """Refuse an implementation in ROCM_SD_IMPLEMENTATION that its op has not, be the op called or not."""
+    for op, name in settings.current().implementations:
+        OPS[op].implementation(name)
 
 
 def _registered(name: str) -> Op:

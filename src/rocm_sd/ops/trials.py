@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rocm_sd import plugging
 from rocm_sd.errors import RocmSdError
 from rocm_sd.kernels import hip
 from rocm_sd.kernels.config import NO_CONFIG
@@ -130,7 +131,7 @@ def prepare(op: OpCandidates, trial: Trial) -> Answer:
                 for call in calls:
                     _compile(op, trial, call)
                 torch.cuda.synchronize(trial.device)
-    except Exception as error:  # noqa: BLE001 -- whatever it raises: stock torch runs instead
+    except plugging.FAULTS as error:  # whatever it raises: stock torch runs instead
         return _failed(error, trial.device)
     _ready[op.name, trial] = calls
     return Answer()
@@ -150,7 +151,7 @@ def judge(op: OpCandidates, trial: Trial) -> Answer:
                     reason = _against_stock(call, actual, tolerance)
                 if reason is not None:
                     return Answer(f"at {call.name}: {reason}")
-    except Exception as error:  # noqa: BLE001 -- as above
+    except plugging.FAULTS as error:  # as above
         return _failed(error, trial.device)
     finally:
         calls.clear()
@@ -159,7 +160,7 @@ def judge(op: OpCandidates, trial: Trial) -> Answer:
     return Answer()
 
 
-def _failed(error: Exception, device: torch.device) -> Answer:
+def _failed(error: BaseException, device: torch.device) -> Answer:
     if isinstance(error, NothingToTry):
         return Answer(error.message)
     traceback.print_exc()

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Similarity", "clip_score", "fid", "frechet_distance", "similarity"]
 
+_WINDOW = 7  # of scikit-image's SSIM
+
 
 @dataclass(frozen=True)
 class Similarity:
@@ -39,6 +41,11 @@ def similarity(first: Tensor, second: Tensor) -> Similarity:
     """PSNR = 10 log10(1 / mse) and SSIM of each pair."""
     if first.shape != second.shape:
         raise Unsupported("similarity", f"pictures of different shapes {tuple(first.shape)} and {tuple(second.shape)}")
+    if min(first.shape[-2:]) < _WINDOW:
+        width, height = first.shape[-1], first.shape[-2]
+        raise Unsupported(
+            "similarity", f"pictures of {width}x{height}: SSIM looks at {_WINDOW}x{_WINDOW} pixels at once"
+        )
     structural_similarity = optional_module("skimage.metrics", "scikit-image", "quality").structural_similarity
     psnr, ssim = [], []
     for one, other in zip(first.double().cpu(), second.double().cpu(), strict=True):

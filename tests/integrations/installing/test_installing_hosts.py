@@ -222,6 +222,59 @@ def test_a_full_disk_leaves_nothing_half_written(webui, monkeypatch):
     assert tree(webui.root) == before
 
 
+def test_a_subfolder_that_became_a_link_is_not_followed(webui, tmp_path):
+    installing.place(webui, copy=True)
+    inside, outside = webui.destination / "scripts", tmp_path / "outside"
+    inside.rename(outside)
+    (outside / "__pycache__").mkdir()
+    (outside / "__pycache__" / "rocm_sd_optimization.cpython-311.pyc").write_text("mine")
+    inside.symlink_to(outside)
+    before = tree(outside)
+    assert installing.place(webui, copy=True).kept == (inside / "rocm_sd_optimization.py",)
+    assert tree(outside) == before
+    removed = installing.remove(webui)
+    assert tree(outside) == before
+    assert inside.is_symlink()
+    assert not any(outside in file.resolve().parents for file in removed.files)
+
+
+def test_a_file_or_the_folder_itself_that_became_a_link_is_kept(webui, tmp_path):
+    installing.place(webui, copy=True)
+    file, outside = webui.destination / "install.py", tmp_path / "mine.py"
+    file.rename(outside)
+    file.symlink_to(outside)
+    text = outside.read_text()
+    assert file in installing.place(webui, copy=True).kept
+    outside.write_text(text)
+    webui.destination.rename(tmp_path / "moved")
+    webui.destination.symlink_to(tmp_path / "moved")
+    before = tree(tmp_path / "moved")
+    assert not installing.remove(webui).files
+    assert tree(tmp_path / "moved") == before
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[]", "null", "3", '"link"', "{}", "[" * 100_000, '{"a": "\\ud800"}',
+        '{"folder": "rocm-sd", "mode": "copy", "version": "1", "files": []}',
+        '{"folder": "rocm-sd", "mode": "copy", "version": "1", "files": {"a": 5}}',
+        '{"folder": "rocm-sd", "mode": "copy", "version": "1", "files": {"": "x"}}',
+        '{"folder": "rocm-sd", "mode": "copy", "version": "1", "files": {"a\\u0000b": "x"}}',
+        '{"folder": "rocm-sd", "mode": "copy", "version": "1", "more": 1}',
+        '{"folder": ["rocm-sd"], "mode": "copy", "version": "1"}',
+    ],
+)  # fmt: skip
+def test_an_odd_list_is_one_sentence_and_nothing_is_touched(webui, text):
+    installing.place(webui, copy=True)
+    (webui.destination.parent / LIST_NAME).write_text(text)
+    before = tree(webui.root)
+    for action in (installing.place, installing.remove):
+        with pytest.raises(RocmSdError, match=r"cannot be read|not a list that rocm-sd wrote"):
+            action(webui)
+    assert tree(webui.root) == before
+
+
 def test_a_list_that_names_files_elsewhere_is_not_followed(webui, tmp_path):
     victim = make(tmp_path, "victim.txt") / "victim.txt"
     installing.place(webui, copy=True)

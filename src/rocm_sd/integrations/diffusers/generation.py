@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import diffusers
 import torch
 
-from rocm_sd.errors import Unsupported, require_one_of
+from rocm_sd.errors import InvalidOption, Unsupported, require_one_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,6 +31,13 @@ SCHEDULERS: dict[str, tuple[str, dict[str, Any]]] = {
     "lcm": ("LCMScheduler", {}),
 }
 
+# What torch takes for a generator's seed.
+_LOWEST_SEED, _HIGHEST_SEED = -(2**63), 2**64 - 1
+_SEEDS = f"It takes a whole number from {_LOWEST_SEED} to {_HIGHEST_SEED}, and each further picture takes the next."
+_NO_TEXT = "It is not UTF-8: check the encoding of the terminal or of the script."
+# Far beyond what any card holds: what is larger was mistyped, and would fill the host's memory first.
+_MOST_PICTURES, _LONGEST_SIDE = 4096, 65536
+
 
 @dataclass(frozen=True)
 class Request:
@@ -48,13 +56,30 @@ class Request:
         for name in ("steps", "batch"):
             if getattr(self, name) < 1:
                 raise Unsupported("generate", f"{name} {getattr(self, name)}: it takes 1 or more")
+        if self.batch > _MOST_PICTURES:
+            raise Unsupported("generate", f"batch {self.batch}: it takes {_MOST_PICTURES} at most")
         for name in ("width", "height"):
             size = getattr(self, name)
-            if size is not None and (size < 8 or size % 8):
-                raise Unsupported("generate", f"{name} {size}: it takes a multiple of 8", hint="Try --size 512x512.")
+            if size is not None and (size % 8 or not 8 <= size <= _LONGEST_SIDE):
+                wanted = f"a multiple of 8, {_LONGEST_SIDE} at most"
+                raise Unsupported("generate", f"{name} {size}: it takes {wanted}", hint="Try --size 512x512.")
+        for name, is_right, hint in (
+            ("guidance", math.isfinite(self.guidance), "It takes a finite number, such as 7.5."),
+            # Those of the other pictures count up from it.
+            ("seed", _LOWEST_SEED <= self.seed <= _HIGHEST_SEED - self.batch + 1, _SEEDS),
+            ("prompt", _is_text(self.prompt), _NO_TEXT),
+            ("negative", _is_text(self.negative), _NO_TEXT),
+        ):
+            if not is_right:
+                raise InvalidOption(name, getattr(self, name), [], hint=hint)
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+
+def _is_text(given: str) -> bool:
+    """Bytes of the command line that are not UTF-8 come as halves of characters, which no tokenizer takes."""
+    return not any("\ud800" <= character <= "\udfff" for character in given)
 
 
 @dataclass(frozen=True)
@@ -71,6 +96,12 @@ def generate(pipe: Any, request: Request, on_step: Callable[[int], None] | None 
     # At exactly as many steps as were trained, a schedule with an offset runs past the end of its table.
     if request.steps >= most:
         raise Unsupported("generate", f"{request.steps} steps: this model takes fewer than {most}")
+    # A consistency model's schedule is made of those of the model that it was distilled from.
+    distilled = pipe.scheduler.config.get("original_inference_steps")
+    if distilled is not None and request.steps > distilled:
+        raise Unsupported(
+            "generate", f"{request.steps} steps: {type(pipe.scheduler).__name__} takes {distilled} at most"
+        )
     generators = [torch.Generator("cpu").manual_seed(request.seed + i) for i in range(request.batch)]
 
     def after_step(_pipe: Any, step: int, _timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,6 @@ reads.
 
 from __future__ import annotations
 
-import errno
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,16 @@ from torch import nn
 from transformers.utils import logging as transformers_logging
 
 from rocm_sd import arch
-from rocm_sd.errors import CorruptModel, DeviceUnavailable, ModelNotFound, NoDiskSpace, Unsupported
+from rocm_sd.errors import (
+    FULL,
+    CorruptModel,
+    DeviceUnavailable,
+    InvalidOption,
+    ModelNotFound,
+    NoDiskSpace,
+    Unsupported,
+    first_line,
+)
 from rocm_sd.models import ModelKind, ModelSource
 from rocm_sd.models.single_file import Component, checkpoint_weights
 
@@ -38,12 +46,26 @@ __all__ = [
 
 def default_device(name: str | None = None) -> torch.device:
     """The GPU that torch sees, else the CPU; a device asked for by name must be there."""
-    device = torch.device(name) if name else torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError:
+        raise InvalidOption("--device", name, ["cuda", "cpu"]) from None
+    hint = "Type: rocm-sd info, to see which torch is installed, or use --device cpu."
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise DeviceUnavailable(
-            "torch sees no GPU.", hint="Type: rocm-sd info, to see which torch is installed, or use --device cpu."
-        )
+        raise DeviceUnavailable("torch sees no GPU.", hint=hint)
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise DeviceUnavailable(f"torch sees {torch.cuda.device_count()} GPU(s), counted from 0.", hint=hint)
+    if device.type not in {"cuda", "cpu"}:
+        _require_usable(device, hint)
     return device
+
+
+def _require_usable(device: torch.device, hint: str) -> None:
+    """By trying: torch knows the names of many devices. Not on a GPU, where it would take memory that is not used."""
+    try:
+        torch.zeros(1, device=device).cpu()
+    except (RuntimeError, AssertionError, NotImplementedError, ImportError) as error:
+        raise DeviceUnavailable(f"torch cannot use {device} here ({first_line(error)}).", hint=hint) from None
 
 
 def default_dtype(device: torch.device) -> torch.dtype:
@@ -67,10 +89,19 @@ def load_pipeline(
     try:
         pipe = _load(source, dtype, config, kind)
     except OSError as error:
-        if error.errno == errno.ENOSPC:
+        if error.errno in FULL:
             raise NoDiskSpace(source.location) from error
         raise _explained(source, error) from error
-    except (SafetensorError, ValueError, KeyError, RuntimeError) as error:
+    # What Diffusers raises of a config that is not as it expects is as good as any.
+    except (
+        SafetensorError,
+        ValueError,
+        LookupError,
+        RuntimeError,
+        TypeError,
+        AttributeError,
+        ArithmeticError,
+    ) as error:
         raise _explained(source, error) from error
     return pipe.to(device)
 
@@ -92,7 +123,7 @@ def load_clip(model: str) -> tuple[Any, Any]:
         )
     except (OSError, ValueError) as error:
         raise ModelNotFound(
-            f"{model} is no CLIP model ({_first_line(error)}).",
+            f"{model} is no CLIP model ({first_line(error)}).",
             hint="Give the folder that holds its config and weights.",
         ) from error
 
@@ -172,7 +203,7 @@ def missing_model(location: object, error: OSError | None = None) -> Exception:
         return error
     if is_no_address(location):
         return _MissingModel(f"There is no model at {location}.", hint="Check the path, or give a hub id: owner/name.")
-    reason = "" if error is None else f" ({_first_line(error)})"
+    reason = "" if error is None else f" ({first_line(error)})"
     if isinstance(getattr(error, "__context__", None), LocalEntryNotFoundError):
         reason = ": the hub cannot be reached, and there is no copy of it on this machine"
     return _MissingModel(
@@ -191,7 +222,7 @@ def is_no_address(location: object) -> bool:
 def _explained(source: ModelSource, error: Exception) -> Exception:
     if source.kind is ModelKind.HUB:
         return ModelNotFound(
-            f"{source.location} could not be loaded from the hub ({_first_line(error)}).",
+            f"{source.location} could not be loaded from the hub ({first_line(error)}).",
             hint="Check the name and the connection, or give a local folder.",
         )
     if isinstance(error, LocalEntryNotFoundError):
@@ -200,10 +231,5 @@ def _explained(source: ModelSource, error: Exception) -> Exception:
             hint="Connect once, or give --config FOLDER: the Diffusers folder of a model of the same architecture.",
         )
     return CorruptModel(
-        f"{source.location} could not be loaded ({_first_line(error)}).", hint="Copy or download the model again."
+        f"{source.location} could not be loaded ({first_line(error)}).", hint="Copy or download the model again."
     )
-
-
-def _first_line(error: Exception) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0][:200] if text else type(error).__name__

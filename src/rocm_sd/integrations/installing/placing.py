@@ -14,16 +14,17 @@ import tempfile
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
 
 import rocm_sd
-from rocm_sd.errors import NoDiskSpace, RocmSdError
-from rocm_sd.files import whole, write_text
+from rocm_sd.errors import FULL, NoDiskSpace, RocmSdError
+from rocm_sd.files import read_json, whole, write_text
 from rocm_sd.integrations.installing.hosts import Host, NotAHost
+from rocm_sd.typed_json import Misfit, read
 
 __all__ = ["LIST_NAME", "Placed", "Removed", "place", "remove"]
 
 LIST_NAME = ".rocm-sd-install.json"
+_ELSEWHERE = "elsewhere"
 _IGNORED = shutil.ignore_patterns("__pycache__", "*.pyc")
 
 
@@ -75,7 +76,7 @@ def place(host: Host, *, copy: bool = False) -> Placed:
             return _copied(host, before)
         return _linked(host, before)
     except OSError as error:
-        if error.errno == errno.ENOSPC:
+        if error.errno in FULL:
             raise NoDiskSpace(host.destination) from error
         raise RocmSdError(
             f"{host.destination} cannot be written ({error.strerror or error}).",
@@ -115,7 +116,7 @@ def _linked(host: Host, before: _Record | None) -> Placed:
         name.replace(host.destination)
     except (OSError, NotImplementedError) as error:
         name.unlink(missing_ok=True)
-        if isinstance(error, OSError) and error.errno in {errno.ENOSPC, errno.EACCES, errno.EROFS}:
+        if isinstance(error, OSError) and error.errno in {*FULL, errno.EACCES, errno.EROFS}:
             _restore_record(host, before)
             raise
         note = f"A link could not be made here ({error}): copied. After an update of rocm-sd, install again."
@@ -128,9 +129,9 @@ def _copied(host: Host, before: _Record | None) -> Placed:
         host.destination.unlink()
     sources = {file.relative_to(host.source).as_posix(): file for file in _files(host.source)}
     old = before.files if before else {}
-    kept = [name for name in sources if _changed(host.destination / name, old.get(name), sources[name])]
+    kept = [name for name in sources if _changed(host, name, old.get(name), sources[name])]
     # A file that an earlier version had and this one has not goes, unless the user changed it.
-    stale = [name for name in old if name not in sources and _hash(host.destination / name) == old[name]]
+    stale = [name for name in old if name not in sources and _present(host, name) == old[name]]
     hashes = {name: _hash(file) or "" for name, file in sources.items() if name not in kept}
     record = _Record(
         host.destination.name, "copy", rocm_sd.__version__, None, hashes | {name: old[name] for name in stale}
@@ -160,10 +161,22 @@ def _copy_whole(host: Host) -> None:
             shutil.rmtree(unfinished)
 
 
-def _changed(file: Path, written: str | None, source: Path) -> bool:
+def _changed(host: Host, name: str, written: str | None, source: Path) -> bool:
     """Is there a file that is neither what was written before nor what is to be written now?"""
-    present = _hash(file)
+    present = _present(host, name)
     return present is not None and present not in {written, _hash(source)}
+
+
+def _present(host: Host, name: str) -> str | None:
+    """The hash of the file of that name in the folder; what is a link, or lies behind one, has no hash of ours.
+
+    A subfolder may have become a link to somewhere else: what is there was not written by rocm-sd, and is not touched.
+    """
+    file = host.destination / name
+    folder = Path(os.path.realpath(host.destination.parent)) / host.destination.name
+    if file.is_symlink() or not Path(os.path.realpath(file.parent)).is_relative_to(folder):
+        return _ELSEWHERE
+    return _hash(file)
 
 
 def _take_link(host: Host, record: _Record) -> tuple[list[Path], list[Path]]:
@@ -178,15 +191,16 @@ def _take_files(host: Host, record: _Record) -> tuple[list[Path], list[Path]]:
     gone, kept = [], []
     for name, written in record.files.items():
         file = host.destination / name
-        present = _hash(file)
-        if present == written:
+        present = _present(host, name)
+        if present == written and present != _ELSEWHERE:
             file.unlink()
             gone.append(file)
-            for compiled in (file.parent / "__pycache__").glob(f"{file.stem}.*.pyc"):
-                compiled.unlink()
-        elif present is not None:
+            compiled = file.parent / "__pycache__"
+            for code in () if compiled.is_symlink() else compiled.glob(f"{file.stem}.*.pyc"):
+                code.unlink()
+        elif present is not None and os.path.lexists(file):
             kept.append(file)
-    if host.destination.is_dir():
+    if host.destination.is_dir() and not host.destination.is_symlink():
         for folder, _, _ in sorted(os.walk(host.destination), reverse=True):
             if not any(Path(folder).iterdir()):
                 Path(folder).rmdir()
@@ -209,21 +223,28 @@ def _hash(file: Path) -> str | None:
 
 def _read_record(host: Host) -> _Record | None:
     file = host.destination.parent / LIST_NAME
-    try:
-        read: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        record = _Record(**read)
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, TypeError) as error:
-        raise RocmSdError(
-            f"{file} cannot be read ({error}): what rocm-sd wrote is not known.",
+
+    def unreadable(why: str) -> RocmSdError:
+        return RocmSdError(
+            f"{file} cannot be read ({why}): what rocm-sd wrote is not known.",
             hint=f"Look into {host.destination}, remove both by hand, and install again.",
-        ) from error
-    # The list names files to delete: none may lie outside the folder.
-    outside = [name for name in record.files if Path(name).is_absolute() or ".." in Path(name).parts]
-    if record.folder != host.destination.name or outside:
+        )
+
+    if not os.path.lexists(file):
+        return None
+    try:
+        record = read(_Record, read_json(file, unreadable))
+    except Misfit as error:
+        raise unreadable(str(error)) from None
+    # The list names files to write and to delete: none may lie outside the folder.
+    if record.folder != host.destination.name or not all(_is_plain(name) for name in record.files):
         raise RocmSdError(f"{file} is not a list that rocm-sd wrote.", hint="Remove it by hand.")
     return record
+
+
+def _is_plain(name: str) -> bool:
+    path = Path(name)
+    return bool(path.parts) and not path.is_absolute() and ".." not in path.parts and "\0" not in name
 
 
 def _write_record(host: Host, record: _Record) -> None:

@@ -22,7 +22,7 @@ from rocm_sd.errors import Unsupported
 from rocm_sd.kernels import hip, triton
 from rocm_sd.kernels.configs.attention import AttentionConfig
 from rocm_sd.kernels.hip.attention import BY_HEAD
-from rocm_sd.ops.attention import libraries
+from rocm_sd.ops.attention import libraries, reference
 from rocm_sd.ops.attention.workload import HIP, HIP_HEADS, TUNING, VERIFICATION, problem, variant
 from rocm_sd.ops.defining import Saved, define
 from rocm_sd.ops.definition import HALVES, Implementation, where
@@ -359,12 +359,17 @@ def _no_such_head(problem: Problem) -> str | None:
 
 
 def _backward(saved: Saved, grad: Tensor) -> Mapping[str, Part]:
-    """Recompute through stock torch, whose own backward then needs no more memory than it must."""
-    q, k, v = (t.detach().transpose(1, 2).requires_grad_() for t in (saved.q, saved.k, saved.v))
-    with torch.enable_grad():
-        out = F.scaled_dot_product_attention(q, k, v, scale=saved.scale)
-    d_q, d_k, d_v = torch.autograd.grad(out, (q, k, v), grad.transpose(1, 2))
-    return {"q": d_q.transpose(1, 2), "k": d_k.transpose(1, 2), "v": d_v.transpose(1, 2)}
+    """Recompute through stock torch, whose own backward then needs no more memory than it must; where gradients of the
+    gradients may be asked for, through the definition: no fused kernel of torch has them.
+    """
+    function = reference.attention if torch.is_grad_enabled() else _fused
+    return saved.through(function, ("q", "k", "v", "scale"), grad)
+
+
+def _fused(q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
+    q, scale = _positive(q, scale)
+    heads = (q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
+    return F.scaled_dot_product_attention(*heads, scale=scale).transpose(1, 2)
 
 
 OP = define(

@@ -138,14 +138,8 @@ def _refused(problem: Problem) -> str | None:
 
 def _backward(saved: Saved, grad: Tensor) -> Mapping[str, Tensor]:
     """Recompute through the definition, in plain torch, of which torch knows the gradient."""
-    names = [each.name for each in OP.signature.arguments]
-    given = {name: getattr(saved, name) for name in names}
-    for name in saved.wanted:
-        given[name] = given[name].detach().requires_grad_()
-    with torch.enable_grad():
-        y = reference.transformer_block(*given.values())
-    wanted = sorted(saved.wanted)
-    return dict(zip(wanted, torch.autograd.grad(y, [given[name] for name in wanted], grad), strict=True))
+    names = (each.name for each in OP.signature.arguments)
+    return saved.through(reference.transformer_block, names, grad)
 
 
 OP = define(
