@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import tempfile
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rocm_sd.errors import NoDiskSpace
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
 
-__all__ = ["read_json", "read_text", "whole", "write_text"]
+__all__ = ["read_text", "whole", "write_text"]
 
 
 def read_text(path: Path) -> str:
@@ -24,16 +23,6 @@ def read_text(path: Path) -> str:
         return path.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:
         return ""
-
-
-def read_json(path: Path, unreadable: Callable[[str], Exception]) -> Any:
-    """What a file holds that a user named; where it cannot be read, `unreadable` makes the error of the reason."""
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise unreadable("there is no such file") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise unreadable(str(error)) from error
 
 
 @contextmanager

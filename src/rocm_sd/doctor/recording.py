@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 from rocm_sd.doctor.facts import Facts
 from rocm_sd.doctor.reading import cards, gpus_in
 from rocm_sd.errors import InvalidOption
-from rocm_sd.files import read_json, read_text, write_text
-from rocm_sd.typed_json import read
+from rocm_sd.files import read_text, write_text
+from rocm_sd.plain_json import read_json
+from rocm_sd.typed_json import Misfit, Rules, read
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -26,6 +27,13 @@ FACTS = "facts.json"
 PROBES = "probes.json"
 
 _NODES = "sys/class/kfd/kfd/topology/nodes"
+# Bytes, and numbers of things: none is negative.
+_SIZE = {"minimum": 0, "maximum": 2**63}
+_RULES: Rules = {
+    "Facts.memory_total": _SIZE,
+    **{f"Gpu.{name}": _SIZE for name in ("index", "compute_units", "vram_total", "vram_free", "gtt_total")},
+    **{f"TorchDevice.{name}": _SIZE for name in ("total", "free")},
+}
 # Of the kernel's own description; it also tells a card's serial number (unique_id), which stays out.
 _KEPT_PROPERTIES = (
     "cpu_cores_count", "simd_count", "simd_per_cu", "gfx_target_version", "vendor_id", "location_id", "domain",
@@ -44,14 +52,15 @@ _DEVICE = re.compile(r"/dev/[\w/]+$")
 def load(folder: Path) -> Facts:
     """The machine in a folder. Where the folder has a sysfs tree, the GPUs are read from it, as on a real machine."""
     file = folder / FACTS
+
+    def unreadable(why: str) -> InvalidOption:
+        hint = f"{file} is not a recorded machine: {why}. Name a folder that `rocm-sd doctor --record FOLDER` wrote."
+        return InvalidOption("machine", str(folder), [], hint=hint)
+
     try:
-        facts = read(Facts, json.loads(file.read_text(encoding="utf-8")))
-    except OSError as error:
-        hint = "Name a folder that `rocm-sd doctor --record FOLDER` wrote."
-        raise InvalidOption("machine", str(folder), [], hint=f"{error.strerror or error}: {file}. {hint}") from None
-    except (ValueError, TypeError, AttributeError) as error:
-        hint = f"{file} is not a recorded machine: {error}."
-        raise InvalidOption("machine", str(folder), [], hint=hint) from None
+        facts = read(Facts, read_json(file, unreadable), _RULES)
+    except Misfit as error:
+        raise unreadable(str(error)) from None
     return replace(facts, gpus=gpus_in(folder)) if (folder / "sys").is_dir() else facts
 
 

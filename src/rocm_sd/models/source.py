@@ -11,8 +11,8 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from rocm_sd.errors import CorruptModel, ModelNotFound
-from rocm_sd.files import read_json
 from rocm_sd.models.emoji import MODEL_FOLDER
+from rocm_sd.plain_json import read_json
 
 __all__ = ["EMBEDDED", "ModelKind", "ModelSource", "not_json", "resolve"]
 
@@ -71,9 +71,11 @@ def _check_folder(folder: Path) -> None:
             f"{folder} is not a Diffusers model: it has no model_index.json.",
             hint="Give the folder that contains model_index.json, unet/ and vae/.",
         )
-    components = read_json(index, partial(not_json, index))
+    components = read_json(index, partial(not_json, index), finite=False)
+    if not isinstance(components, dict):
+        raise not_json(index, "it holds no object")
     for name, described in components.items():
-        if name.startswith("_") or not isinstance(described, list) or described[0] is None:
+        if name.startswith("_") or not isinstance(described, list) or not described or described[0] is None:
             continue
         if not (folder / name).is_dir():
             raise CorruptModel(f"{folder} is incomplete: {name}/ is missing.", hint="Download the model again.")

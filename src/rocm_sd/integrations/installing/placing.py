@@ -13,17 +13,25 @@ import shutil
 import tempfile
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
-from pathlib import Path
-from typing import Any
+from pathlib import Path, PurePosixPath, PureWindowsPath
 
 import rocm_sd
 from rocm_sd.errors import NoDiskSpace, RocmSdError
 from rocm_sd.files import whole, write_text
 from rocm_sd.integrations.installing.hosts import Host, NotAHost
+from rocm_sd.plain_json import read_json
+from rocm_sd.typed_json import Misfit, Rules, read
 
 __all__ = ["LIST_NAME", "Placed", "Removed", "place", "remove"]
 
 LIST_NAME = ".rocm-sd-install.json"
+# A name with a null byte is no name of a file.
+_TEXT = {"pattern": r"^[^\u0000]*$"}
+_RULES: Rules = {
+    "_Record.mode": {"enum": ["link", "copy"]},
+    **{f"_Record.{name}": _TEXT for name in ("folder", "target")},
+    "_Record.files": {"propertyNames": {**_TEXT, "maxLength": 1000}},
+}
 _IGNORED = shutil.ignore_patterns("__pycache__", "*.pyc")
 
 
@@ -99,8 +107,14 @@ def remove(host: Host) -> Removed:
             f"rocm-sd is not installed in {host.root}: there is no {host.destination.parent / LIST_NAME}.",
             hint=f"To install it, type: rocm-sd install {host.kind} {host.root}",
         )
-    gone, kept = _take_link(host, record) if record.mode == "link" else _take_files(host, record)
-    (host.destination.parent / LIST_NAME).unlink(missing_ok=True)
+    try:
+        gone, kept = _take_link(host, record) if record.mode == "link" else _take_files(host, record)
+        (host.destination.parent / LIST_NAME).unlink(missing_ok=True)
+    except OSError as error:
+        raise RocmSdError(
+            f"{error.filename or host.destination} cannot be removed ({error.strerror or error}).",
+            hint="Check whose folder it is, and run this as its owner. What is left is still in the list.",
+        ) from error
     return Removed(tuple(gone), tuple(kept))
 
 
@@ -209,21 +223,30 @@ def _hash(file: Path) -> str | None:
 
 def _read_record(host: Host) -> _Record | None:
     file = host.destination.parent / LIST_NAME
-    try:
-        read: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        record = _Record(**read)
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, TypeError) as error:
-        raise RocmSdError(
-            f"{file} cannot be read ({error}): what rocm-sd wrote is not known.",
+
+    def unreadable(why: str) -> RocmSdError:
+        return RocmSdError(
+            f"{file} cannot be read ({why}): what rocm-sd wrote is not known.",
             hint=f"Look into {host.destination}, remove both by hand, and install again.",
-        ) from error
+        )
+
+    if not file.exists():
+        return None
+    try:
+        record = read(_Record, read_json(file, unreadable), _RULES)
+    except Misfit as error:
+        raise unreadable(str(error)) from None
     # The list names files to delete: none may lie outside the folder.
-    outside = [name for name in record.files if Path(name).is_absolute() or ".." in Path(name).parts]
-    if record.folder != host.destination.name or outside:
+    if record.folder != host.destination.name or not all(map(_is_inside, record.files)):
         raise RocmSdError(f"{file} is not a list that rocm-sd wrote.", hint="Remove it by hand.")
     return record
+
+
+def _is_inside(name: str) -> bool:
+    path = PurePosixPath(name)
+    named = bool(path.parts) and ".." not in path.parts and not path.is_absolute()
+    # On Windows a drive, and a path with the other slash, lead outside as well.
+    return named and not PureWindowsPath(name).anchor and ".." not in PureWindowsPath(name).parts
 
 
 def _write_record(host: Host, record: _Record) -> None:
