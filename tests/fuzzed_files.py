@@ -33,10 +33,12 @@ def broken(draw: st.DrawFn, values: Any) -> Any:
     """The values with one to four of them dropped, replaced, doubled, negated or moved."""
     values = copy.deepcopy(values)
     for _ in range(draw(st.integers(1, 4))):
-        holder = draw(st.sampled_from(list(_holders(values)) or [values]))
-        if not isinstance(holder, (dict, list)) or not holder:
-            return draw(evil)
-        place = draw(st.sampled_from(sorted(holder, key=str) if isinstance(holder, dict) else range(len(holder))))
+        holders = [each for each in _holders(values) if each]
+        if not holders:
+            return copy.deepcopy(draw(evil))
+        holder = holders[draw(st.integers(0, len(holders) - 1))]
+        places = list(holder) if isinstance(holder, dict) else range(len(holder))
+        place = places[draw(st.integers(0, len(places) - 1))]
         kind = draw(st.integers(0, 7))
         old = holder[place]
         if kind == 0:
@@ -50,9 +52,9 @@ def broken(draw: st.DrawFn, values: Any) -> Any:
         elif kind == 3 and isinstance(old, (int, float)):
             holder[place] = old * draw(st.sampled_from([1e-300, 1e-6, 1e6, 1e300]))
         elif kind == 4:
-            holder[place] = copy.deepcopy(draw(st.sampled_from(list(_holders(values)) or [values])))
+            holder[place] = copy.deepcopy(holders[draw(st.integers(0, len(holders) - 1))])
         else:
-            holder[place] = draw(evil)
+            holder[place] = copy.deepcopy(draw(evil))
     return values
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rocm_sd.errors import RocmSdError
-from rocm_sd.tuning.database_file import Opened, open_file, set_aside, without_file
+from rocm_sd.tuning.database_file import DAMAGE, Opened, open_file, set_aside, without_file
 from rocm_sd.tuning.entries import Entry, Quarantined, now, text
 from rocm_sd.tuning.exports import read_export, write_export
 from rocm_sd.tuning.location import default_path
@@ -270,7 +270,7 @@ class Database:
                         # Before anything is read: of two writers that both read first, one could not go on.
                         connection.execute("BEGIN IMMEDIATE")
                         return what(connection)
-                except sqlite3.DatabaseError as error:
+                except DAMAGE as error:
                     in_memory = opened.why_not_kept is not None
                     if (in_memory and not opened.is_copy) or isinstance(error, _OUR_FAULT):
                         raise
@@ -285,7 +285,7 @@ class Database:
         self._lost = self._lost or self._opened.why_lost
         return self._opened
 
-    def _give_up(self, opened: Opened, error: sqlite3.DatabaseError) -> None:
+    def _give_up(self, opened: Opened, error: Exception) -> None:
         """A damaged file makes room for a new one. A full disk or a lock that is never let go: on without the file."""
         opened.connection.close()
         self._opened = None

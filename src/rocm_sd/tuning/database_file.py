@@ -16,13 +16,15 @@ from rocm_sd.tuning.environment import Environment
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["Opened", "open_file", "set_aside", "without_file"]
+__all__ = ["DAMAGE", "Opened", "open_file", "set_aside", "without_file"]
 
 log = logging.getLogger("rocm_sd")
 
 APPLICATION = 0x726F636D  # "rocm": what tells this project's files from any other SQLite file
 VERSION = 1
 BUSY_S = 5.0
+# SQLite names what is damaged in its own words, and those may be damaged, too.
+DAMAGE = (sqlite3.DatabaseError, UnicodeDecodeError)
 _SCHEMA = """
 CREATE TABLE measurements (
     op TEXT NOT NULL, problem TEXT NOT NULL, environment TEXT NOT NULL, kernel_hash TEXT NOT NULL,
@@ -84,7 +86,7 @@ def open_file(path: Path) -> Opened:
         except (sqlite3.OperationalError, OSError) as error:
             why = str(error)
             break
-        except sqlite3.DatabaseError as error:
+        except DAMAGE as error:
             why = lost = str(error)
             if not set_aside(path, identity, why):
                 break
@@ -97,7 +99,7 @@ def without_file(path: Path, why: str, *, copied: bool = True) -> Opened:
     memory = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
     # In a folder that cannot be written, SQLite reads a file only where it knows that nobody changes it.
     for way in ("mode=ro", "mode=ro&immutable=1") if copied else ():
-        with suppress(sqlite3.Error, OSError, _Later):
+        with suppress(sqlite3.Error, UnicodeDecodeError, OSError, _Later):
             source = _checked(sqlite3.connect(f"{path.absolute().as_uri()}?{way}", uri=True, timeout=BUSY_S))
             try:
                 source.backup(memory)
