@@ -49,7 +49,7 @@ def broken(draw: st.DrawFn, values: Any) -> Any:
             holder[draw(st.sampled_from([each for each in _TEXTS if each != _DEEP]))] = copy.deepcopy(old)
         elif kind == 2 and isinstance(old, (int, float)):
             holder[place] = -old
-        elif kind == 3 and isinstance(old, (int, float)):
+        elif kind == 3 and isinstance(old, (int, float)) and abs(old) < 1e300:
             holder[place] = old * draw(st.sampled_from([1e-300, 1e-6, 1e6, 1e300]))
         elif kind == 4:
             holder[place] = copy.deepcopy(holders[draw(st.integers(0, len(holders) - 1))])

@@ -21,9 +21,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import contributions_page
-from fuzzed_files import broken_bytes, evil
-from rocm_sd import models
-from rocm_sd.bench import report, submission, tables
+from fuzzed_files import broken, broken_bytes, evil
+from rocm_sd import arch, models
+from rocm_sd.bench import profiling, report, submission, tables
 from rocm_sd.bench.kpis import kpis
 from rocm_sd.bench.records import Comparison, Machine, Measurement, Record, WorkloadFacts, continued
 from rocm_sd.bench.regressions import regressions
@@ -367,6 +367,41 @@ def test_install_lists(folder, raw):
     else:
         count("install list", taken=True)
     assert all(file.read_bytes() == content for file, content in kept.items())
+
+
+ROCPROF = {
+    "rocprofiler-sdk-tool": [
+        {"kernel_symbols": [{"kernel_id": 1, "formatted_kernel_name": "gemm"}, {"kernel_id": 2, "kernel_name": "x.kd"}],
+         "buffer_records": {"kernel_dispatch": [
+             {"start_timestamp": 1000 * at, "end_timestamp": 1000 * at + 700,
+              "dispatch_info": {"kernel_id": 1 + at % 2, "agent_id": {"handle": 2**64 - 1}, "queue_id": {"handle": 1}}}
+             for at in range(4)]}}
+    ]
+}  # fmt: skip
+ROWS = [
+    ["Kernel_Name", "Start_Timestamp", "End_Timestamp", "Agent_Id"],
+    ["gemm", 1000, 1700, 1],
+    ["copy", 2000, 2500, 1],
+]
+
+
+def _as_csv(values):
+    rows = values if isinstance(values, list) else [values]
+    return "\n".join(",".join(map(str, row)) if isinstance(row, list) else str(row) for row in rows)
+
+
+@given(raw=broken_bytes(ROCPROF) | broken(ROWS).map(_as_csv).map(lambda text: text.encode("utf-8", "surrogatepass")))
+def test_rocprof(folder, raw):
+    path = folder / "rocprof"
+    path.write_bytes(raw)
+    try:
+        found = profiling.read_rocprof(path)
+    except RocmSdError as error:
+        sentence(error)
+        count("rocprofv3", taken=False)
+        return
+    profiling.findings(profiling.analyse(found, arch.unknown("gfx")))
+    count("rocprofv3", taken=True)
 
 
 INDEX = {

@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 
 from rocm_sd.errors import CorruptModel, ModelNotFound
 from rocm_sd.models.emoji import MODEL_FOLDER
-from rocm_sd.plain_json import read_json
+from rocm_sd.plain_json import read_json, shortened
 
 __all__ = ["EMBEDDED", "ModelKind", "ModelSource", "not_json", "resolve"]
 
@@ -77,8 +77,10 @@ def _check_folder(folder: Path) -> None:
     for name, described in components.items():
         if name.startswith("_") or not isinstance(described, list) or not described or described[0] is None:
             continue
-        if not (folder / name).is_dir():
-            raise CorruptModel(f"{folder} is incomplete: {name}/ is missing.", hint="Download the model again.")
+        if not _is_folder(folder / name):
+            raise CorruptModel(
+                f"{folder} is incomplete: {shortened(name)}/ is missing.", hint="Download the model again."
+            )
     weights = sorted(folder.rglob("*.safetensors"))
     for name in ("unet", "transformer", "vae"):
         if isinstance(components.get(name), list) and not any(folder / name in file.parents for file in weights):
@@ -88,6 +90,14 @@ def _check_folder(folder: Path) -> None:
             )
     for file in weights:
         _check_safetensors(file)
+
+
+def _is_folder(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except OSError:
+        # A name that no file system takes.
+        return False
 
 
 def not_json(file: Path, reason: str) -> CorruptModel:
