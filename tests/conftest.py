@@ -21,6 +21,10 @@ hypothesis.settings.register_profile(
     suppress_health_check=[hypothesis.HealthCheck.too_slow, hypothesis.HealthCheck.data_too_large],
 )
 hypothesis.settings.load_profile("project")
+# pytest --hypothesis-profile=fuzz: a hundred times as many, and others on every run.
+hypothesis.settings.register_profile(
+    "fuzz", parent=hypothesis.settings.get_profile("project"), derandomize=False, max_examples=10_000, print_blob=True
+)
 
 # All that imports and collection make stays until the end: to look through it again and again for garbage is in vain.
 gc.disable()

@@ -23,6 +23,8 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGE, SCHEMA = "docs/contributions.md", "docs/assets/bench-record.schema.json"
 _HEADINGS = ("device", "engine", "batch", "picture ms", "times as fast as stock", "versions", "when", "file")
 _VERSIONS = ("torch", "rocm", "hip", "cuda", "diffusers", "triton", "rocm-sd")
+# Neither HTML nor Markdown reads anything into these within a line.
+_HARMLESS = frozenset(" .,:;+-/()@%_")
 _HEAD = """# Contributed measurements
 
 What people measured on their own cards with [`rocm-sd bench --submit`](performance-database.md). Every file was checked
@@ -72,13 +74,13 @@ def _rows(name: str, record: Record) -> list[tuple[str, ...]]:
     shown_versions = ", ".join(f"{key} {versions[key]}" for key in _VERSIONS if versions.get(key))
     return [
         (
-            f"{record.machine.device} ({record.machine.arch})" if first else "",
-            measured.engine,
+            _escaped(f"{record.machine.device} ({record.machine.arch})") if first else "",
+            _escaped(measured.engine),
             str(measured.batch),
             f"{measured.p50_ms / measured.batch:.0f}",
             _as_fast(record, measured),
-            shown_versions if first else "",
-            record.when[:10] if first else "",
+            _escaped(shown_versions) if first else "",
+            _escaped(record.when[:10]) if first else "",
             f"`{name}`" if first else "",
         )
         for first, measured in zip(
@@ -87,10 +89,18 @@ def _rows(name: str, record: Record) -> list[tuple[str, ...]]:
     ]
 
 
+def _escaped(text: str) -> str:
+    """As it is read, whatever it has of HTML or Markdown: any character that could mean more is written by its number.
+
+    `submission.validate` lets none of them through; a page that is published does not rest on one check alone.
+    """
+    return "".join(each if each.isalnum() or each in _HARMLESS else f"&#{ord(each)};" for each in text)
+
+
 def _table(rows: list[tuple[str, ...]]) -> str:
     right = {"batch", "picture ms", "times as fast as stock"}
     lines = [_HEADINGS, tuple("---:" if heading in right else "---" for heading in _HEADINGS), *rows]
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines) + "\n"
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
 
 
 def page(root: Path = ROOT) -> str:
@@ -104,7 +114,7 @@ def page(root: Path = ROOT) -> str:
             listed[record.workload.name] += _rows(name, record)
     if not listed:
         return _HEAD + _NONE
-    return _HEAD + "\n".join(f"## {workload}\n\n{_table(rows)}" for workload, rows in sorted(listed.items()))
+    return _HEAD + "\n".join(f"## {_escaped(name)}\n\n{_table(rows)}" for name, rows in sorted(listed.items()))
 
 
 def stale(root: Path = ROOT) -> dict[str, str]:

@@ -26,7 +26,8 @@ from fuzz_rounds import Round, run_round
 from rocm_sd.bench.machine import machine
 from rocm_sd.cli.terminal import bar, parts
 from rocm_sd.errors import InvalidOption, NumericsFailure, RocmSdError
-from rocm_sd.files import read_json, write_text
+from rocm_sd.files import write_text
+from rocm_sd.plain_json import read_json
 from rocm_sd.workers import Worker, WorkerFailed, WorkerLost
 
 __all__ = ["fuzz"]

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import stat
 import tempfile
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rocm_sd.errors import FULL, NoDiskSpace
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
+    from collections.abc import Iterator, Mapping
 
-__all__ = ["is_special", "read_json", "read_text", "told_when_full", "whole", "write_text", "write_texts"]
-
-
-_JSON_NAMES = {dict: "an object", list: "a list", str: "text", bool: "true or false"}
+__all__ = ["is_special", "read_text", "told_when_full", "whole", "write_text", "write_texts"]
 
 
 def read_text(path: Path) -> str:
@@ -28,30 +24,6 @@ def read_text(path: Path) -> str:
         return path.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:
         return ""
-
-
-def read_json(path: Path, unreadable: Callable[[str], Exception], of: type = object) -> Any:
-    """What a file holds that a user named; where it cannot be read, `unreadable` makes the error of the reason.
-
-    `of` is what it must hold, such as dict. Half a character, which JSON can spell, is refused: nothing could print it.
-    """
-    try:
-        text = path.read_text(encoding="utf-8")
-        found = json.loads(text)
-        if "\\ud" in text.lower():
-            json.dumps(found, ensure_ascii=False).encode()
-    except FileNotFoundError:
-        raise unreadable("there is no such file") from None
-    except RecursionError as error:
-        raise unreadable("it is nested too deeply") from error
-    except UnicodeEncodeError as error:
-        raise unreadable("it has half a character, a lone surrogate") from error
-    except (OSError, ValueError) as error:
-        raise unreadable(str(error)) from error
-    if not isinstance(found, of):
-        is_now = _JSON_NAMES.get(type(found), "a number or null")
-        raise unreadable(f"it is not {_JSON_NAMES[of]}, but {is_now}")
-    return found
 
 
 def is_special(path: Path) -> bool:

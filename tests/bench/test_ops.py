@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import multiprocessing
+import time
 from dataclasses import replace
 
 import pytest
@@ -7,7 +9,7 @@ import torch
 
 from rocm_sd.bench import ops
 from rocm_sd.bench.gate import WRONG
-from rocm_sd.bench.records import Record, record_file
+from rocm_sd.bench.records import Record, RecordInUse, record_file
 from rocm_sd.errors import InvalidOption
 from rocm_sd.ops import OPS
 
@@ -39,6 +41,48 @@ def test_an_op_is_timed_beside_stock_on_every_call(few, tmp_path):
     ]  # fmt: skip
     assert seen[-1][:2] == (2, 2)
     assert Record.load(record_file(tmp_path, f"op:{NAME}")) == record
+
+
+def _bench(folder, begun, done):
+    op = OPS[NAME]
+    OPS[NAME] = replace(op, verification=replace(op.verification, small=op.verification.small[:2]))
+
+    def tried() -> bool:
+        try:
+            ops.run(f"op:{NAME}", CPU, out=folder, repeats=2, resume=False, progress=lambda *_: begun.wait(60))
+        except RecordInUse:
+            done.put("refused")
+            begun.set()
+            return False
+        done.put("recorded")
+        return True
+
+    while not tried():
+        time.sleep(0.2)
+
+
+def test_two_runs_into_one_folder_at_once_lose_nothing(tmp_path):
+    spawn = multiprocessing.get_context("spawn")
+    begun, done = spawn.Event(), spawn.Queue()
+    # Each waits within its first call until the other was told that the record is taken.
+    runs = [spawn.Process(target=_bench, args=(tmp_path, begun, done)) for _ in range(2)]
+    for run in runs:
+        run.start()
+    said = []
+    while said.count("recorded") < 2:
+        said.append(done.get(timeout=120))
+    for run in runs:
+        run.join()
+    assert said[0] == "refused"
+    files = sorted(tmp_path.glob("*.json"))
+    assert len(files) == 2
+    assert all(Record.load(file).complete and len(Record.load(file).measurements) == 4 for file in files)
+    assert not list(tmp_path.glob(".*.lock"))
+
+
+def test_a_run_that_was_killed_leaves_no_lock_behind(few, tmp_path):
+    (tmp_path / f".op-{NAME}.json.lock").touch()
+    assert ops.run(f"op:{NAME}", CPU, out=tmp_path, repeats=2).complete
 
 
 def test_a_wrong_op_is_not_timed(few, tmp_path, monkeypatch):

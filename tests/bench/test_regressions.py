@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from rocm_sd.bench.records import Machine, Measurement, Record, WorkloadFacts
+from rocm_sd.bench.records import Machine, Measurement, Record, UnreadableRecord, WorkloadFacts
 from rocm_sd.bench.regressions import Incomparable, incomparable, regressions
 from rocm_sd.measuring import Stopwatch, interleaved, interval, settled
 
@@ -260,3 +260,14 @@ def test_an_op_that_really_became_slower_is_caught():
 def test_twenty_runs_of_an_unchanged_op_raise_no_alarm():
     before = run(by_hand)
     assert [regressions(before, run(by_hand)) for _ in range(20)] == [()] * 20
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, -5.0, 1e300])
+@pytest.mark.parametrize("field", ["ms", "second_run_mib", "error"])
+def test_an_earlier_record_with_times_that_are_none_is_refused_and_passes_nothing(tmp_path, field, bad):
+    before = replace(pair(40.0, second_run_mib=100.0, error=1e-3), when="2026-01-01")
+    first, ours = before.measurements
+    spoiled = replace(ours, **{field: (*ours.ms, bad) if field == "ms" else bad})
+    replace(before, measurements=(first, spoiled)).save(tmp_path / "before.json")
+    with pytest.raises(UnreadableRecord, match=rf"measurements\[1\].{field}"):
+        Record.load(tmp_path / "before.json")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -95,6 +96,9 @@ def test_a_changed_file_is_found_out(tmp_path):
     assert "changed after it was written" in submission.validate(file)[0]
 
 
+SCRIPT = "<script>alert(1)</script>"
+
+
 def signed(path: Path, change) -> Path:
     """A file that somebody changed and hashed again."""
     file = submission.write(record(), path)
@@ -118,6 +122,28 @@ def signed(path: Path, change) -> Path:
         (lambda v: v.update(statement="mine"), "statement should be one of"),
         (lambda v: v["record"].update(notes=["/home/ann/x"]), "names a home folder"),
         (lambda v: v["record"]["comparisons"][0].update(verdict="great"), "verdict should be one of"),
+        (lambda v: v["record"]["machine"].update(device=SCRIPT), "record.machine.device is '<script>"),
+        (lambda v: v["record"]["workload"].update(name=f"x {SCRIPT}"), "record.workload.name is 'x <script>"),
+        (lambda v: v["record"]["machine"]["versions"].update({SCRIPT: "1"}), "which is not of the form"),
+        (lambda v: v["record"]["machine"]["versions"].update(torch=SCRIPT), "machine.versions.torch is '<script>"),
+        (lambda v: v["record"]["measurements"][0].update(engine="[x](javascript:y)"), "measurements[0].engine is '[x]"),
+        (lambda v: v["record"]["machine"].update(arch="gfx1100\n"), "record.machine.arch is 'gfx1100"),
+        (lambda v: v["record"].update(notes=["\x1b[2J"]), "record.notes[0] has characters that cannot be printed"),
+        (lambda v: v["record"].update(extra={"a": ["\u202e"]}), "record.extra.a[0] has characters that cannot"),
+        (lambda v: v["record"].update(command="x" * 20_000), "record.command is longer than 10000 characters"),
+        (lambda v: v["record"].update(when="2099-01-01T00:00:00+00:00"), "measured in the future"),
+        (lambda v: v["record"].update(when="2026-02-30"), "there is no day 2026-02-30"),
+        (lambda v: v["record"]["workload"].update(flops=-1.0), "workload.flops is not above 0"),
+        (lambda v: v["record"]["workload"].update(flops=float("nan")), "workload.flops should be number"),
+        (lambda v: v["record"]["workload"].update(flops=float("inf")), "workload.flops should be number"),
+        *(
+            (
+                lambda v, name=name, bad=bad: v["record"]["measurements"][1].update({name: bad}),
+                f"measurements[1].{name}",
+            )
+            for name in ("error", "stock_error", "floor_ms")
+            for bad in (float("nan"), float("inf"), float("-inf"), -1e-3, 1e300)
+        ),
     ],
 )
 def test_a_form_that_is_not_the_schema_s_is_explained_in_words(tmp_path, change, words):
@@ -199,6 +225,31 @@ def test_the_page_lists_valid_contributions_and_names_the_others(tmp_path, capsy
     assert contributions_page.main([], tmp_path) == 1
     assert "belongs into contributions/gfx1100/" in capsys.readouterr().out
     assert "There is no contribution yet" in (tmp_path / "docs/contributions.md").read_text()
+
+
+def test_the_page_escapes_even_what_no_check_lets_through(tmp_path, monkeypatch):
+    made = record(
+        machine=replace(record().machine, device=f"a|b {SCRIPT}", versions={"torch": "[x](javascript:y)"}),
+        workload=replace(record().workload, name="`x` {: onclick=y }"),
+    )
+    file = tmp_path / "contributions/gfx1100/x.json"
+    file.parent.mkdir(parents=True)
+    file.write_text("{}")
+    monkeypatch.setattr(submission, "validate", lambda _path: ())
+    monkeypatch.setattr(submission, "load", lambda _path: made)
+    page = contributions_page.page(tmp_path).removeprefix(contributions_page._HEAD)
+    assert not set("<>[]{}`'\"*") & set(page.replace("`contributions/gfx1100/x.json`", ""))
+    # A reader sees what was written.
+    shown = html.unescape(page)
+    for text in (f"a|b {SCRIPT}", "[x](javascript:y)", "## `x` {: onclick=y }"):
+        assert text in shown
+    assert len({line.count("|") for line in page.splitlines() if line.startswith("|")}) == 1
+
+
+@pytest.mark.parametrize("name", ["AMD Radeon(TM) 780M", "Intel(R) Xeon(R) CPU @ 2.40GHz", "AMD Radeon™ Pro W7900"])
+def test_names_that_cards_have_are_taken(tmp_path, name):
+    file = submission.write(record(machine=replace(record().machine, device=name)), tmp_path)
+    assert submission.validate(file) == ()
 
 
 def test_the_repository_s_own_page_and_schema_are_up_to_date():

@@ -6,6 +6,8 @@ import torch
 from rocm_sd.bench import architectures
 from rocm_sd.bench.workloads import WORKLOADS, make
 from rocm_sd.errors import DeviceUnavailable, InvalidOption, Unsupported
+from rocm_sd.integrations.diffusers import batch_memory
+from rocm_sd.integrations.diffusers.batch_memory import TooLargeBatch
 from rocm_sd.models.emoji import MODEL_FOLDER
 
 CPU = torch.device("cpu")
@@ -141,3 +143,33 @@ def test_a_model_of_another_family_is_refused():
     with pytest.raises(Unsupported) as refused:
         _loaded(resolve(), WORKLOADS["sdxl-1024"], torch.float32)
     assert "Use one of: sd15-512, sd15-768, sd21-768, emoji." in str(refused.value)
+
+
+def test_a_batch_that_cannot_fit_is_refused_before_its_first_tensor_is_made(tiny, monkeypatch):
+    pipe = tiny.pipeline()
+
+    def drawn(*_given):
+        raise AssertionError("the noise was drawn")
+
+    monkeypatch.setattr(tiny, "_noise", drawn)
+    with pytest.raises(
+        TooLargeBatch, match=r"A batch of 99999999 with pictures of 64x64 takes \d+ GB .* and there are"
+    ):
+        tiny.picture(pipe, 99_999_999)
+
+
+def test_what_a_batch_takes_at_least_grows_with_it_and_is_less_than_what_is_refused(monkeypatch):
+    pipe = architectures.random_pipeline("sd15", "ddim", "epsilon", META, torch.float16)
+    # 320 at 64x64, two layers and a smaller copy of each width but the last: what the way up is given.
+    widths, sides = (320, 640, 1280, 1280), (64, 32, 16, 8)
+    skips = 320 * 64 * 64 + sum(2 * width * side**2 for width, side in zip(widths, sides, strict=True))
+    skips += sum(width * side**2 for width, side in zip(widths, sides[1:], strict=False))
+    least = 8 * 2 * skips + 4 * 4 * 64 * 64
+    for free, fits in ((10 * least, 10), (10 * least - 1, 9)):
+        monkeypatch.setattr(batch_memory, "free_memory", lambda _device, free=free: free)
+        batch_memory.require_memory(pipe, fits, 512, 512, CPU, torch.float16)
+        with pytest.raises(TooLargeBatch, match=f"Try a batch of {fits} or fewer"):
+            batch_memory.require_memory(pipe, fits + 1, 512, 512, CPU, torch.float16)
+    # A system that does not tell refuses nothing.
+    monkeypatch.setattr(batch_memory, "free_memory", lambda _device: None)
+    batch_memory.require_memory(pipe, 99_999_999, 512, 512, CPU, torch.float16)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import sqlite3
 from dataclasses import replace
 
 import pytest
@@ -13,6 +14,9 @@ from rocm_sd.cli.tune_tables import show_known, show_outcomes
 from rocm_sd.engine import calibration, optimize, report
 from rocm_sd.kernels.config import OpenConfig
 from rocm_sd.ops import OPS
+from rocm_sd.tuning import database_file, resolve
+from rocm_sd.tuning.database import Database, Entry
+from rocm_sd.tuning.environment import Environment
 from rocm_sd.tuning.ranking import RatedConfig
 from rocm_sd.tuning.search.candidates import Candidate
 from rocm_sd.tuning.search.tuner import Failure, TuningResult
@@ -78,6 +82,7 @@ def own_cache(monkeypatch, tmp_path):
         (["--sizes", "512"], "Give widths and heights"),
         (["--sizes", "500x300"], "Sides are multiples of 8"),
         (["--batch", "0"], "sizes of 1 or more"),
+        (["--batch", "9" * 5000], "sizes of 1 or more"),
         (["--ops", "no_such_op"], "op 'no_such_op' is not known"),
         (["--strategy", "guessing"], "Use one of: halving"),
         (["--arch", "gfx1100"], "A search runs on this card"),
@@ -135,6 +140,80 @@ def test_with_no_argument_what_was_drawn_with_is_tuned(own_cache, capsys, monkey
     plans = [row for row in json.loads(capsys.readouterr().out) if row["op"] == "plan"]
     assert {row["problem"]["model"].split()[0] for row in plans} == {"UNet2DConditionModel", "Decoder"}
     assert all(row["us"] <= row["stock_us"] for row in plans)
+
+
+def test_a_batch_beyond_all_memory_ends_before_it_begins(own_cache, capsys):
+    assert rocm_sd("tune", "--batch", "99999999", "--budget", "1s", "--device", "cpu") == 1
+    assert "A batch of 99999999 with pictures of 128x128 takes" in capsys.readouterr().err
+
+
+def an_entry(**named) -> Entry:
+    given = {
+        "op": "conv2d", "problem": {"n": 2}, "kernel_hash": "", "candidate": "torch", "config": {}, "median_us": 2.0,
+        "low_us": 1.0, "high_us": 3.0, "stock_us": 2.0, "numerics": "ok", "when": "2026-01-01T00:00:00+00:00",
+        "environment": Environment("gfx1100", 96, None, "rocm 7.1.0", "2.11.0", "3.6.0", None),
+    }  # fmt: skip
+    return Entry(**{**given, **named})
+
+
+def _damaged(path):
+    path.write_bytes(b"this was never a database " * 400)
+
+
+def _of_later(path):
+    with sqlite3.connect(path) as connection:
+        connection.execute("PRAGMA user_version = 99")
+    connection.close()
+
+
+def _no_database(path):
+    path.unlink()
+
+
+@pytest.mark.parametrize("spoil", [_damaged, _of_later, _no_database])
+def test_a_backup_is_not_replaced_by_a_database_that_lost_what_it_held(own_cache, capsys, tmp_path, spoil):
+    backup = tmp_path / "backup.json"
+    before = Database(own_cache)
+    before.put([an_entry(), an_entry(op="geglu")])
+    before.close()
+    resolve._database.cache_clear()
+    assert rocm_sd("tune", "--export", str(backup)) == 0
+    content = backup.read_bytes()
+    resolve.user_database().close()
+    for tail in ("-wal", "-shm"):
+        own_cache.with_name(own_cache.name + tail).unlink(missing_ok=True)
+    spoil(own_cache)
+    # Again: what the first command renamed is not there for the second.
+    for _ in range(2):
+        resolve._database.cache_clear()
+        capsys.readouterr()
+        assert rocm_sd("tune", "--export", str(backup)) == 1
+        assert backup.read_bytes() == content
+        said = " ".join(capsys.readouterr().err.split())
+        assert "cannot be read" in said or "2 measurements that the database has not" in said
+    if spoil is not _of_later:
+        assert rocm_sd("tune", "--import", str(backup)) == 0
+        assert rocm_sd("tune", "--export", str(backup)) == 0
+        assert backup.read_bytes() == content
+
+
+def test_an_import_into_a_database_that_is_locked_is_no_success(own_cache, capsys, tmp_path, monkeypatch):
+    source = Database(tmp_path / "source.sqlite3")
+    source.put([an_entry()])
+    source.export_json(tmp_path / "tuned.json")
+    Database(own_cache).put([an_entry(op="geglu")])
+    monkeypatch.setattr(database_file, "BUSY_S", 0.1)
+    resolve._database.cache_clear()
+    other = sqlite3.connect(own_cache, isolation_level=None)
+    other.execute("BEGIN EXCLUSIVE")
+    assert rocm_sd("tune", "--import", str(tmp_path / "tuned.json")) == 1
+    shown = capsys.readouterr()
+    assert "taken" not in shown.out
+    said = " ".join(shown.err.split())
+    assert "1 measurements were read, and none is kept" in said
+    assert "Close what else uses it" in said
+    other.close()
+    assert [each.op for each in Database(own_cache).all()] == ["geglu"]
 
 
 def test_what_failed_and_what_is_left_is_named(capsys):

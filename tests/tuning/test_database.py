@@ -9,16 +9,18 @@ import sqlite3
 import time
 from contextlib import suppress
 from dataclasses import replace
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rocm_sd.errors import InvalidOption
+from rocm_sd.errors import InvalidOption, RocmSdError
 from rocm_sd.tuning import database_file
 from rocm_sd.tuning.database import Database, Entry, Quarantined
 from rocm_sd.tuning.environment import Environment
+from rocm_sd.tuning.resolve import preferred
 
 HERE = Environment("gfx1100", 96, "amdgpu 6.10.5", "rocm 7.1.0", "2.11.0+rocm7.1", "3.6.0", "3005001")
 THERE = replace(HERE, runtime="rocm 7.2.0")
@@ -442,7 +444,8 @@ entries = st.builds(
     candidate=names,
     stock_us=st.none() | st.floats(0, 100),
     numerics=st.sampled_from(["ok", "wrong"]),
-    when=st.datetimes().map(lambda when: when.isoformat()),
+    # What is dated in the future is not taken in.
+    when=st.datetimes(max_value=datetime(2026, 1, 1)).map(lambda when: when.isoformat()),  # noqa: DTZ001 -- of no zone
 )
 contents = st.tuples(st.lists(entries, max_size=6), st.lists(st.tuples(names, st.text(max_size=5)), max_size=2))
 
@@ -470,6 +473,8 @@ def test_export_import_and_merge_agree_in_any_order(four_databases, first, secon
         for candidate, reason in quarantined:
             database.quarantine("conv2d", candidate, HERE, HASH, reason)
     for database, name in ((one, "one.json"), (two, "two.json")):
+        # An export with more in it would not be replaced.
+        (folder / name).unlink(missing_ok=True)
         database.export_json(folder / name)
     for name in ("one.json", "two.json", "one.json"):
         imported.import_json(folder / name)
@@ -520,6 +525,64 @@ def test_an_import_is_whole_or_not_at_all(database, tmp_path, spoil):
     with pytest.raises(InvalidOption, match="not what an export"):
         database.import_json(file)
     assert database.count() == 0
+
+
+def ahead(**by) -> str:
+    return (datetime.now(timezone.utc) + timedelta(**by)).isoformat()
+
+
+def test_an_import_of_the_future_is_refused_with_its_count(database, tmp_path):
+    source, file = Database(tmp_path / "source"), tmp_path / "out.json"
+    source.put([entry(), entry(candidate="torch", when=ahead(hours=2)), entry(op="geglu", when="9999-12-31T23:59:59")])
+    source.export_json(file)
+    with pytest.raises(InvalidOption, match="2 of its 3 entries are dated in the future, up to 9999-12-31"):
+        database.import_json(file)
+    assert database.count() == 0
+
+
+def test_a_clock_that_is_a_little_ahead_is_none_of_the_future_and_a_fresh_measurement_wins(database, tmp_path):
+    source, file = Database(tmp_path / "source"), tmp_path / "out.json"
+    source.put([entry(1.0, when=ahead(minutes=50))])
+    source.export_json(file)
+    assert database.import_json(file) == 1
+    assert best(database).when <= ahead()
+    database.put([entry(7.0, when=ahead())])
+    assert best(database).median_us == 7.0
+
+
+def test_what_a_wrong_clock_dated_gives_way_to_what_is_measured_now(database):
+    database.put([entry(1.0, when="2099-01-01T00:00:00")])
+    database.put([entry(7.0, when=ahead())])
+    assert best(database).median_us == 7.0
+
+
+@pytest.mark.parametrize("when", ["0001-01-01T00:00:00+23:59", "9999-12-31T23:59:59-23:59", "2026-13-01", "", "\u0663"])
+def test_a_date_out_of_range_is_no_time(database, tmp_path, when):
+    source, file = Database(tmp_path / "source"), tmp_path / "out.json"
+    source.put([entry()])
+    source.export_json(file)
+    content = json.loads(file.read_text())
+    content["measurements"][0]["when"] = when
+    file.write_text(json.dumps(content))
+    with pytest.raises(InvalidOption, match="is no time"):
+        database.import_json(file)
+
+
+def test_an_export_of_damage_that_shows_in_the_middle_leaves_the_backup(database, path, tmp_path):
+    backup = tmp_path / "backup.json"
+    database.put([entry(problem={"turn": turn}) for turn in range(400)])
+    database.export_json(backup)
+    content = backup.read_bytes()
+    database.close()
+    _scribbled(path)
+    with pytest.raises(RocmSdError, match="cannot be read"):
+        Database(path).export_json(backup)
+    assert backup.read_bytes() == content
+
+
+def test_a_stock_time_of_nothing_is_no_division_by_zero(database):
+    (kept,) = [entry(1.0, stock_us=0.0)]
+    assert preferred(kept, entry(candidate="torch")) is kept
 
 
 def test_what_is_set_aside_keeps_its_first_reason_until_it_is_released(database):

@@ -74,22 +74,23 @@ def run(
         extra={"planned": {"engines": {OURS: rocm_sd.__version__}, "repeats": repeats, "cold": cold}},
     )  # fmt: skip
     file = record_file(out, workload)
-    record = continued(file, record, resume=resume)
     stopwatch = Stopwatch(device, cold=cold, queued=True)
-    try:
-        for number, (op, sample) in enumerate(calls, start=1):
-            if progress:
-                progress(number - 1, len(calls), f"{op.name} {sample.name}")
-            if number in record.batches:
-                continue
-            record = _with(record, _measured(op, sample, number, stopwatch, repeats))
-            free_memory()
+    with continued(file, record, resume=resume) as begun:
+        record = begun
+        try:
+            for number, (op, sample) in enumerate(calls, start=1):
+                if progress:
+                    progress(number - 1, len(calls), f"{op.name} {sample.name}")
+                if number in record.batches:
+                    continue
+                record = _with(record, _measured(op, sample, number, stopwatch, repeats))
+                free_memory()
+                record.save(file)
+        except KeyboardInterrupt:
             record.save(file)
-    except KeyboardInterrupt:
+            raise
+        record = replace(record, complete=True)
         record.save(file)
-        raise
-    record = replace(record, complete=True)
-    record.save(file)
     if progress:
         progress(len(calls), len(calls), "done")
     return record

@@ -2,13 +2,16 @@
 
 Only what was measured is stored. Averages, percentiles and rates are computed from the timings wherever they are shown,
 so a record cannot contradict itself. `Record.load` refuses what is not a record, or is one of a later version.
-`continued` goes on with the record of an interrupted run; a finished one is never overwritten.
+`continued` goes on with the record of an interrupted run; a finished one is never overwritten. One run at a time writes
+a file: the other is told so before it measures anything.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import os
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timezone
 from functools import partial
@@ -17,15 +20,22 @@ from typing import TYPE_CHECKING, Any
 
 from rocm_sd.comparison import Comparison
 from rocm_sd.errors import RocmSdError
-from rocm_sd.files import read_json, write_text
+from rocm_sd.files import write_text
+from rocm_sd.plain_json import read_json
 from rocm_sd.typed_json import Misfit, Rules, read
 
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 __all__ = [
     "COMPILE", "FORMAT", "INTERVALS", "OURS", "RULES", "STOCK", "Comparison", "Machine", "Measurement", "Record",
-    "UnreadableRecord", "WorkloadFacts", "continued", "now", "record_file",
+    "RecordInUse", "UnreadableRecord", "WorkloadFacts", "continued", "now", "record_file",
 ]  # fmt: skip
 
 log = logging.getLogger("rocm_sd")
@@ -36,7 +46,12 @@ STOCK, OURS = "stock", "rocm-sd"
 COMPILE = "compile"
 INTERVALS = "Intervals are of 95% from eight turns on; of fewer they are the extremes that the turns allow."
 
-_COUNT, _NOT_NEGATIVE, _POSITIVE = {"minimum": 1}, {"minimum": 0}, {"exclusiveMinimum": 0}
+# Far beyond every card and picture, and far from where sums, ratios and their logarithms leave the floats.
+_LEAST, _MOST = 1e-9, 1e12
+_COUNT, _NOT_NEGATIVE = {"minimum": 1, "maximum": 10**9}, {"minimum": 0, "maximum": _MOST}
+_POSITIVE = {"exclusiveMinimum": 0, "minimum": _LEAST, "maximum": _MOST}
+# It names a file when a newer record takes its place.
+_TIME = r"^[0-9]{4}-[0-9]{2}-[0-9]{2}([T ][0-9]{2}:[0-9]{2}(:[0-9]{2}(\.[0-9]{1,6})?)?(Z|[+-][0-9]{2}:[0-9]{2})?)?$"
 _NEVER_NEGATIVE = (
     "first_picture_s", "warm_up_s", "first_run_mib", "second_run_mib", "power_watt", "clock_mhz", "floor_ms", "card_ms",
     "error", "stock_error",
@@ -44,10 +59,16 @@ _NEVER_NEGATIVE = (
 # What the types of the dataclasses below do not say of their values.
 RULES: Rules = {
     "Record.kind": {"enum": ["engines", "ablation", "op"]},
+    "Record.when": {"pattern": _TIME},
+    **{f"Machine.{name}": _NOT_NEGATIVE for name in ("compute_units", "memory_mib")},
+    **{f"WorkloadFacts.{name}": _NOT_NEGATIVE for name in ("height", "width", "steps")},
+    "WorkloadFacts.guidance": {"minimum": -_MOST, "maximum": _MOST},
+    "WorkloadFacts.flops": {"minimum": 0, "maximum": 1e30},
     "Measurement.batch": _COUNT,
     "Measurement.steps": _COUNT,
     "Measurement.ms": {"items": {"type": "number", **_POSITIVE}},
     **{f"Measurement.{name}": _NOT_NEGATIVE for name in _NEVER_NEGATIVE},
+    "Measurement.temperature_c": {"minimum": -273.15, "maximum": _MOST},
     **{f"Comparison.{name}": _POSITIVE for name in ("ratio", "low", "high")},
     "Comparison.batch": _COUNT,
     "Comparison.verdict": {"enum": ["faster", "slower", "no difference"]},
@@ -61,6 +82,16 @@ class UnreadableRecord(RocmSdError):
         super().__init__(
             f"{path} is not a benchmark record: {why}.",
             hint="Records are written by: rocm-sd bench WORKLOAD --out FOLDER",
+        )
+
+
+class RecordInUse(RocmSdError):
+    """Two runs would write one record, and one of them would be lost."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(
+            f"Another run of rocm-sd bench is writing {path}: nothing was measured.",
+            hint="Wait for it, since two runs on one machine disturb each other; or choose another folder with --out.",
         )
 
 
@@ -199,7 +230,8 @@ class Record:
 
     @classmethod
     def load(cls, path: Path) -> Record:
-        return cls.from_dict(read_json(path, partial(UnreadableRecord, path)), path)
+        # NaN comes through to where its place in the record is named.
+        return cls.from_dict(read_json(path, partial(UnreadableRecord, path), finite=False), path)
 
     @classmethod
     def from_dict(cls, values: Any, path: Path) -> Record:
@@ -222,12 +254,57 @@ def now() -> str:
     return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
-def continued(file: Path, wanted: Record, *, resume: bool) -> Record:
-    """The record of an interrupted run that is the same as `wanted`; otherwise that one, and an older file is kept."""
-    found = _unfinished(file, wanted) if resume else None
-    if found is None:
-        _keep_older(file)
-    return found or wanted
+@contextmanager
+def continued(file: Path, wanted: Record, *, resume: bool) -> Iterator[Record]:
+    """The record of an interrupted run that is the same as `wanted`; otherwise that one, and an older file is kept.
+
+    While it is held, no other process gets `file`: raises RecordInUse there.
+    """
+    with _alone(file):
+        found = _unfinished(file, wanted) if resume else None
+        if found is None:
+            _keep_older(file)
+        yield found or wanted
+
+
+@contextmanager
+def _alone(file: Path) -> Iterator[None]:
+    """By a file beside it, which the system lets go of where a process is killed."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    path = file.with_name(f".{file.name}.lock")
+    while True:
+        lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            if not _locked(lock):
+                raise RecordInUse(file)
+            # Who had it before may have removed it between the two.
+            if _same_file(lock, path):
+                try:
+                    yield
+                finally:
+                    with suppress(OSError):
+                        path.unlink()
+                return
+        finally:
+            os.close(lock)
+
+
+def _locked(lock: int) -> bool:
+    if fcntl is not None:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            log.warning("this file system has no locks (%s): run one benchmark at a time", error.strerror)
+    return True
+
+
+def _same_file(lock: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(lock), path.stat())
+    except OSError:
+        return False
 
 
 def _unfinished(file: Path, wanted: Record) -> Record | None:
@@ -256,10 +333,20 @@ def _other_run(found: Record, wanted: Record) -> str | None:
         return "another workload"
     if found.machine != wanted.machine:
         return "another machine or other versions"
-    before, now = found.extra.get("planned", {}), wanted.extra.get("planned", {})
+    return _other_plan(found, wanted)
+
+
+def _other_plan(found: Record, wanted: Record) -> str | None:
+    before, now = found.extra.get("planned"), wanted.extra.get("planned", {})
+    if not isinstance(before, dict):
+        return "another plan"
     for name in now:
         if name != "repeats" and before.get(name) != now[name]:
             return f"{name} {before.get(name)} and not {now[name]}"
+    engines, batches = now.get("engines", {}), now.get("batches", range(1, len(found.op_cases) + 1))
+    known = {STOCK, *engines} if found.kind == "op" else set(engines)
+    if any(one.engine not in known or one.batch not in batches for one in found.measurements):
+        return "measurements that were not planned"
     return None
 
 

@@ -80,11 +80,12 @@ def run(
         kind, workload.facts, machine(workload.device), command, now(), (), complete=False, extra={"planned": planned}
     )
     file = record_file(out, workload.name, kind)
-    return _EngineRun(
-        workload, tuple(engines), tuple(batches), repeats, against, card_times,
-        continued(file, record, resume=resume), file, Stopwatch(workload.device, cold=cold),
-        Effort(workload.facts.steps, len(engines), batches, repeats, _PICTURES_BEFORE_A_TURN, progress),
-    ).go()  # fmt: skip
+    with continued(file, record, resume=resume) as begun:
+        return _EngineRun(
+            workload, tuple(engines), tuple(batches), repeats, against, card_times, begun, file,
+            Stopwatch(workload.device, cold=cold),
+            Effort(workload.facts.steps, len(engines), batches, repeats, _PICTURES_BEFORE_A_TURN, progress),
+        ).go()  # fmt: skip
 
 
 @dataclass

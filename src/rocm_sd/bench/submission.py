@@ -11,6 +11,7 @@ import hashlib
 import json
 import re
 import socket
+from datetime import datetime, timedelta, timezone
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ from rocm_sd import arch
 from rocm_sd.bench.records import FORMAT as RECORD_FORMAT
 from rocm_sd.bench.records import RULES, Record, UnreadableRecord
 from rocm_sd.errors import RocmSdError
-from rocm_sd.files import read_json
+from rocm_sd.plain_json import read_json, shortened
 from rocm_sd.typed_json import schema, violations
 
 if TYPE_CHECKING:
@@ -47,6 +48,20 @@ _ABOVE_PEAK = 2.0
 # A comparison is of paired turns, the measurements of all of them: medians differ a little.
 _RATIO_APART = 1.25
 _OWN_REFERENCE = {"stock"}
+# Clocks differ.
+_AHEAD = timedelta(hours=1)
+# A run has a few kilobytes, with memory over time 20.
+_MOST_BYTES = 2**20
+# What a page shows: no character of it means anything to HTML, to Markdown or to a terminal.
+_NAME = {"pattern": r"^[A-Za-z0-9 .,:_+/()@\u00ae\u2122-]*$", "maxLength": 200}
+# An error's text may have any characters but those that steer a terminal or turn the direction of what follows.
+_STEERS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
+_LONGEST = 10_000
+_NAMES = (
+    "Machine.device", "Machine.driver", "Machine.system", "WorkloadFacts.name", "WorkloadFacts.model",
+    "WorkloadFacts.weights", "WorkloadFacts.scheduler", "WorkloadFacts.dtype", "Measurement.engine",
+    "Measurement.version", "Measurement.provider", "Comparison.engine", "Comparison.against",
+)  # fmt: skip
 
 
 # Of a record that may be published more is asked than of one that can be read: those of single ops have no picture.
@@ -55,8 +70,10 @@ _RECORD = schema(
     {
         **RULES,
         **{f"WorkloadFacts.{name}": {"minimum": 1} for name in ("height", "width", "steps")},
-        "Machine.arch": {"pattern": "^(gfx[0-9a-f]+|sm_[0-9]+|cpu)$"},
-        "Record.when": {"pattern": r"^\d{4}-\d{2}-\d{2}"},
+        **dict.fromkeys(_NAMES, _NAME),
+        "Machine.versions": {"propertyNames": _NAME, "additionalProperties": {"type": "string", **_NAME}},
+        "Machine.arch": {"pattern": "^(gfx[0-9a-f]+|sm_[0-9]+|cpu)$", "maxLength": 20},
+        "WorkloadFacts.flops": {"exclusiveMinimum": 0, "maximum": 1e30},
         "Record.measurements": {"minItems": 1},
     },
 )
@@ -75,6 +92,10 @@ SCHEMA: dict[str, Any] = {
     "required": ["format", "statement", "record"],
     "additionalProperties": False,
 }
+
+
+class _Unreadable(Exception):
+    """Its text is what is wrong with the file."""
 
 
 class PersonalData(RocmSdError):
@@ -102,7 +123,7 @@ class Unpublishable(RocmSdError):
 # A path that begins at a root, a drive or a home: only its last part is kept.
 _PATH = re.compile(r"(?<![\w.:/\\-])(?:~|[A-Za-z]:(?=[/\\])|\\)?(?:[/\\][^\s/\\\"',;()=]+)+[/\\]?")
 _HOMES = re.compile(r"(?:/home/|/Users/|/root\b|[A-Za-z]:\\Users\\|~/)")
-_MAIL = re.compile(r"[\w.+-]+@[\w-]+\.[\w.-]+")
+_MAIL = re.compile(r"(?<![\w.+-])[\w.+-]+@[\w-]+\.[\w.-]+")
 # Names that say nothing about anyone, and would be found everywhere.
 _NOBODY = {"root", "user", "users", "admin", "ubuntu", "runner", "localhost", "docker", "amd", "nvidia", "rocm", "cuda"}
 
@@ -182,6 +203,14 @@ def personal(values: dict[str, Any]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(found))
 
 
+def _unprintable(values: dict[str, Any]) -> Iterator[str]:
+    for where, text in _texts(values):
+        if len(text) > _LONGEST:
+            yield f"{shortened(where)} is longer than {_LONGEST} characters"
+        elif _STEERS.search(text):
+            yield f"{shortened(where)} has characters that cannot be printed"
+
+
 def _names_of_this_machine(values: dict[str, Any]) -> tuple[str, ...]:
     """Only its owner's machine can tell its own names; a validator elsewhere cannot."""
     try:
@@ -201,7 +230,7 @@ def _names_of_this_machine(values: dict[str, Any]) -> tuple[str, ...]:
 
 def load(path: Path) -> Record:
     """The record inside of a contribution; `validate` first, this checks no more than `Record.load`."""
-    values = read_json(path, partial(UnreadableRecord, path))
+    values = read_json(path, partial(UnreadableRecord, path), finite=False, most=_MOST_BYTES)
     if not isinstance(values, dict) or "record" not in values:
         raise UnreadableRecord(path, "it is no contribution")
     return Record.from_dict(values["record"], path)
@@ -209,22 +238,23 @@ def load(path: Path) -> Record:
 
 def _of_body(body: dict[str, Any], path: Path) -> tuple[str, ...]:
     """What is wrong with the form or the figures."""
-    return violations(body, SCHEMA) or implausible(Record.from_dict(body["record"], path))
+    wrong = violations(body, SCHEMA) or tuple(_unprintable(body))
+    return wrong or implausible(Record.from_dict(body["record"], path))
 
 
 def validate(path: Path) -> tuple[str, ...]:
     """What is wrong with a contribution, in words; nothing if it can be listed."""
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    if not path.exists():
         return ("there is no such file",)
-    except (OSError, ValueError) as error:
+    try:
+        values = read_json(path, _Unreadable, finite=False, most=_MOST_BYTES)
+    except _Unreadable as error:
         return (f"it cannot be read: {error}",)
     if not isinstance(values, dict) or values.get("format") != FORMAT:
         return (f"its format is not {FORMAT}",)
     if values.get("sha256") != _hash(values):
         return ("its hash is not that of its content: it was changed after it was written",)
-    problems = [*personal(values), *_of_body({key: value for key, value in values.items() if key != "sha256"}, path)]
+    problems = [*_of_body({key: value for key, value in values.items() if key != "sha256"}, path), *personal(values)]
     if not problems and path.name != _named(values):
         problems.append(f"its name should be {_named(values)}")
     return tuple(problems)
@@ -235,6 +265,11 @@ def implausible(record: Record) -> tuple[str, ...]:
 
 
 def _of_record(record: Record) -> Iterator[str]:
+    when = _time(record.when)
+    if when is None:
+        yield f"there is no day {record.when}"
+    elif when > datetime.now(timezone.utc) + _AHEAD:
+        yield f"it was measured in the future, on {record.when}"
     if not record.complete:
         yield "the run was not finished"
     if not arch.get(record.machine.arch).known:
@@ -245,6 +280,15 @@ def _of_record(record: Record) -> Iterator[str]:
         yield "nothing was timed"
     if record.kind != "op" and record.measurements and not record.comparisons and len(record.engines) > 1:
         yield "engines were timed side by side, and not compared"
+
+
+def _time(text: str) -> datetime | None:
+    try:
+        # Before Python 3.11 the letter is not understood.
+        found = datetime.fromisoformat(re.sub("Z$", "+00:00", text))
+        return (found if found.tzinfo else found.replace(tzinfo=timezone.utc)).astimezone(timezone.utc)
+    except (ValueError, OverflowError):
+        return None
 
 
 def _of_measurements(record: Record) -> Iterator[str]:

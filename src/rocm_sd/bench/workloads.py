@@ -118,6 +118,7 @@ class Workload:
         dtype = getattr(getattr(pipe, "unet", None), "dtype", None) or self.dtype
         key = (batch, self.facts.height, self.facts.width, seed, dtype)
         if key not in self._given:
+            self._require_memory(batch, dtype)
             noise = self._noise(batch, seed).to(self.device, dtype)
             self._given[key] = {**self._text(batch, dtype), "latents": noise}
         given = self._given[key]
@@ -130,6 +131,11 @@ class Workload:
             output_type=output,
         ).images
         return drawn if isinstance(drawn, torch.Tensor) else torch.as_tensor(drawn)
+
+    def _require_memory(self, batch: int, dtype: torch.dtype) -> None:
+        from rocm_sd.integrations.diffusers.batch_memory import require_memory  # noqa: PLC0415 -- slow to import
+
+        require_memory(self._base, batch, self.facts.height, self.facts.width, self.device, dtype)
 
     def _noise(self, batch: int, seed: int) -> torch.Tensor:
         """Float32, drawn on the host: every engine, dtype and device starts from the same."""

@@ -78,7 +78,8 @@ def printable(text: str) -> str:
 
 def batch_sizes(text: str) -> tuple[int, ...]:
     given = parts(text)
-    if not given or not all(part.isdecimal() and int(part) for part in given):
+    # Nine digits: a number of thousands is not even read by Python.
+    if not given or not all(part.isdecimal() and len(part) <= 9 and int(part) for part in given):
         raise InvalidOption("--batch", text, [], hint="It takes sizes of 1 or more, e.g. --batch 1,8.")
     return tuple(map(int, given))
 

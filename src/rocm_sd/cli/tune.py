@@ -143,12 +143,12 @@ def _search(
 
         def show(step: TunerProgress) -> None:
             described = f"{step.what} ({step.best})" if step.best else step.what
-            update(completed=step.share, description=escape(described))
+            update(completed=step.share, description=described)
 
         tuner = Tuner(device, database, replace(options, budget_s=options.budget_s - for_plans), show)
         searching = time.monotonic()
         outcomes = tuner.run(found.problems, begun)
-        plans = [] if tuner.interrupted else _plans(device, found.models, lambda what: update(description=escape(what)))
+        plans = [] if tuner.interrupted else _plans(device, found.models, lambda what: update(description=what))
         took = time.monotonic() - searching
     if as_json:
         typer.echo(json.dumps([outcome.to_dict() for outcome in outcomes], indent=2))

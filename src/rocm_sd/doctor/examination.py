@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from rocm_sd.doctor import checks as checks_package
 from rocm_sd.doctor.check import CannotRun, Check, Finding, Probe, Probes, unknown
 from rocm_sd.errors import require_one_of
+from rocm_sd.plain_json import shortened
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
     from rocm_sd.doctor.facts import Facts
 
 __all__ = ["Examined", "all_checks", "all_probes", "chosen_checks", "examine"]
+
+
+_LONGEST = 1000
 
 
 @dataclass(frozen=True)
@@ -61,9 +65,10 @@ def _run(check: Check, facts: Facts, probes: Probes) -> Finding:
     try:
         return check.run(facts, probes)
     except CannotRun as reason:
-        return unknown(f"It could not be run: {str(reason).rstrip('.')}.")
+        # A recorded machine's answer may be as long as a file.
+        return unknown(f"It could not be run: {shortened(str(reason).rstrip('.'), _LONGEST)}.")
     except Exception as error:  # noqa: BLE001 -- a fault of one check must not end the others, nor pass for health
-        return unknown(f"The check itself failed: {type(error).__name__}: {error}.")
+        return unknown(f"The check itself failed: {type(error).__name__}: {shortened(str(error), _LONGEST)}.")
 
 
 def _check(name: str) -> Check:

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 from rocm_sd.doctor.facts import Facts
 from rocm_sd.doctor.reading import cards, gpus_in
 from rocm_sd.errors import InvalidOption
-from rocm_sd.files import read_json, read_text, write_texts
-from rocm_sd.typed_json import Misfit, read
+from rocm_sd.files import read_text, write_texts
+from rocm_sd.plain_json import read_json
+from rocm_sd.typed_json import Misfit, Rules, read
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -26,6 +27,13 @@ FACTS = "facts.json"
 PROBES = "probes.json"
 
 _NODES = "sys/class/kfd/kfd/topology/nodes"
+# Bytes, and numbers of things: none is negative.
+_SIZE = {"minimum": 0, "maximum": 2**63}
+_RULES: Rules = {
+    "Facts.memory_total": _SIZE,
+    **{f"Gpu.{name}": _SIZE for name in ("index", "compute_units", "vram_total", "vram_free", "gtt_total")},
+    **{f"TorchDevice.{name}": _SIZE for name in ("total", "free")},
+}
 # Of the kernel's own description; it also tells a card's serial number (unique_id), which stays out.
 _KEPT_PROPERTIES = (
     "cpu_cores_count", "simd_count", "simd_per_cu", "gfx_target_version", "vendor_id", "location_id", "domain",
@@ -46,11 +54,11 @@ def load(folder: Path) -> Facts:
     file = folder / FACTS
 
     def unreadable(why: str) -> InvalidOption:
-        hint = "Name a folder that `rocm-sd doctor --record FOLDER` wrote."
-        return InvalidOption("machine", str(folder), [], hint=f"{file} is not a recorded machine: {why}. {hint}")
+        hint = f"{file} is not a recorded machine: {why}. Name a folder that `rocm-sd doctor --record FOLDER` wrote."
+        return InvalidOption("machine", str(folder), [], hint=hint)
 
     try:
-        facts = read(Facts, read_json(file, unreadable))
+        facts = read(Facts, read_json(file, unreadable), _RULES)
     except Misfit as error:
         raise unreadable(str(error)) from None
     return replace(facts, gpus=gpus_in(folder)) if (folder / "sys").is_dir() else facts
@@ -65,7 +73,7 @@ def read_probes(folder: Path) -> dict[str, Any]:
     def unreadable(why: str) -> InvalidOption:
         return InvalidOption("machine", str(folder), [], hint=f"{file}: {why}.")
 
-    answers: dict[str, Any] = read_json(file, unreadable, dict)
+    answers: dict[str, Any] = read_json(file, unreadable, of=dict)
     return answers
 
 

@@ -15,8 +15,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from rocm_sd.errors import FULL, CorruptModel, InvalidOption, ModelNotFound, NoDiskSpace, RocmSdError, Unsupported
-from rocm_sd.files import is_special, read_json, whole
+from rocm_sd.files import is_special, whole
 from rocm_sd.models.source import not_json
+from rocm_sd.plain_json import read_json
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -154,7 +155,7 @@ def _weight_files(inside: Path) -> list[Path]:
 def _json(file: Path) -> dict[str, Any]:
     if not file.is_file():
         raise ModelNotFound(f"{file} is missing.", hint="Give a complete Diffusers folder.")
-    read: dict[str, Any] = read_json(file, partial(not_json, file), dict)
+    read: dict[str, Any] = read_json(file, partial(not_json, file), of=dict, finite=False)
     return read
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 from safetensors import SafetensorError, safe_open
 
 from rocm_sd.errors import CorruptModel, ModelNotFound
-from rocm_sd.files import read_json
 from rocm_sd.models.emoji import MODEL_FOLDER
+from rocm_sd.plain_json import read_json, shortened
 
 __all__ = ["EMBEDDED", "ModelKind", "ModelSource", "not_json", "resolve"]
 
@@ -71,12 +71,14 @@ def _check_folder(folder: Path) -> None:
             f"{folder} is not a Diffusers model: it has no model_index.json.",
             hint="Give the folder that contains model_index.json, unet/ and vae/.",
         )
-    components = read_json(index, partial(not_json, index), dict)
+    components = read_json(index, partial(not_json, index), of=dict, finite=False)
     for name, described in components.items():
         if name.startswith("_") or not isinstance(described, list) or described[:1] in ([], [None]):
             continue
-        if not (folder / name).is_dir():
-            raise CorruptModel(f"{folder} is incomplete: {name}/ is missing.", hint="Download the model again.")
+        if not _is_folder(folder / name):
+            raise CorruptModel(
+                f"{folder} is incomplete: {shortened(name)}/ is missing.", hint="Download the model again."
+            )
     weights = sorted(folder.rglob("*.safetensors"))
     for name in ("unet", "transformer", "vae"):
         if isinstance(components.get(name), list) and not any(folder / name in file.parents for file in weights):
@@ -86,6 +88,14 @@ def _check_folder(folder: Path) -> None:
             )
     for file in weights:
         _check_safetensors(file)
+
+
+def _is_folder(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except OSError:
+        # A name that no file system takes.
+        return False
 
 
 def not_json(file: Path, reason: str) -> CorruptModel:

@@ -8,7 +8,6 @@ lasts as long as the process. Each of these is one warning, and stops nothing.
 # ruff: noqa: S608 -- what is put into a question are names of columns; values are always bound
 from __future__ import annotations
 
-import json
 import os
 import socket
 import sqlite3
@@ -16,10 +15,10 @@ import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from rocm_sd.errors import InvalidOption
-from rocm_sd.files import write_text
-from rocm_sd.tuning.database_file import Opened, open_file, set_aside, without_file
-from rocm_sd.tuning.entries import Entry, Quarantined, entry_from_dict, now, quarantined_from_dict, text
+from rocm_sd.errors import RocmSdError
+from rocm_sd.tuning.database_file import DAMAGE, Opened, open_file, set_aside, without_file
+from rocm_sd.tuning.entries import Entry, Quarantined, now, text
+from rocm_sd.tuning.exports import read_export, write_export
 from rocm_sd.tuning.location import default_path
 
 if TYPE_CHECKING:
@@ -30,8 +29,6 @@ if TYPE_CHECKING:
 __all__ = ["Database", "Entry", "Quarantined", "default_path"]
 
 _Row = TypeVar("_Row")
-_EXPORT = "rocm-sd tuning database"
-_EXPORT_VERSION = 1
 _KEY = ("op", "problem", "environment", "kernel_hash", "candidate", "config")
 _VALUE = ("median_us", "low_us", "high_us", "stock_us", "numerics", "taken")
 _COLUMNS = ", ".join((*_KEY, *_VALUE))
@@ -45,7 +42,10 @@ def _age(table: str) -> str:
 
 _PUT = f"""INSERT INTO measurements ({_COLUMNS}) VALUES ({", ".join("?" * 12)})
     ON CONFLICT ({", ".join(_KEY)}) DO UPDATE SET {", ".join(f"{name} = excluded.{name}" for name in _VALUE)}
-    WHERE {_age("excluded")} > {_age("measurements")}"""
+    WHERE {_age("excluded")} > {_age("measurements")} OR measurements.taken > ?"""
+_QUARANTINE = """INSERT INTO quarantine VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT DO UPDATE
+    SET reason = excluded.reason, taken = excluded.taken
+    WHERE (excluded.taken, excluded.reason) < (quarantine.taken, quarantine.reason)"""
 _SET_ASIDE = """EXISTS (SELECT 1 FROM quarantine q WHERE (q.op, q.candidate, q.environment, q.kernel_hash) =
     (m.op, m.candidate, m.environment, m.kernel_hash))"""
 _OF_PROBLEM = "op = ? AND problem = ? AND environment = ?"
@@ -61,15 +61,22 @@ class Database:
         self._owner = 0
         self._of_parents: list[Opened] = []
         self._lock = threading.RLock()
+        self._lost: str | None = None
 
     def why_not_kept(self) -> str | None:
         """The reason that what is written ends with this process, or None where it stays."""
         with self._lock:
             return self._open().why_not_kept
 
+    def why_lost(self) -> str | None:
+        """The reason that what the file held is not here, or None where it is; damage is found where it is read."""
+        with self._lock:
+            self._open()
+            return self._lost
+
     def put(self, entries: Iterable[Entry]) -> None:
         """All of them or none; of two measurements of the same key the newer one is kept."""
-        self._write(_PUT, [entry.row() for entry in entries])
+        self._write(_PUT, [_put_row(entry) for entry in entries])
 
     def best(
         self,
@@ -183,31 +190,24 @@ class Database:
         self._write(f"DELETE FROM trials WHERE {_OF_CANDIDATE}", [key])
 
     def export_json(self, path: Path | str) -> int:
-        """Measurements and what is set aside; how many of both is the answer. Self-tests hold for this card alone."""
+        """Measurements and what is set aside; how many of both is the answer. Self-tests hold for this card alone.
+
+        Raises RocmSdError, and leaves a file that is there as it is, where the database could not be read.
+        """
         entries, quarantined = self.all(), self.quarantined()
-        content = {
-            "format": _EXPORT,
-            "version": _EXPORT_VERSION,
-            "measurements": [entry.to_dict() for entry in entries],
-            "quarantine": [vars(one) | {"environment": vars(one.environment)} for one in quarantined],
-        }
-        path = Path(path)
-        # A folder that is not there was mistyped, and is not made.
-        path.parent.stat()
-        write_text(path, json.dumps(content, indent=1, allow_nan=False) + "\n")
-        return len(entries) + len(quarantined)
+        lost = self.why_lost()
+        if lost is not None:
+            raise RocmSdError(
+                f"The database {self.path} cannot be read: {lost}. Nothing was written to {path}.",
+                hint="Close what else uses it, or install the rocm-sd that wrote it. A damaged one is kept beside it, "
+                "with .aside- in its name; `rocm-sd tune --import FILE` takes an earlier export in again.",
+            )
+        return write_export(Path(path), entries, quarantined)
 
     def import_json(self, path: Path | str) -> int:
         """All that an export has, or an error and nothing of it; of the same key the newer measurement is kept."""
-        try:
-            content = json.loads(Path(path).read_text(encoding="utf-8"))
-            _require_form(content["format"], content["version"])
-            entries = [entry_from_dict(values) for values in content["measurements"]]
-            quarantined = [quarantined_from_dict(values) for values in content["quarantine"]]
-        except (ValueError, KeyError, TypeError) as error:
-            hint = f"It is not what an export of rocm-sd holds: {type(error).__name__}: {error}."
-            raise InvalidOption("tuning data", str(path), [], hint=hint) from error
-        return self._add(entries, quarantined)
+        found = read_export(Path(path))
+        return self._add(found.measurements, found.quarantine)
 
     def merge(self, other: Database) -> int:
         """Add what the other one has, as if its export were imported."""
@@ -220,16 +220,26 @@ class Database:
                 self._opened = None
 
     def _add(self, entries: Iterable[Entry], quarantined: Iterable[Quarantined]) -> int:
-        entries, quarantined = list(entries), list(quarantined)
-        self.put(entries)
-        self._quarantine(quarantined)
-        return len(entries) + len(quarantined)
+        """All of both or none, and in the file: memory that ends with the process is not what was asked for."""
+        measured, aside = [_put_row(entry) for entry in entries], [one.row() for one in quarantined]
+
+        def add(connection: sqlite3.Connection) -> None:
+            connection.executemany(_PUT, measured)
+            connection.executemany(_QUARANTINE, aside)
+
+        self._do(add, writes=True)
+        why = self.why_not_kept()
+        if why is not None:
+            raise RocmSdError(
+                f"{len(measured) + len(aside)} measurements were read, and none is kept: "
+                f"{self.path} cannot be written ({why}).",
+                hint="Close what else uses it and see that you may write it, then import again; or set ROCM_SD_CACHE "
+                "to another folder.",
+            )
+        return len(measured) + len(aside)
 
     def _quarantine(self, quarantined: Iterable[Quarantined]) -> None:
-        sql = """INSERT INTO quarantine VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT DO UPDATE
-            SET reason = excluded.reason, taken = excluded.taken
-            WHERE (excluded.taken, excluded.reason) < (quarantine.taken, quarantine.reason)"""
-        self._write(sql, [one.row() for one in quarantined])
+        self._write(_QUARANTINE, [one.row() for one in quarantined])
 
     def _entries(self, where: str, values: tuple[Any, ...] | dict[str, Any]) -> tuple[Entry, ...]:
         return tuple(self._ask(f"SELECT {_COLUMNS} FROM measurements m WHERE {where}", values, Entry.from_row))
@@ -260,8 +270,9 @@ class Database:
                         # Before anything is read: of two writers that both read first, one could not go on.
                         connection.execute("BEGIN IMMEDIATE")
                         return what(connection)
-                except sqlite3.DatabaseError as error:
-                    if opened.why_not_kept is not None or isinstance(error, _OUR_FAULT):
+                except DAMAGE as error:
+                    in_memory = opened.why_not_kept is not None
+                    if (in_memory and not opened.is_copy) or isinstance(error, _OUR_FAULT):
                         raise
                     self._give_up(opened, error)
 
@@ -271,15 +282,26 @@ class Database:
                 # SQLite forbids a child to use, or even to close, what its parent opened.
                 self._of_parents.append(self._opened)
             self._opened, self._owner = open_file(self.path), os.getpid()
+        self._lost = self._lost or self._opened.why_lost
         return self._opened
 
-    def _give_up(self, opened: Opened, error: sqlite3.DatabaseError) -> None:
+    def _give_up(self, opened: Opened, error: Exception) -> None:
         """A damaged file makes room for a new one. A full disk or a lock that is never let go: on without the file."""
         opened.connection.close()
         self._opened = None
-        damaged = not isinstance(error, sqlite3.OperationalError)
-        if not damaged or not set_aside(self.path, opened.identity, str(error)):
-            self._opened = without_file(self.path, str(error))
+        damaged = not isinstance(error, sqlite3.OperationalError) or _NO_TEXT in str(error)
+        if damaged:
+            self._lost = str(error)
+        if opened.is_copy:
+            # A copy in memory of a file that is damaged, and that cannot be renamed.
+            self._opened = without_file(self.path, str(error), copied=False)
+        elif not damaged or not set_aside(self.path, opened.identity, str(error)):
+            self._opened = without_file(self.path, str(error), copied=not damaged)
+
+
+def _put_row(entry: Entry) -> tuple[Any, ...]:
+    """With the time that it is now: a row that is dated later, by a clock that was wrong, gives way."""
+    return *entry.row(), now()
 
 
 def _hashes(given: str | Collection[str]) -> tuple[str, ...]:
@@ -294,11 +316,8 @@ def _first(row: tuple[Any, ...]) -> Any:
     return row[0]
 
 
-def _require_form(name: Any, version: Any) -> None:
-    if (name, version) != (_EXPORT, _EXPORT_VERSION):
-        raise ValueError(f"form {name!r}, version {version!r}")
-
-
+# SQLite keeps any bytes as text; to Python those that are no UTF-8 are an error of the operation.
+_NO_TEXT = "Could not decode"
 _OUR_FAULT = (sqlite3.ProgrammingError, sqlite3.IntegrityError, sqlite3.NotSupportedError)
 
 

@@ -16,13 +16,15 @@ from rocm_sd.tuning.environment import Environment
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = ["Opened", "open_file", "set_aside", "without_file"]
+__all__ = ["DAMAGE", "Opened", "open_file", "set_aside", "without_file"]
 
 log = logging.getLogger("rocm_sd")
 
 APPLICATION = 0x726F636D  # "rocm": what tells this project's files from any other SQLite file
 VERSION = 1
 BUSY_S = 5.0
+# SQLite names what is damaged in its own words, and those may be damaged, too.
+DAMAGE = (sqlite3.DatabaseError, UnicodeDecodeError)
 _SCHEMA = """
 CREATE TABLE measurements (
     op TEXT NOT NULL, problem TEXT NOT NULL, environment TEXT NOT NULL, kernel_hash TEXT NOT NULL,
@@ -55,53 +57,59 @@ class _Foreign(sqlite3.DatabaseError):
 
 @dataclass(frozen=True)
 class Opened:
-    """`identity` tells a file from another that later has its name; `why_not_kept`: writes end with the process."""
+    """`identity` tells a file from another that later has its name; `why_not_kept`: writes end with the process.
+
+    `why_lost`: a file was there, and what it holds could not be read. `is_copy`: it is in memory, as the file was.
+    """
 
     connection: sqlite3.Connection
     identity: tuple[int, int] | None
     why_not_kept: str | None = None
+    why_lost: str | None = None
+    is_copy: bool = False
 
 
 def open_file(path: Path) -> Opened:
     """Made where there is none. What cannot be used is one warning; a connection comes back in every case."""
     why = "it is replaced again and again"
+    lost = None
     for _ in range(3):
         identity = None
         try:
             if not path.exists():
                 _create(path)
             identity = _identity(path)
-            return Opened(_renewed(_checked(_connect(path))), identity)
+            return Opened(_renewed(_checked(_connect(path))), identity, why_lost=lost)
         except _Later as later:
             why = str(later)
             break
         except (sqlite3.OperationalError, OSError) as error:
             why = str(error)
             break
-        except sqlite3.DatabaseError as error:
-            why = str(error)
+        except DAMAGE as error:
+            why = lost = str(error)
             if not set_aside(path, identity, why):
                 break
     return without_file(path, why)
 
 
-def without_file(path: Path, why: str) -> Opened:
-    """Make a database in memory, with what can be read of the file."""
+def without_file(path: Path, why: str, *, copied: bool = True) -> Opened:
+    """Make a database in memory, with what can be read of the file; without it where its copy proved damaged."""
     _say_once(f"{path} is not written to, and what is measured lasts as long as this process: {why}.")
     memory = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
     # In a folder that cannot be written, SQLite reads a file only where it knows that nobody changes it.
-    for way in ("mode=ro", "mode=ro&immutable=1"):
-        with suppress(sqlite3.Error, OSError, _Later):
+    for way in ("mode=ro", "mode=ro&immutable=1") if copied else ():
+        with suppress(sqlite3.Error, UnicodeDecodeError, OSError, _Later):
             source = _checked(sqlite3.connect(f"{path.absolute().as_uri()}?{way}", uri=True, timeout=BUSY_S))
             try:
                 source.backup(memory)
-                return Opened(_renewed(_checked(memory)), None, why)
+                return Opened(_renewed(_checked(memory)), None, why, is_copy=True)
             finally:
                 source.close()
     memory.close()
     memory = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
     memory.executescript(_SCHEMA)
-    return Opened(memory, None, why)
+    return Opened(memory, None, why, why_lost=why if _may_exist(path) else None)
 
 
 def set_aside(path: Path, identity: tuple[int, int] | None, why: str) -> bool:
@@ -207,7 +215,7 @@ def _keyed_tables(connection: sqlite3.Connection) -> list[tuple[str, list[str]]]
 def _todays(key: str) -> str:
     try:
         return Environment.from_key(key).key()
-    except ValueError:
+    except (ValueError, TypeError):
         return key  # not of this project, or of a later form: not to be touched
 
 
@@ -220,6 +228,17 @@ def _rename(connection: sqlite3.Connection, table: str, columns: list[str], rena
             (old, new),
         )
         connection.execute(f"UPDATE OR REPLACE {table} SET environment = ? WHERE environment = ?", (new, old))  # noqa: S608
+
+
+def _may_exist(path: Path) -> bool:
+    """A folder that may not be looked into may have one."""
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError:
+        return True
+    return True
 
 
 def _identity(path: Path) -> tuple[int, int] | None:

@@ -5,26 +5,33 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping  # noqa: TC003 -- read at run time, with the other types of the dataclasses
-from dataclasses import asdict, dataclass, replace
-from datetime import datetime, timezone
+from dataclasses import asdict, dataclass
+from datetime import datetime, timedelta, timezone
 from typing import Any
 
+from rocm_sd.plain_json import parsed, shortened
 from rocm_sd.tuning.environment import Environment
-from rocm_sd.typed_json import read
+from rocm_sd.typed_json import Misfit, schema, violations
 
-__all__ = ["Entry", "Quarantined", "entry_from_dict", "now", "quarantined_from_dict", "text", "utc"]
+__all__ = ["RULES", "Entry", "Quarantined", "now", "text", "utc"]
+
+_NO_TIME = timedelta()
 
 
-def now() -> str:
-    return datetime.now(timezone.utc).isoformat(timespec="microseconds")
+def now(ahead: timedelta = _NO_TIME) -> str:
+    return (datetime.now(timezone.utc) + ahead).isoformat(timespec="microseconds")
 
 
 def utc(when: str) -> str:
     """ISO in UTC with microseconds, so that texts compare as times do; a time without a zone is taken for UTC."""
-    # Before Python 3.11 the letter is not understood.
-    parsed = datetime.fromisoformat(when[:-1] + "+00:00" if when.endswith("Z") else when)
-    aware = parsed.replace(tzinfo=timezone.utc) if parsed.tzinfo is None else parsed
-    return aware.astimezone(timezone.utc).isoformat(timespec="microseconds")
+    try:
+        # Before Python 3.11 the letter is not understood.
+        found = datetime.fromisoformat(when[:-1] + "+00:00" if when.endswith("Z") else when)
+        aware = found.replace(tzinfo=timezone.utc) if found.tzinfo is None else found
+        return aware.astimezone(timezone.utc).isoformat(timespec="microseconds")
+    except (ValueError, OverflowError):
+        # The first and the last day of the calendar have no neighbour in another zone.
+        raise ValueError(f"{shortened(repr(when))} is no time") from None
 
 
 def text(values: Mapping[str, Any]) -> str:
@@ -35,7 +42,7 @@ def text(values: Mapping[str, Any]) -> str:
 _TIMES = ("median_us", "low_us", "high_us")
 # An infinite time is null in JSON.
 _TIME = {"type": ["number", "null"], "minimum": 0}
-_RULES = {f"Entry.{name}": _TIME for name in (*_TIMES, "stock_us")}
+RULES = {f"Entry.{name}": _TIME for name in (*_TIMES, "stock_us")}
 
 
 @dataclass(frozen=True)
@@ -75,16 +82,25 @@ class Entry:
         """Right, and its whole interval is below stock's time; anything else leaves the problem to stock."""
         return self.numerics == "ok" and self.stock_us is not None and self.high_us < self.stock_us
 
+    def key(self) -> tuple[str, ...]:
+        """Of two measurements with one key the newer counts."""
+        where = self.environment.key()
+        return self.op, text(self.problem), where, self.kernel_hash, self.candidate, text(self.config)
+
     def row(self) -> tuple[Any, ...]:
-        key = (self.op, text(self.problem), self.environment.key(), self.kernel_hash, self.candidate, text(self.config))
         times = (_finite(getattr(self, name)) for name in _TIMES)
-        return (*key, *times, self.stock_us, self.numerics, self.when)
+        return (*self.key(), *times, self.stock_us, self.numerics, self.when)
 
     @classmethod
     def from_row(cls, row: tuple[Any, ...]) -> Entry:
+        """Raises ValueError or TypeError for what `row` never gave: SQLite keeps anything in any column."""
         op, problem, environment, kernel_hash, candidate, config, *rest = row
+        given = (op, parsed(problem), kernel_hash, candidate, parsed(config), *rest)
+        wrong = violations(dict(zip(_ROW, given, strict=True)), _ROW_FORM, top="a row")
+        if wrong:
+            raise Misfit(wrong)
         where = Environment.from_key(environment)
-        return cls(op, json.loads(problem), where, kernel_hash, candidate, json.loads(config), *rest)
+        return cls(op, given[1], where, kernel_hash, candidate, given[4], *rest)
 
     def to_dict(self) -> dict[str, Any]:
         return {**asdict(self), **{name: _finite(getattr(self, name)) for name in _TIMES}}
@@ -101,22 +117,23 @@ class Quarantined:
     reason: str
     when: str
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "when", utc(self.when))
+
     def row(self) -> tuple[str, ...]:
         return self.op, self.candidate, self.environment.key(), self.kernel_hash, self.reason, self.when
 
     @classmethod
     def from_row(cls, row: tuple[str, ...]) -> Quarantined:
+        if not all(isinstance(each, str) for each in row):
+            raise TypeError("a row has something else than text")
         return cls(row[0], row[1], Environment.from_key(row[2]), *row[3:])
 
 
-def entry_from_dict(values: Any) -> Entry:
-    """Raises ValueError for what is not the `to_dict` of one: it may come from anyone."""
-    return read(Entry, values, _RULES, top="an entry")
-
-
-def quarantined_from_dict(values: Any) -> Quarantined:
-    found = read(Quarantined, values, top="an entry")
-    return replace(found, when=utc(found.when))
+# The environment aside: its key is read once for many rows.
+_ENTRY = schema(Entry, RULES)
+_ROW = tuple(name for name in _ENTRY["properties"] if name != "environment")
+_ROW_FORM = {**_ENTRY, "required": _ROW, "properties": {name: _ENTRY["properties"][name] for name in _ROW}}
 
 
 def _finite(value: float) -> float | None:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from rocm_sd import arch
 from rocm_sd.arch import host
 from rocm_sd.files import read_text
+from rocm_sd.plain_json import parsed
 from rocm_sd.typed_json import read
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ def _key(environment: Environment) -> str:
 
 @lru_cache(maxsize=64)
 def _from_key(key: str) -> Environment:
-    return read(Environment, json.loads(key), top="the environment")
+    return read(Environment, parsed(key), top="the environment")
 
 
 def current(device: object = None) -> Environment:

@@ -80,7 +80,7 @@ def preferred(best: Entry, shipped: Entry | None) -> Entry:
     Each was timed beside stock, at another moment: shares of stock's time are what can be compared. One that is not
     faster than stock beyond doubt stands back, whoever named it.
     """
-    if shipped is None or shipped.stock_us is None or not shipped.clearly_faster or best.stock_us is None:
+    if shipped is None or shipped.stock_us is None or not shipped.clearly_faster or not best.stock_us:
         return best
     beyond_doubt = best.high_us / best.stock_us < shipped.low_us / shipped.stock_us
     return best if beyond_doubt else shipped

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from rocm_sd.bench.profiling.work import OpWork, op_work
 from rocm_sd.errors import RocmSdError
+from rocm_sd.plain_json import parsed
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -42,6 +43,8 @@ REGION = "rocm_sd.region"
 _DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}
 _LAUNCHES = {"cuda_runtime", "cuda_driver"}
 _ROCPROF_HINT = "Record one with: rocprofv3 --kernel-trace --output-format csv -- python SCRIPT"
+# A trace has half a kilobyte a kernel: of some millions of them.
+_MOST_CHARACTERS = 2**31
 _ROCPROF_COLUMNS = ("Kernel_Name", "Start_Timestamp", "End_Timestamp")
 
 
@@ -222,9 +225,11 @@ def read_rocprof(path: Path) -> Trace:
         raise UnreadableTrace(path, "there is no such file", hint=_ROCPROF_HINT) from None
     except (OSError, UnicodeDecodeError) as error:
         raise UnreadableTrace(path, str(error), hint=_ROCPROF_HINT) from error
-    kernels = sorted(
-        _from_json(path, text) if text.lstrip().startswith("{") else _from_csv(path, text), key=lambda k: k.start
-    )
+    try:
+        found = _from_json(path, text) if text.lstrip().startswith("{") else _from_csv(path, text)
+        kernels = sorted(found, key=lambda kernel: kernel.start)
+    except csv.Error as error:
+        raise UnreadableTrace(path, str(error), hint=_ROCPROF_HINT) from error
     if not kernels:
         raise UnreadableTrace(path, "no kernel ran while it was recorded", hint=_ROCPROF_HINT)
     return Trace((), kernels, kernels[0].start, max(kernel.end for kernel in kernels))
@@ -243,7 +248,7 @@ def _from_csv(path: Path, text: str) -> Iterator[KernelSpan]:
 def _from_json(path: Path, text: str) -> Iterator[KernelSpan]:
     """Names stand in `kernel_symbols` by id, and each dispatch in `buffer_records.kernel_dispatch`."""
     try:
-        tools = json.loads(text)["rocprofiler-sdk-tool"]
+        tools = parsed(text, most=_MOST_CHARACTERS)["rocprofiler-sdk-tool"]
         for tool in tools if isinstance(tools, list) else [tools]:
             names = {symbol["kernel_id"]: _symbol(symbol) for symbol in tool["kernel_symbols"]}
             for number, record in enumerate(tool["buffer_records"]["kernel_dispatch"]):
@@ -251,7 +256,7 @@ def _from_json(path: Path, text: str) -> Iterator[KernelSpan]:
                 stream = f"{dispatch['agent_id']['handle']}/{dispatch.get('queue_id', {}).get('handle', 0)}"
                 name = names.get(dispatch["kernel_id"], f"kernel {dispatch['kernel_id']}")
                 yield _kernel(path, f"dispatch {number}", name, record, stream, ("start_timestamp", "end_timestamp"))
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UnreadableTrace(
             path, f"it is not rocprofv3's JSON ({type(error).__name__}: {error})", hint=_ROCPROF_HINT
         ) from error
@@ -268,7 +273,7 @@ def _kernel(
 ) -> KernelSpan:
     try:
         start, end = (int(row[key]) / 1e3 for key in times)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise UnreadableTrace(path, f"{where} has no whole timestamps", hint=_ROCPROF_HINT) from error
     if end < start:
         raise UnreadableTrace(path, f"{where} ends before it starts", hint=_ROCPROF_HINT)

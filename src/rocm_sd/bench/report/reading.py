@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from rocm_sd.bench.records import FORMAT, Record, UnreadableRecord
 from rocm_sd.errors import RocmSdError
-from rocm_sd.files import read_json
+from rocm_sd.plain_json import read_json, shortened
 from rocm_sd.typed_json import is_number
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
+
+_LEAST_US, _MOST_US = 1e-6, 1e12
 
 __all__ = ["Inputs", "OpRun", "OpTiming", "UnreadableLadder", "read", "read_ladder"]
 
@@ -79,7 +81,7 @@ def read(paths: Iterable[Path]) -> Inputs:
     for path in [*named, *found]:
         values = _json(path, named=path in named)
         if isinstance(values, dict) and values.get("format") == FORMAT:
-            record = Record.load(path)
+            record = Record.from_dict(values, path)
             _require_sense(record, path)
             if record.kind == "op":
                 op_runs.append(_op_run(record))
@@ -115,7 +117,7 @@ def _require_sense(record: Record, path: Path) -> None:
 
 def _json(path: Path, *, named: bool) -> Any:
     try:
-        return read_json(path, partial(UnreadableRecord, path))
+        return read_json(path, partial(UnreadableRecord, path), finite=False)
     except UnreadableRecord:
         if named:
             raise
@@ -163,8 +165,8 @@ def _old_op_run(values: dict[str, Any], path: Path) -> OpRun:
             name = row["implementation"]
             us = row["us"]
             ours, stock = us.get("stock" if name == "torch" else name), us.get("stock")
-            if not all(is_number(value) and value > 0 for value in (ours, stock)):
-                raise UnreadableRecord(path, f"a timing of {row['call']!r} is not a positive number")
+            if not all(is_number(value) and _LEAST_US < value < _MOST_US for value in (ours, stock)):
+                raise UnreadableRecord(path, f"a timing of {shortened(repr(row['call']))} is no time of a call")
             dtype = str(row["problem"].get("dtype") or _dtype(row["call"]) or "float16")
             timings.append(OpTiming(str(values["op"]), str(row["call"]), dtype, ours, stock, str(name)))
         return OpRun(

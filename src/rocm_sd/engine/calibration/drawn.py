@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rocm_sd.errors import RocmSdError
-from rocm_sd.files import read_json, write_text
+from rocm_sd.files import write_text
 from rocm_sd.ops.samples import dtype_name
+from rocm_sd.plain_json import read_json
 from rocm_sd.tuning.entries import now
 from rocm_sd.tuning.location import default_path
 
@@ -108,7 +109,7 @@ def _as_data(value: Any) -> Any:
 
 def _read(path: Path) -> DrawnCall | None:
     try:
-        call = DrawnCall(**read_json(path, ValueError))
+        call = DrawnCall(**read_json(path, ValueError, of=dict))
         for name, kind in (("model", str), ("part", str), ("config", dict), ("args", list), ("kwargs", dict)):
             if not isinstance(getattr(call, name), kind):
                 raise TypeError(f"{name} is no {kind.__name__}")  # noqa: TRY301 -- one way out for all that is wrong

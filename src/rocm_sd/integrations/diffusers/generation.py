@@ -11,6 +11,7 @@ import diffusers
 import torch
 
 from rocm_sd.errors import InvalidOption, Unsupported, require_one_of
+from rocm_sd.integrations.diffusers.batch_memory import require_memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -102,6 +103,7 @@ def generate(pipe: Any, request: Request, on_step: Callable[[int], None] | None 
         raise Unsupported(
             "generate", f"{request.steps} steps: {type(pipe.scheduler).__name__} takes {distilled} at most"
         )
+    _require_memory(pipe, request)
     generators = [torch.Generator("cpu").manual_seed(request.seed + i) for i in range(request.batch)]
 
     def after_step(_pipe: Any, step: int, _timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
@@ -123,6 +125,14 @@ def generate(pipe: Any, request: Request, on_step: Callable[[int], None] | None 
         callback_on_step_end=after_step,
     ).images
     return Generated(images, time.perf_counter() - started)
+
+
+def _require_memory(pipe: Any, request: Request) -> None:
+    part = getattr(pipe, "unet", None) or getattr(pipe, "transformer", None)
+    side = getattr(getattr(part, "config", None), "sample_size", None)
+    usual = side * getattr(pipe, "vae_scale_factor", 8) if isinstance(side, int) else 8
+    height, width = request.height or usual, request.width or usual
+    require_memory(pipe, request.batch, height, width, pipe.device, getattr(part, "dtype", torch.float16))
 
 
 def set_scheduler(pipe: Any, name: str) -> None:

@@ -13,18 +13,26 @@ import shutil
 import tempfile
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
-from pathlib import Path
+from pathlib import Path, PurePosixPath, PureWindowsPath
 
 import rocm_sd
 from rocm_sd.errors import FULL, NoDiskSpace, RocmSdError
-from rocm_sd.files import read_json, whole, write_text
+from rocm_sd.files import whole, write_text
 from rocm_sd.integrations.installing.hosts import Host, NotAHost
-from rocm_sd.typed_json import Misfit, read
+from rocm_sd.plain_json import read_json
+from rocm_sd.typed_json import Misfit, Rules, read
 
 __all__ = ["LIST_NAME", "Placed", "Removed", "place", "remove"]
 
 LIST_NAME = ".rocm-sd-install.json"
 _ELSEWHERE = "elsewhere"
+# A name with a null byte is no name of a file.
+_TEXT = {"pattern": r"^[^\u0000]*$"}
+_RULES: Rules = {
+    "_Record.mode": {"enum": ["link", "copy"]},
+    **{f"_Record.{name}": _TEXT for name in ("folder", "target")},
+    "_Record.files": {"propertyNames": {**_TEXT, "maxLength": 1000}},
+}
 _IGNORED = shutil.ignore_patterns("__pycache__", "*.pyc")
 
 
@@ -100,8 +108,14 @@ def remove(host: Host) -> Removed:
             f"rocm-sd is not installed in {host.root}: there is no {host.destination.parent / LIST_NAME}.",
             hint=f"To install it, type: rocm-sd install {host.kind} {host.root}",
         )
-    gone, kept = _take_link(host, record) if record.mode == "link" else _take_files(host, record)
-    (host.destination.parent / LIST_NAME).unlink(missing_ok=True)
+    try:
+        gone, kept = _take_link(host, record) if record.mode == "link" else _take_files(host, record)
+        (host.destination.parent / LIST_NAME).unlink(missing_ok=True)
+    except OSError as error:
+        raise RocmSdError(
+            f"{error.filename or host.destination} cannot be removed ({error.strerror or error}).",
+            hint="Check whose folder it is, and run this as its owner. What is left is still in the list.",
+        ) from error
     return Removed(tuple(gone), tuple(kept))
 
 
@@ -233,18 +247,20 @@ def _read_record(host: Host) -> _Record | None:
     if not os.path.lexists(file):
         return None
     try:
-        record = read(_Record, read_json(file, unreadable))
+        record = read(_Record, read_json(file, unreadable), _RULES)
     except Misfit as error:
         raise unreadable(str(error)) from None
     # The list names files to write and to delete: none may lie outside the folder.
-    if record.folder != host.destination.name or not all(_is_plain(name) for name in record.files):
+    if record.folder != host.destination.name or not all(map(_is_inside, record.files)):
         raise RocmSdError(f"{file} is not a list that rocm-sd wrote.", hint="Remove it by hand.")
     return record
 
 
-def _is_plain(name: str) -> bool:
-    path = Path(name)
-    return bool(path.parts) and not path.is_absolute() and ".." not in path.parts and "\0" not in name
+def _is_inside(name: str) -> bool:
+    path = PurePosixPath(name)
+    named = bool(path.parts) and ".." not in path.parts and not path.is_absolute()
+    # On Windows a drive, and a path with the other slash, lead outside as well.
+    return named and not PureWindowsPath(name).anchor and ".." not in PureWindowsPath(name).parts
 
 
 def _write_record(host: Host, record: _Record) -> None:
