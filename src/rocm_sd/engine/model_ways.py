@@ -43,7 +43,7 @@ def way_of(name: str, module: nn.Module, device: torch.device, parts: Parts, *, 
     if parts.plan is not None:
         return _by_plan(calibration.named(parts.plan), f"by the plan {parts.plan}", device)
     subject = next((model for model in subjects(module) if denoiser(model) is not None), None)
-    if subject is not None and parts.rules is None and calibration.wanted(device):
+    if subject is not None and parts.rules is None and calibration.wanted(device, graphs=graphs):
         key, kind = calibration.model_key(subject), type(subject).__name__
         found = calibration.measured(key, device, graphs=graphs)
         if found is not None:

@@ -72,7 +72,7 @@ def optimize_with(target: Target, level: str, quality: str, parts: Parts) -> Tar
     architecture = arch.detect(device)
     graphs = (parts.captured or parts.hoisted) and graphs_wanted(device, allowed=decision.graphs)
     if graphs:
-        start_compiling(device, tests=not calibration.wanted(device))
+        start_compiling(device, tests=not calibration.wanted(device, graphs=graphs))
     ways = {name: way_of(name, module, device, parts, graphs=graphs) for name, module in modules.items()}
     changes = [
         change
@@ -89,7 +89,7 @@ def optimize_with(target: Target, level: str, quality: str, parts: Parts) -> Tar
             model for name, module in modules.items() if not ways[name].captured for model in subjects(module)
         }
         installed.append(denoising.install(target, [model for model in models if model not in as_they_are], parts))
-    if parts.calibrated and parts.plan is None and parts.rules is None and calibration.wanted(device):
+    if parts.calibrated and parts.plan is None and parts.rules is None and calibration.wanted(device, graphs=graphs):
         keys = (calibration.model_key(model) for model in models)
         had = {key: standing(key, device, graphs=graphs) for key in keys}
         again = _Again(ref(target), level, quality, parts, device, graphs, had)

@@ -170,6 +170,18 @@ def test_two_tuners_at_once(plugged, tmp_path, geglu_call):
         assert connection.execute("PRAGMA integrity_check").fetchone() == ("ok",)
 
 
+def test_one_that_hung_is_not_tried_at_the_other_problems_of_the_run(plugged, database, geglu_call):
+    """A model has dozens of sizes, and each would cost as many seconds."""
+    plugged("[of('hangs', hangs), of('sleeps', sleeps)]")
+    first, second = Tuner(CPU, database, TunerOptions(120, timeout_s=2.5)).run([geglu_call(8, 8), geglu_call(16, 8)])
+    reasons = {failure.reason for each in (first, second) for failure in each.failures}
+    assert reasons == {
+        "hung: stopped after 2.5 s without an answer", "hung at another size, and was not tried here",
+    }  # fmt: skip
+    assert first.chosen.is_stock
+    assert second.chosen.is_stock
+
+
 def test_the_budget_is_kept_even_where_the_last_candidate_hangs(plugged, database, geglu_call):
     plugged("[of('sleeps', sleeps, tuple({'ms': ms} for ms in range(60, 70))), of('hangs', hangs)]")
     shares = []

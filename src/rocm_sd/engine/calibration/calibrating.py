@@ -18,6 +18,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from rocm_sd.engine.calibration import trials
+from rocm_sd.engine.calibration.first_calls import searches_ops
 from rocm_sd.engine.calibration.plans import OP, PLANS, kernels_hash, known_wrong, problem_of
 from rocm_sd.engine.calibration.skeleton import Skeleton, described_call, model_key
 from rocm_sd.engine.calibration.tracing import trace_call
@@ -185,6 +186,8 @@ def calibrate(
             say("tracing")
             with clock.phase("tracing", _TRACED_S):
                 traced, call_s = _traced(skeletons)
+            if options is None and not searches_ops(device):
+                traced = []
             if options is None:
                 options = _quick(
                     BUDGET_S - min(max(_FOR_PLANS_S, _CALLS_OF_PLANS * call_s), _MOST_FOR_PLANS * BUDGET_S)

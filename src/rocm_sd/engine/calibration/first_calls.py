@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     Measure = Callable[[nn.Module, str, tuple[Any, ...], dict[str, Any]], bool]
 
-__all__ = ["install", "wanted"]
+__all__ = ["install", "searches_ops", "wanted"]
 
 log = logging.getLogger("rocm_sd")
 _KEY = "calibration"
@@ -31,14 +31,22 @@ _KEY = "calibration"
 _busy = threading.Lock()
 
 
-def wanted(device: torch.device) -> bool:
-    """On a GPU of an architecture that nobody timed, unless switched off; never within a worker."""
+def wanted(device: torch.device, *, graphs: bool) -> bool:
+    """On a GPU of an architecture that nobody timed, unless switched off; never within a worker.
+
+    Without graphs on any GPU: what launching costs is a matter of its host, which no shipped data know.
+    """
     asked = settings.current().calibrate
     if workers.inside() or asked is False:
         return False
     if device.type == "cpu":
         return bool(asked)
-    return bool(asked) or not was_timed(arch.detect(device).name)
+    return bool(asked) or not graphs or not was_timed(arch.detect(device).name)
+
+
+def searches_ops(device: torch.device) -> bool:
+    """Whether ops are searched as well. Of an architecture whose data were timed, only what `wanted` has is."""
+    return bool(settings.current().calibrate) or not was_timed(arch.detect(device).name)
 
 
 @dataclass
