@@ -45,14 +45,14 @@ CALIBRATION_S, FIRST_PICTURE_S, TUNED_MS, HANG_S = 30.0, 2.5, 279, 10.0
 PROCESS_S = 540.0
 FAULTS = ("wrong_in_one_value", "slow", "aborts", "hangs")
 
-# A package of candidates for convolutions. A graph has launches alone, so what is slow computes more.
+# A package of candidates for an op that every model has. A graph has launches alone, so what is slow computes more.
 CANDIDATES = """
 import os, time
 from rocm_sd.ops import OPS
 from rocm_sd.ops.definition import Implementation
 from rocm_sd.ops.plugins import PlugIn
 
-stock = OPS["conv2d"].implementations[0].run
+stock = OPS["group_norm_silu"].implementations[0].run
 
 def wrong_in_one_value(*arguments, config):
     y = stock(*arguments)
@@ -72,7 +72,7 @@ def hangs(*arguments, config):
 
 def candidates():
     return [
-        PlugIn("conv2d", Implementation(run.__name__, run, lambda problem, device: None), version="1")
+        PlugIn("group_norm_silu", Implementation(run.__name__, run, lambda problem, device: None), version="1")
         for run in (wrong_in_one_value, slow, aborts, hangs)
     ]
 """

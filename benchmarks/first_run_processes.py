@@ -153,12 +153,12 @@ def with_faulty_candidates(drawing):
     pipe = rocm_sd.optimize(drawing.made.pipeline())
     drawing.timed(pipe)
     said, adopted = {}, {}
-    for entry in user_database().all("conv2d"):
+    for entry in user_database().all("group_norm_silu"):
         if entry.candidate in FAULTS:
             share = entry.median_us / entry.stock_us if entry.stock_us else None
             reason = entry.numerics if share is None else f"{share:.1f} of stock's time"
             said.setdefault(entry.candidate, reason)
-            chosen = OPS["conv2d"].choose(entry.problem, drawing.device).implementation
+            chosen = OPS["group_norm_silu"].choose(entry.problem, drawing.device).implementation
             adopted[chosen] = adopted.get(chosen, 0) + 1
     waits = [(after - before, what) for (before, what), (after, _) in itertools.pairwise(steps) if "hangs" in what]
     return {
