@@ -157,7 +157,8 @@ def with_faulty_candidates(drawing):
         if entry.candidate in FAULTS:
             share = entry.median_us / entry.stock_us if entry.stock_us else None
             reason = entry.numerics if share is None else f"{share:.1f} of stock's time"
-            said.setdefault(entry.candidate, reason)
+            if "another size" not in reason:
+                said.setdefault(entry.candidate, reason)
             chosen = OPS["group_norm_silu"].choose(entry.problem, drawing.device).implementation
             adopted[chosen] = adopted.get(chosen, 0) + 1
     waits = [(after - before, what) for (before, what), (after, _) in itertools.pairwise(steps) if "hangs" in what]
