@@ -125,7 +125,7 @@ def test_with_no_argument_what_was_drawn_with_is_tuned(own_cache, capsys, monkey
     monkeypatch.setenv("ROCM_SD_CALIBRATE", "1")
     made = workloads.make("sd15-512", torch.device("cpu"), tiny=True)
     with monkeypatch.context() as noted_only:
-        noted_only.setattr(calibration, "wanted", lambda _device: False)
+        noted_only.setattr(calibration, "wanted", lambda _device, **_named: False)
         made.picture(optimize(made.pipeline()), 1)
     arguments = ("tune", "--ops", "attention", "--budget", "60s", "--device", "cpu")
     assert rocm_sd(*arguments) == 0

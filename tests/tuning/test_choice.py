@@ -95,3 +95,13 @@ def test_the_config_beside_is_what_a_forced_kernel_runs_with(monkeypatch):
     assert op.config_of("hip", found) == LayerNormResidualConfig(threads=128)
     # Triton's own kernel takes neither.
     assert op.config_of("triton", found) == op.implementation("triton").default
+
+
+def test_other_data_may_stand_in_for_the_shipped_ones(monkeypatch, tmp_path):
+    assert choice.was_timed("sm_90")
+    assert not choice.lookup("group_norm_silu", "sm_90", {}).why.startswith("no data")
+    monkeypatch.setenv("ROCM_SD_DATA", str(tmp_path))
+    assert not choice.was_timed("sm_90")
+    assert choice.lookup("group_norm_silu", "sm_90", {}).why == "no data for group_norm_silu on sm_90"
+    monkeypatch.delenv("ROCM_SD_DATA")
+    assert choice.was_timed("sm_90")

@@ -59,7 +59,7 @@ def standing(key: str, device: torch.device, *, graphs: bool) -> str | None:
     found = calibration.measured(key, device, graphs=graphs)
     if found is not None:
         return found.plan.name
-    return "shipped" if key in unmeasured or not calibration.wanted(device) else None
+    return "shipped" if key in unmeasured or not calibration.wanted(device, graphs=graphs) else None
 
 
 def _by_plan(plan: calibration.Plan, why: str, device: torch.device, *notes: str) -> ModelWay:

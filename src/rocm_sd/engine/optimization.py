@@ -75,7 +75,7 @@ def optimize_with(target: Target, level: str, quality: str, parts: Parts) -> Tar
     architecture = arch.detect(device)
     graphs = (parts.captured or parts.hoisted) and graphs_wanted(device, allowed=decision.graphs)
     if graphs:
-        start_compiling(device, tests=not calibration.wanted(device))
+        start_compiling(device, tests=not calibration.wanted(device, graphs=graphs))
     ways = {name: way_of(name, module, device, parts, graphs=graphs) for name, module in modules.items()}
     changes = [
         change
@@ -168,7 +168,7 @@ class _Again:
         self._note(subject)
         key = subject.key
         plan = calibration.measured(key, self.device, graphs=self.graphs, call=call)
-        if plan is None and key not in unmeasured and calibration.wanted(self.device):
+        if plan is None and key not in unmeasured and calibration.wanted(self.device, graphs=self.graphs):
             self._measure(subject)
         target = self.target()
         if target is None or standing(key, self.device, graphs=self.graphs) == self.had.get(key):

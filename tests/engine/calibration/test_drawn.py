@@ -29,7 +29,7 @@ def cache(tmp_path, monkeypatch):
 @pytest.fixture
 def pipe(tmp_path, monkeypatch):
     """One whose calls are noted and not measured, as on a card whose data are shipped."""
-    monkeypatch.setattr(calibration, "wanted", lambda _device: False)
+    monkeypatch.setattr(calibration, "wanted", lambda _device, **_named: False)
     return rocm_sd.optimize(partial(tiny_pipeline, tmp_path)())
 
 

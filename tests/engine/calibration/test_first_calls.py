@@ -108,16 +108,21 @@ def test_who_is_measured(monkeypatch):
         first_calls.arch, "detect", lambda _device: choice.Choice("", why="") and type("A", (), {"name": name})
     )
     name = "gfx1100"
-    assert first_calls.wanted(gpu)
+    assert first_calls.wanted(gpu, graphs=True)
+    assert first_calls.searches_ops(gpu)
     name = "sm_90"  # its data were measured on a card
-    assert not first_calls.wanted(gpu)
+    assert not first_calls.wanted(gpu, graphs=True)
+    # With what its host launches, plans are; and the ops are those of the data.
+    assert first_calls.wanted(gpu, graphs=False)
+    assert not first_calls.searches_ops(gpu)
     monkeypatch.setenv("ROCM_SD_CALIBRATE", "1")
-    assert first_calls.wanted(gpu)
-    assert first_calls.wanted(CPU)
+    assert first_calls.wanted(gpu, graphs=True)
+    assert first_calls.wanted(CPU, graphs=True)
     monkeypatch.setenv("ROCM_SD_CALIBRATE", "0")
     name = "gfx1100"
-    assert not first_calls.wanted(gpu)
+    assert not first_calls.wanted(gpu, graphs=True)
     monkeypatch.delenv("ROCM_SD_CALIBRATE")
-    assert not first_calls.wanted(CPU)
+    assert not first_calls.wanted(CPU, graphs=True)
     monkeypatch.setattr(first_calls.workers, "inside", lambda: True)
-    assert not first_calls.wanted(gpu)
+    assert not first_calls.wanted(gpu, graphs=True)
+    assert not first_calls.wanted(gpu, graphs=False)

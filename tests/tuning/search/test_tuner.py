@@ -184,6 +184,19 @@ def test_two_tuners_at_once(plugged, tmp_path, geglu_call):
         assert connection.execute("PRAGMA integrity_check").fetchone() == ("ok",)
 
 
+def test_one_that_hung_or_crashed_is_not_tried_at_the_other_problems_of_the_run(plugged, database, geglu_call):
+    """A model has dozens of sizes, and each would cost as many seconds, or another worker."""
+    plugged("[of('hangs', hangs), of('aborts', aborts), of('sleeps', sleeps)]")
+    first, second = Tuner(CPU, database, TunerOptions(120, timeout_s=2.5)).run([geglu_call(8, 8), geglu_call(16, 8)])
+    reasons = sorted((f.candidate, f.reason.partition(":")[0]) for each in (first, second) for f in each.failures)
+    left_out = "hung or crashed at another size"
+    assert reasons == [
+        ("aborts", "crashed by signal 6"), ("aborts", left_out), ("hangs", "hung"), ("hangs", left_out),
+    ]  # fmt: skip
+    assert first.chosen.is_stock
+    assert second.chosen.is_stock
+
+
 def test_the_budget_is_kept_even_where_the_last_candidate_hangs(plugged, database, geglu_call):
     plugged("[of('sleeps', sleeps, tuple({'ms': ms} for ms in range(60, 70))), of('hangs', hangs)]")
     shares = []

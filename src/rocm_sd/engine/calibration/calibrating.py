@@ -13,6 +13,7 @@ import logging
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from rocm_sd.engine.calibration.first_calls import searches_ops
 from rocm_sd.engine.calibration.plan_times import Clock, PlanTimer, alone
 from rocm_sd.engine.calibration.subjects import CannotBeRebuilt, NotMeasured, Outline
 from rocm_sd.engine.calibration.tracing import trace_call
@@ -99,6 +100,8 @@ def calibrate(
             say("tracing")
             with clock.phase("tracing", _TRACED_S):
                 traced, call_s = _traced(outlines)
+            if not searches_ops(device):
+                traced = []
             for_plans = min(max(_FOR_PLANS_S, _CALLS_OF_PLANS * call_s), _MOST_FOR_PLANS * BUDGET_S)
             tuner = Tuner(device, user_database(), _quick(BUDGET_S - for_plans), lambda step: say(step.what))
             with clock.phase("ops"):

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     FirstCall = Callable[[nn.Module, str, tuple[Any, ...], dict[str, Any]], bool]
 
-__all__ = ["counts", "install", "wanted"]
+__all__ = ["counts", "install", "searches_ops", "wanted"]
 
 log = logging.getLogger("rocm_sd")
 _KEY = "calibration"
@@ -37,9 +37,17 @@ def counts(device: torch.device) -> bool:
     return not workers.inside() and (device.type != "cpu" if asked is None else asked)
 
 
-def wanted(device: torch.device) -> bool:
-    """Whether a model without a plan is measured at its first call: not where its architecture was timed before."""
-    return counts(device) and (bool(settings.current().calibrate) or not was_timed(arch.detect(device).name))
+def wanted(device: torch.device, *, graphs: bool) -> bool:
+    """Whether a model without a plan is measured at its first call: not where its architecture was timed before.
+
+    Without graphs it is measured there, too: what launching costs is a matter of the host, which no shipped data know.
+    """
+    return counts(device) and (not graphs or searches_ops(device))
+
+
+def searches_ops(device: torch.device) -> bool:
+    """Whether ops are searched as well: the data of an architecture that was timed have them."""
+    return bool(settings.current().calibrate) or not was_timed(arch.detect(device).name)
 
 
 @dataclass

@@ -87,7 +87,7 @@ class Tuner:
         self.device, self.database, self.options, self.progress = device, database, options, progress
         self.environment = environment.current(device)
         self.interrupted = False
-        self._hung: set[tuple[str, Candidate]] = set()
+        self._lost: set[tuple[str, Candidate]] = set()
         self._begun = time.monotonic()
         self._done = self._total = 0
         self._elsewhere: list[Neighbour] = []
@@ -237,9 +237,9 @@ class Tuner:
         if within <= 0:
             return None
         self._report(search, candidate)
-        if (search.op.name, candidate) in self._hung:
-            # Of its problems each would cost as many seconds.
-            return self.store(search, candidate, {"failed": f"{HUNG} at another size, and was not tried here"})
+        if (search.op.name, candidate) in self._lost:
+            # Each of its problems would cost as many seconds, or the start of a worker. A later run tries it there.
+            return self.store(search, candidate, {"failed": f"{HUNG} or crashed at another size: not tried here"})
         # What stock's library does at the first call of a size is not held against a candidate.
         answer = ask(worker, open_call, search.call, self.device, timeout=_LIBRARY_S, within=within)
         if answer == {"opened": True}:
@@ -256,8 +256,8 @@ class Tuner:
             return None
         search.turns[candidate] = turns
         search.measured += 1
-        if str(answer.get("failed")).startswith(HUNG):
-            self._hung.add((search.op.name, candidate))
+        if str(answer.get("failed")).startswith((HUNG, "crashed")):
+            self._lost.add((search.op.name, candidate))
         return self.store(search, candidate, answer)
 
     def store(self, search: ProblemSearch, candidate: Candidate, answer: Mapping[str, Any]) -> Entry:
