@@ -108,7 +108,10 @@ class ScheduleRun:
         if timestep.device != ours.device or timestep.untyped_storage().data_ptr() != ours.untyped_storage().data_ptr():
             return None
         number, rest = divmod(int(timestep.storage_offset() - ours.storage_offset()), max(ours.stride(0), 1))
-        return number if not rest and 0 <= number < len(ours) else None
+        if rest or not 0 <= number < len(ours):
+            return None
+        # Through numpy it may have been written uncounted; on a GPU, to look would be to wait.
+        return None if ours.device.type == "cpu" and float(timestep) != self.values[number] else number
 
 
 class SchedulerHook:
@@ -234,6 +237,7 @@ class _Stepper:
         self._methods = methods
         self._table = plan.table.coefficients.to(device, non_blocking=True)
         self._numbers = torch.arange(plan.calls, device=device)
+        self._times = plan.timesteps.tolist() if plan.timesteps.device.type == "cpu" else None
         self._states: torch.Tensor | None = None
         self._calls = 0
 
@@ -274,6 +278,8 @@ class _Stepper:
         return reason
 
     def _expects(self, timestep: Any) -> bool:
+        if self._times is not None:
+            return bool(_value(timestep) == self._times[self._calls])
         expected = self.plan.timesteps[self._calls]
         if isinstance(timestep, torch.Tensor) and timestep.data_ptr() == expected.data_ptr():
             return True
