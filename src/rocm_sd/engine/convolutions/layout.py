@@ -61,7 +61,8 @@ def lay_out(modules: Iterable[nn.Module], why: str) -> Installed:
     except BaseException:
         restore()
         raise
-    return Installed(lambda: (f"{len(relaid)} convolutions run channels-last ({why})",), restore)
+    notes = (f"{len(relaid)} convolutions run channels-last ({why})",) if relaid else ()
+    return Installed(lambda: notes, restore)
 
 
 def _held(layer: nn.Conv2d) -> torch.Tensor | None:
