@@ -43,8 +43,10 @@ class Methods:
 
 
 def _on_the_instance(scheduler: Any) -> dict[str, Any]:
+    """Of a method its function: what is bound would keep the scheduler alive."""
     of_the_class = vars(type(scheduler))
-    return {name: value for name, value in vars(scheduler).items() if name in of_the_class}
+    found = {name: value for name, value in vars(scheduler).items() if name in of_the_class}
+    return {name: getattr(value, "__func__", value) for name, value in found.items()}
 
 
 def _own_on_class(kind: type) -> str | None:
