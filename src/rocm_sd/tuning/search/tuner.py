@@ -239,7 +239,8 @@ class Tuner:
         self._report(search, candidate)
         if (search.op.name, candidate) in self._lost:
             # Each of its problems would cost as many seconds, or the start of a worker. A later run tries it there.
-            return self.store(search, candidate, {"failed": f"{HUNG} or crashed at another size: not tried here"})
+            failed = {"failed": f"{HUNG} or crashed at another size: not tried here"}
+            return search.entry(candidate) or self.store(search, candidate, failed)
         # What stock's library does at the first call of a size is not held against a candidate.
         answer = ask(worker, open_call, search.call, self.device, timeout=_LIBRARY_S, within=within)
         if answer == {"opened": True}:
