@@ -36,7 +36,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PROCESSES = ROOT / "benchmarks" / "first_run_processes.py"
-TUNE = "import sys; from rocm_sd.cli import main; sys.exit(main())"
+TUNE = "import sys; from rocm_sd.cli.main import run; sys.exit(run())"
 STEPS = ("plans", "eager", "faults", "contiguous", "tune", "shipped", "fuzz")
 # Milliseconds of a picture at most, by workload and batch.
 PICTURES = {("sd15-512", 1): 300, ("sd15-512", 8): 1700, ("sdxl-1024", 1): 660}
@@ -274,10 +274,12 @@ class Steps:
 
     def fuzz(self):
         record = self.options.out.resolve() / "fuzz.json"
-        calls = "200" if self.options.tiny else str(self.options.fuzz_calls)
-        with self.fresh() as (environment, _):
+        calls = "40" if self.options.tiny else str(self.options.fuzz_calls)
+        seconds = "20" if self.options.tiny else str(self.options.fuzz_seconds)
+        # On a CPU kernels are interpreted.
+        with self.fresh(**({"TRITON_INTERPRET": "1"} if self.options.tiny else {})) as (environment, _):
             command = [sys.executable, str(ROOT / "tools" / "fuzz_ops.py"), "--calls", calls, "--out", str(record)]
-            command += ["--seconds", str(self.options.fuzz_seconds)]
+            command += ["--seconds", seconds]
             subprocess.run([*command, *(["--ops", "geglu"] if self.options.tiny else [])], env=environment, check=False)
         found = json.loads(record.read_text())
         kept = ("calls", "failures", "samples", "compiled", "seconds", "residues", "skipped", "reasons")
