@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "convolution", "convolution_and_add", "falls_back", "fuses_adds", "is_diffusers", "norm_overwrites", "norm_silu",
-    "of_diffusers", "of_kind", "parameters_of_kind", "plain_convolution", "plain_convolution_and_add", "plain_norm_silu",
-    "read_two", "takes", "through_op", "unusual",
+    "of_diffusers", "of_kind", "parameters_of_kind", "plain_convolution", "plain_convolution_and_add",
+    "plain_norm_silu", "read_two", "takes", "through_op", "unusual",
 ]  # fmt: skip
 
 _TENSORS = (torch.Tensor, nn.Parameter)

@@ -20,7 +20,7 @@ from torch.nn.modules import module as torch_modules
 
 from rocm_sd.rewrite import forwards
 from rocm_sd.rewrite.layers import hooked
-from rocm_sd.rewrite.states import CLASS, States
+from rocm_sd.rewrite.states import CLASS, States, bare
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     WhyNot = Callable[[Any], str | None]
 
-__all__ = ["Guard", "foreign_forward", "global_hooks", "whose"]
+__all__ = ["Guard", "foreign_forward", "global_hooks", "is_transformed", "whose"]
 
 _LAYERS = (nn.Linear, nn.Conv2d, nn.GroupNorm, nn.LayerNorm)
 # Asked for in each call that they matter to, or of no matter to any.
@@ -139,12 +139,19 @@ class Guard:
 
 def _is_ordinary(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether a call is one that ops are for: with values, and nobody traces it, transforms it or hooks all modules."""
-    if torch._C._functorch.peek_interpreter_stack() is not None or torch._C._get_tracing_state() is not None:  # noqa: SLF001 -- torch has no public question for it
-        return False
-    if forward_ad._current_level >= 0 or global_hooks():  # noqa: SLF001
+    if is_transformed() or global_hooks():
         return False
     tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
     return bool(tensors) and all(map(torch.Tensor.numel, tensors))
+
+
+def is_transformed() -> bool:
+    """Whether torch.func transforms what is called now, or torch.jit traces it."""
+    return (
+        torch._C._functorch.peek_interpreter_stack() is not None  # noqa: SLF001 -- torch has no public question for it
+        or torch._C._get_tracing_state() is not None  # noqa: SLF001
+        or forward_ad._current_level >= 0  # noqa: SLF001
+    )
 
 
 def global_hooks() -> bool:
@@ -159,13 +166,7 @@ def global_hooks() -> bool:
 
 def _is_layer(module: nn.Module | None) -> bool:
     """Whether rules ask about it in each call, and call it where it is not plain: a LoRA's wrapper of one, too."""
-    return isinstance(_bare(module), _LAYERS)
-
-
-def _bare(module: Any) -> Any:
-    while module is not None and "base_layer" in module._modules:  # noqa: SLF001
-        module = module._modules["base_layer"]  # noqa: SLF001
-    return module
+    return isinstance(bare(module), _LAYERS)
 
 
 def _inside(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
@@ -194,13 +195,14 @@ def _may_be(difference: Difference, owner: nn.Module) -> bool:
 def _slot(difference: Difference) -> str | None:
     """The first child that has become something else than a layer of the same kind, or that wrapped."""
     then, now = difference.then, difference.now
-    names = [*now, *(name for name in getattr(then, "_names", ()) if name not in now)]
-    for name in names:
+    kinds: dict[str, type] = getattr(then, "kinds", {})
+    for name in dict.fromkeys((*now, *kinds)):
         before, after = then.get(name), now.get(name)
-        if before is after or name == "processor":
+        # One that is gone by now gives None as well.
+        if name == "processor" or (before is after and (after is not None or name not in kinds)):
             continue
-        kind = next((kind for kind in _LAYERS if isinstance(_bare(before), kind)), None)
-        if kind is None or not isinstance(_bare(after), kind):
+        kind = next((kind for kind in _LAYERS if issubclass(kinds.get(name, object), kind)), None)
+        if kind is None or not isinstance(bare(after), kind):
             return str(name)
     return None
 

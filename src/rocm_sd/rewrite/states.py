@@ -16,7 +16,7 @@ from torch import nn
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-__all__ = ["CLASS", "WHATEVER", "Difference", "States", "equal"]
+__all__ = ["CLASS", "WHATEVER", "Difference", "States", "bare", "equal"]
 
 CLASS = "class"
 _MISSING = object()
@@ -49,13 +49,16 @@ class _Held:
 
 
 class _Children:
-    """Equal to a dict of the same modules, which it does not keep alive."""
+    """Equal to a dict of the same modules, which it does not keep alive; `kinds`: the classes of those that were there,
+    without what wraps them.
+    """
 
-    __slots__ = ("_modules", "_names")
+    __slots__ = ("_modules", "_names", "kinds")
     __hash__ = None  # type: ignore[assignment]
 
     def __init__(self, children: Mapping[str, nn.Module | None]) -> None:
         self._names = list(children)
+        self.kinds = {name: type(bare(child)) for name, child in children.items() if child is not None}
         self._modules = [_none if child is None else ref(child) for child in children.values()]
 
     def __eq__(self, other: object) -> bool:
@@ -70,6 +73,13 @@ class _Children:
 
 def _none() -> None:
     return None
+
+
+def bare(module: Any) -> Any:
+    """The layer inside of a LoRA's wrapper, or of several."""
+    while module is not None and "base_layer" in module._modules:  # noqa: SLF001 -- hasattr would ask more than a dict
+        module = module._modules["base_layer"]  # noqa: SLF001
+    return module
 
 
 class Difference(NamedTuple):

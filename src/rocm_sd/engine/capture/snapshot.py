@@ -18,7 +18,7 @@ from weakref import ref
 import torch
 
 from rocm_sd.engine.convolutions import flags_set_by_hand
-from rocm_sd.rewrite.guarding import global_hooks
+from rocm_sd.rewrite.guarding import global_hooks, is_transformed
 from rocm_sd.rewrite.states import CLASS, Difference, States, equal
 
 if TYPE_CHECKING:
@@ -179,10 +179,13 @@ class _Place:
 def flatten(
     args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device, also: Hashable = None
 ) -> FlatCall | None:
-    """None where something in the call is neither a tensor on the device nor a value that can be compared.
+    """None where something in the call is neither a tensor on the device nor a value that can be compared: tensors of
+    a transform of torch.func or of a trace look like plain ones.
 
     `also`: what else two calls of one kind have in common.
     """
+    if is_transformed():
+        return None
     leaves: list[Any] = []
     shape = _shape((args, kwargs), leaves)
     tensors: list[torch.Tensor] = []
