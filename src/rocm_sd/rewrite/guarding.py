@@ -34,9 +34,9 @@ __all__ = ["Guard", "foreign_forward", "global_hooks", "is_transformed", "whose"
 _LAYERS = (nn.Linear, nn.Conv2d, nn.GroupNorm, nn.LayerNorm)
 # Asked for in each call that they matter to, or of no matter to any.
 _MAY_CHANGE = frozenset({
-    "_backward_compat", "_is_hf_initialized", "_load_state_dict_post_hooks", "_load_state_dict_pre_hooks",
-    "_non_persistent_buffers_set", "_state_dict_hooks", "_state_dict_pre_hooks", "gradient_checkpointing", "processor",
-    "training",
+    "_buffers", "_is_hf_initialized", "_load_state_dict_post_hooks", "_load_state_dict_pre_hooks",
+    "_non_persistent_buffers_set", "_state_dict_hooks", "_state_dict_pre_hooks", "_parameters",
+    "gradient_checkpointing", "processor", "training",
 })  # fmt: skip
 # Of the module itself these are called around the rule's forward, or call it.
 _AROUND = frozenset({
