@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 from diffusers import PyramidAttentionBroadcastConfig
 from diffusers.hooks import FirstBlockCacheConfig
 
@@ -79,3 +80,19 @@ def test_perturbed_attention_guidance_works(step_graph, monkeypatch, tmp_path):
         twins.check(seed)
     if step_graph == "1":
         assert "computed by PAG" in notes_of(twins.ours)
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
+def test_a_model_that_the_user_compiles_whole_is_traced_through_the_rules(before, monkeypatch, tmp_path):
+    small_blocks_too(monkeypatch, "1")
+    twins = Twins(CASES["sd15"], tmp_path)
+    torch._dynamo.reset()
+    if before:
+        rocm_sd.restore(twins.ours)
+    else:
+        twins.check(0)
+    twins.ours.unet.compile(fullgraph=True, backend="eager")
+    if before:
+        rocm_sd.optimize(twins.ours)
+    for seed in range(2):
+        twins.check(seed)

@@ -115,7 +115,8 @@ def inner(owner: Any, function: Callable[..., Any]) -> Callable[..., Any]:
     before, is_method = _PLACED.get(owner, {}).get(function, (None, False))
     if before is None:
         before, is_method = getattr(type(owner), function.__name__), True
-    return MethodType(before, owner) if is_method else before
+    # Dynamo traces this, and not the making of a MethodType.
+    return before.__get__(owner) if is_method else before
 
 
 def replace(owner: Any, function: Callable[..., Any]) -> Callable[[], None]:
