@@ -417,8 +417,9 @@ def test_transforms_traces_empty_batches_and_hooks_of_all_modules_are_stocks(rec
         yield torch.tensor([len(seen), seen.count(nn.SiLU)])
 
     for _ in range(3):
-        for theirs, mine in zip(results(stock), results(ours), strict=True):
-            torch.testing.assert_close(mine, theirs)
+        # One after the other: each leaves the mode of gradients as it found it only once it is at its end.
+        theirs, mine = list(results(stock)), list(results(ours))
+        torch.testing.assert_close(mine, theirs)
 
 
 @pytest.mark.parametrize("kind", ["unet", "vae"])
