@@ -83,7 +83,7 @@ def test_perturbed_attention_guidance_works(step_graph, monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
-def test_a_model_that_the_user_compiles_whole_is_traced_through_the_rules(before, monkeypatch, tmp_path):
+def test_a_model_that_the_user_compiles_whole_is_compiled_as_stock(before, monkeypatch, tmp_path):
     small_blocks_too(monkeypatch, "1")
     twins = Twins(CASES["sd15"], tmp_path)
     torch._dynamo.reset()

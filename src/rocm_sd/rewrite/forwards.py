@@ -116,7 +116,8 @@ def inner(owner: Any, function: Callable[..., Any]) -> Callable[..., Any]:
     if before is None:
         before, is_method = getattr(type(owner), function.__name__), True
     # Dynamo traces this, and not the making of a MethodType.
-    return before.__get__(owner) if is_method else before
+    bound: Callable[..., Any] = before.__get__(owner) if is_method else before
+    return bound
 
 
 def replace(owner: Any, function: Callable[..., Any]) -> Callable[[], None]:
