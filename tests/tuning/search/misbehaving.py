@@ -19,6 +19,12 @@ CANDIDATES = """
     def hangs(x, bias, *, config):
         time.sleep(1000)
 
+    def hangs_once(x, bias, *, config):
+        if not os.path.exists(os.environ["HUNG_BEFORE"]):
+            open(os.environ["HUNG_BEFORE"], "w").close()
+            time.sleep(1000)
+        return stock(x, bias)
+
     def nans(x, bias, *, config):
         y = stock(x, bias)
         return y.fill_(float("nan"))

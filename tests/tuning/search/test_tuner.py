@@ -34,9 +34,9 @@ def database(tmp_path):
 def plugged(installed):
     """plugged(expression): the candidates of geglu that this list has."""
 
-    def plug(expression: str) -> None:
+    def plug(expression: str, candidates: str = CANDIDATES) -> None:
         installed(
-            CANDIDATES + f"\n    def candidates():\n        return {expression}\n",
+            candidates + f"\n    def candidates():\n        return {expression}\n",
             {"rocm_sd.candidates": {"misbehaving": "tuner_plugin:candidates"}},
         )
 
@@ -79,6 +79,34 @@ def test_one_that_hangs_is_stopped_and_the_next_one_goes_on(plugged, database, g
     assert outcome.complete
     stored = {entry.candidate: entry.numerics for entry in database.all()}
     assert stored == {"hangs": failure.reason, "sleeps": "ok", "torch": "ok"}
+
+
+def test_one_that_hung_is_tried_again_in_the_next_run(plugged, database, geglu_call, monkeypatch, tmp_path):
+    """It may have waited for a library's own search, which is done by then."""
+    monkeypatch.setenv("HUNG_BEFORE", str(tmp_path / "hung"))
+    plugged("[of('hangs_once', hangs_once)]")
+    for expected in ("hung: stopped after 2.5 s without an answer", "ok"):
+        (outcome,) = Tuner(CPU, database, TunerOptions(120, timeout_s=2.5)).run([geglu_call(8, 8)])
+        assert {e.numerics for e in database.all() if e.candidate == "hangs_once"} == {expected}
+    assert not outcome.failures
+
+
+def test_a_librarys_search_at_the_first_call_is_no_hang(plugged, database, geglu_call, monkeypatch):
+    """Stock's first call of a size is not within a candidate's seconds: MIOpen may search for minutes."""
+    slow = """
+    calls = []
+    def searching(x, bias):
+        calls.append(1)
+        if len(calls) == 1:
+            time.sleep(4)
+        return stock(x, bias)
+    op = OPS["geglu"]
+    object.__setattr__(op.implementations[0], "run", searching)
+    """
+    plugged("[of('sleeps', sleeps)]", CANDIDATES + slow)
+    (outcome,) = Tuner(CPU, database, TunerOptions(120, timeout_s=2.5)).run([geglu_call(8, 8)])
+    assert not outcome.failures
+    assert {entry.candidate: entry.numerics for entry in database.all()} == {"sleeps": "ok", "torch": "ok"}
 
 
 def test_what_is_not_clearly_faster_is_stored_and_stock_is_chosen(plugged, database, geglu_call):

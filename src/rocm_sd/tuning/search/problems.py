@@ -125,6 +125,11 @@ class ProblemSearch:
         found = [self.entry(candidate) for candidate in self.others]
         return stock is not None and all(each is not None and each.when <= stock.when for each in found)
 
+    @property
+    def is_settled(self) -> bool:
+        """Complete, with nothing to try again."""
+        return self.is_complete and all(self.is_known(candidate) for candidate in self.others)
+
     def is_known(self, candidate: Candidate) -> bool:
         """Whether it was measured. One that hung may have waited for a library's own search: it is tried again."""
         entry = self.entry(candidate)

@@ -104,7 +104,7 @@ class Tuner:
         if begun is not None:
             self._begun = max(begun, self._begun - (1 - _SEARCHED) * self.options.budget_s)
         searches = self._searches(traced)
-        waiting = [search for search in searches if self.options.fresh or not search.is_complete]
+        waiting = [search for search in searches if self.options.fresh or not search.is_settled]
         for search in waiting:
             self._put_in_order(search, searches)
         self._total = sum(len(search.candidates) for search in waiting)
