@@ -148,7 +148,12 @@ def _search(
         tuner = Tuner(device, database, replace(options, budget_s=options.budget_s - for_plans), show)
         searching = time.monotonic()
         outcomes = tuner.run(found.problems, begun)
-        plans = [] if tuner.interrupted else _plans(device, found.models, lambda what: update(description=what))
+        plans, interrupted = [], tuner.interrupted
+        try:
+            if not interrupted:
+                plans = _plans(device, found.models, lambda what: update(description=what))
+        except KeyboardInterrupt:
+            interrupted = True
         took = time.monotonic() - searching
     if as_json:
         typer.echo(json.dumps([outcome.to_dict() for outcome in outcomes], indent=2))
@@ -156,7 +161,7 @@ def _search(
         tune_tables.show_outcomes(Console(), outcomes, took, on_cpu=device.type == "cpu")
         for plan in plans:
             say(Console(), plan)
-    if tuner.interrupted:
+    if interrupted:
         Console(stderr=True).print("Stopped. What was measured is kept; the same command continues.", soft_wrap=True)
         raise typer.Exit(INTERRUPTED)
 
@@ -172,7 +177,7 @@ def _traced(
     from rocm_sd.bench import tracing
     from rocm_sd.integrations.diffusers.rebuilding import drawn_models
 
-    if model is None and not sizes:
+    if model is None and not sizes and list(batches) == [1]:
         found = tracing.trace_models(drawn_models(device), on_progress)
         if found.models:
             return found
@@ -187,11 +192,15 @@ def _plans(device: torch.device, models: Sequence[Outline], say_what: Callable[[
         return []
     graphs = graphs_wanted(device, allowed=True)
     try:
-        calibration.time_plans(models, device, prepare_plan, graphs=graphs, say=say_what)
+        left_out = calibration.time_plans(models, device, prepare_plan, graphs=graphs, say=say_what)
     except calibration.NotMeasured as reason:
         return [f"Whole models were not timed: {reason}."]
-    best = {each: calibration.measured(each.key, device, graphs=graphs, call=each.call) for each in models}
-    return [f"{each.key.split()[0]} ({each.call}): {plan}" for each, plan in best.items() if plan is not None]
+    found = []
+    for each in models:
+        plan = calibration.measured(each.key, device, graphs=graphs, call=each.call)
+        said = plan or f"not timed as a whole: {left_out.get(each.key, 'no plan could be compared with stock')}"
+        found.append(f"{each.key.split()[0]} ({each.call}): {said}")
+    return found
 
 
 def _moved(database: Database, import_: Path | None, export: Path | None) -> None:
