@@ -354,7 +354,9 @@ def test_a_graph_that_differs_from_the_call_is_not_used(host, script, capturing,
         found.outputs[0].add_(1)
         return captured.Graph(found.outputs, lambda: None)
 
+    # In blocks, which come next, it is as wrong.
     monkeypatch.setattr(captured, "capture_graph", wrong)
+    monkeypatch.setattr(captured, "capture_blocks", wrong)
     assert_near(pictures(host, script, ON, steps=4), stock)
     assert SWITCH._on.graphs.calls.replays == 0
     assert "differs" in capsys.readouterr().out
