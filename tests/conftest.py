@@ -5,12 +5,16 @@ from __future__ import annotations
 import gc
 import os
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
 import hypothesis
 import pytest
 import torch
 
 import triton_interpreter
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 # The same examples on every run: a failure is a change in the code, never a change in luck or in the machine's load.
 hypothesis.settings.register_profile(
@@ -30,7 +34,7 @@ hypothesis.settings.register_profile(
 gc.disable()
 
 # The same kernels of torch and oneDNN on every machine, here and in processes that tests start; both ask at their first
-# use. With AVX-512 a channels-last convolution sums in another order, and rules are not applied (test_layout.py).
+# use, and sum in another order with AVX-512.
 os.environ.setdefault("ATEN_CPU_CAPABILITY", "avx2")
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX2")
 
@@ -65,6 +69,16 @@ def pytest_collection_finish() -> None:
 def pytest_sessionfinish() -> None:
     # Extension modules look at the exit for what of theirs was never let go.
     gc.unfreeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _laid_out_on_a_cpu() -> Iterator[None]:
+    """No CPU is as exact channels-last as stock is (test_exactness.py), and rules that need it would go untested."""
+    from rocm_sd.engine.convolutions import layout
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layout, "why_less_exact", lambda *_: None)
+        yield
 
 
 @pytest.fixture

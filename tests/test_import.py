@@ -35,6 +35,16 @@ def test_the_package_and_its_ops_import_without_triton():
     )
 
 
+def test_ops_are_there_after_the_package_is_imported_alone_and_cost_nothing_before():
+    code = (
+        "import sys, rocm_sd; assert 'torch' not in sys.modules and 'rocm_sd.ops' not in sys.modules\n"
+        "assert 'ops' in dir(rocm_sd)\n"
+        "import torch; x, weight = torch.ones(1, 4, 2, 2), torch.ones(3, 4, 3, 3)\n"
+        "print(tuple(rocm_sd.ops.upsample_conv2d(x, weight).shape))"
+    )
+    assert python(code) == "(1, 3, 4, 4)"
+
+
 def test_arch_imports_without_torch():
     assert python("import sys; import rocm_sd.arch; print('torch' in sys.modules)") == "False"
 

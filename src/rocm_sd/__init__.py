@@ -33,12 +33,14 @@ __all__ = [
     "ROCmStableDiffusionXLPipeline",
     "__version__",
     "detect",
+    "ops",
     "optimize",
     "report",
     "restore",
 ]
 
 if TYPE_CHECKING:
+    from rocm_sd import ops
     from rocm_sd.arch import detect
     from rocm_sd.engine import optimize, report, restore
     from rocm_sd.integrations.diffusers import (
@@ -72,7 +74,13 @@ _LAZY = {
 }
 
 
+# Reached as rocm_sd.ops.conv2d(...) after `import rocm_sd` alone.
+_PACKAGES = ("ops",)
+
+
 def __getattr__(name: str) -> Any:
+    if name in _PACKAGES:
+        return import_module(f"{__name__}.{name}")
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(import_module(_LAZY[name]), name)

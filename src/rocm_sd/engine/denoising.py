@@ -17,7 +17,7 @@ from rocm_sd.engine.capture import CapturedCalls, HostCall, Policy, PreparedCall
 from rocm_sd.engine.denoisers import denoiser
 from rocm_sd.engine.installed import Installed
 from rocm_sd.engine.parts import EVERYTHING, Parts
-from rocm_sd.engine.schedule import SchedulerHook, hook
+from rocm_sd.engine.schedule import SchedulerHook, hook, own_on_instance
 from rocm_sd.rewrite import forwards
 
 if TYPE_CHECKING:
@@ -148,9 +148,13 @@ class _Follow:
 
     def hook(self) -> tuple[Any, SchedulerHook | None]:
         scheduler = getattr(self._target(), "scheduler", None)
-        if scheduler is not None and scheduler not in self._hooks:
-            self._hooks[scheduler] = hook(scheduler)
-        return scheduler, None if scheduler is None else self._hooks[scheduler]
+        if scheduler is None:
+            return None, None
+        # Asked again where it was left alone: methods of its own may have been taken off.
+        known = self._hooks.get(scheduler)
+        if known is None:
+            known = self._hooks[scheduler] = hook(scheduler)
+        return scheduler, known
 
     def run(self) -> ScheduleRun | None:
         scheduler, known = self.hook()
@@ -158,12 +162,15 @@ class _Follow:
 
     def notes(self) -> list[str]:
         scheduler, known = self.hook()
-        if known is None:
+        if scheduler is None:
             return []
-        kind = type(scheduler).__name__
-        if known.why_fallback is not None:
-            return [f"{kind}: steps as stock does, because {known.why_fallback}"]
-        return [f"{kind}: {known.planned_steps} steps from a table on the device"] if known.planned_steps else []
+        kind, own = type(scheduler).__name__, own_on_instance(scheduler)
+        notes = [] if own is None else [f"{kind}: its methods are left alone, because it has {own}"]
+        if known is not None and known.why_fallback is not None:
+            notes.append(f"{kind}: steps as stock does, because {known.why_fallback}")
+        elif known is not None and known.planned_steps:
+            notes.append(f"{kind}: {known.planned_steps} steps from a table on the device")
+        return notes
 
     def unhook_all(self) -> None:
         for known in filter(None, self._hooks.values()):

@@ -173,11 +173,16 @@ class Hoist:
 
 @dataclass(frozen=True, eq=False)
 class _Identity:
-    """Tensors as they were at a time of a run."""
+    """Tensors as they were at a time of a run. `values`: copies of those that lie on the host.
+
+    Writes through `.data` or numpy are counted nowhere. On the host the values themselves are compared; on a GPU that
+    would mean to wait for it in every step (docs/engine.md says what to do there).
+    """
 
     run: ScheduleRun
     tensors: tuple[ref[torch.Tensor], ...]
     states: tuple[tuple[int, int], ...]
+    values: tuple[torch.Tensor | None, ...]
 
     @classmethod
     def of(cls, run: ScheduleRun | None, *tensors: torch.Tensor) -> _Identity | None:
@@ -185,13 +190,17 @@ class _Identity:
         if run is None or any(tensor.is_inference() for tensor in tensors):
             return None
         states = tuple((tensor._version, tensor.data_ptr()) for tensor in tensors)  # noqa: SLF001
-        return cls(run, tuple(map(ref, tensors)), states)
+        values = tuple(tensor.detach().clone() if tensor.device.type == "cpu" else None for tensor in tensors)
+        return cls(run, tuple(map(ref, tensors)), states, values)
 
     def same_as(self, other: _Identity | None) -> bool:
         if other is None or self.run is not other.run or self.states != other.states:
             return False
         # A tensor has one weak reference, and a dead tensor's is no other tensor's.
-        return all(mine is theirs for mine, theirs in zip(self.tensors, other.tensors, strict=True))
+        if not all(mine is theirs for mine, theirs in zip(self.tensors, other.tensors, strict=True)):
+            return False
+        pairs = zip(self.values, other.values, strict=True)
+        return all(mine is None or theirs is None or torch.equal(mine, theirs) for mine, theirs in pairs)
 
 
 class PreparedCall:

@@ -1,22 +1,19 @@
 """How convolutions are laid out: as measured here or as the data say, where that is as exact as stock's own layout.
 
 What the data say holds where the library computes in that layout: torch may copy there and back around each call
-(strides.py). What was measured here had those copies in its time.
-
-A library may sum in another order in each layout. In float32 that shows: oneDNN with AVX-512 adds up a channels-last
-convolution in one chain, and with 256 channels its error is 3.7 times that of its other layout.
+(strides.py). What was measured here had those copies in its time. Whether it is as exact is measured, too
+(exactness.py): torch and its libraries have other kernels for each layout, of convolutions and of what follows them.
 """
 
 from __future__ import annotations
 
-from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from rocm_sd import arch
+from rocm_sd.engine.convolutions.exactness import why_less_exact
 from rocm_sd.engine.convolutions.strides import answers_channels_last
 from rocm_sd.engine.installed import Installed
 from rocm_sd.tuning import Choice, environment, resolve
@@ -28,10 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["CHANNELS_LAST", "choose_layout", "convolution_dtype", "lay_out"]
 
 CHANNELS_LAST = "channels_last"
-# What a whole picture may be further from exact than stock's: an error of all its convolutions is one of the picture.
-_TIMES = 1.5
-# As many as the blocks in the middle of a small model have, where the order of a sum begins to matter.
-_CHANNELS, _SIDE = 256, 8
+_COMPUTED = frozenset({torch.float16, torch.bfloat16, torch.float32})
 
 
 def choose_layout(device: torch.device, dtype: torch.dtype | None) -> Choice:
@@ -43,10 +37,8 @@ def choose_layout(device: torch.device, dtype: torch.dtype | None) -> Choice:
         return Choice(
             STOCK, why="torch answers a channels-last convolution contiguous here, and would copy at each call"
         )
-    # In half precision the rounding of each result is a thousand times as large as what the order of a sum makes.
-    if dtype is not torch.float32:
-        return choice
-    less_exact = _why_less_exact(device)
+    # Weights of narrower dtypes are turned to one of these before anything is computed with them.
+    less_exact = why_less_exact(device, dtype) if dtype in _COMPUTED else None
     return choice if less_exact is None else Choice(STOCK, why=less_exact)
 
 
@@ -83,30 +75,3 @@ def _held(layer: nn.Conv2d) -> torch.Tensor | None:
 def convolution_dtype(module: nn.Module) -> torch.dtype | None:
     """Of its first convolution; None where it has none."""
     return next((layer.weight.dtype for layer in module.modules() if isinstance(layer, nn.Conv2d)), None)
-
-
-@cache
-def _why_less_exact(device: torch.device) -> str | None:
-    """A convolution in float32, in both layouts against float64; None where channels-last is no worse."""
-    random = torch.Generator().manual_seed(0)
-    x = torch.randn(2, _CHANNELS, _SIDE, _SIDE, generator=random)
-    weight = torch.randn(_CHANNELS, _CHANNELS, 3, 3, generator=random) / (9 * _CHANNELS) ** 0.5
-    with torch.no_grad(), torch.autocast(device.type, enabled=False):
-        exact = F.conv2d(x.double(), weight.double(), padding=1)
-        stock, ours = (
-            _rms(_convolved(x.to(device), weight.to(device), layout).cpu().double() - exact)
-            for layout in (torch.contiguous_format, torch.channels_last)
-        )
-    rounding = torch.finfo(torch.float32).eps * _rms(exact)
-    # Written so that NaN, which compares false, is worse.
-    if ours <= _TIMES * stock + rounding:
-        return None
-    return f"channels-last, float32 convolutions are {ours / max(stock, rounding):.1f} times as far from exact here"
-
-
-def _convolved(x: torch.Tensor, weight: torch.Tensor, layout: torch.memory_format) -> torch.Tensor:
-    return F.conv2d(x.contiguous(memory_format=layout), weight.contiguous(memory_format=layout), padding=1)
-
-
-def _rms(values: torch.Tensor) -> float:
-    return float(values.square().mean().sqrt())

@@ -16,16 +16,16 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
+from rocm_sd.engine.schedule.ownership import Methods
 from rocm_sd.errors import Unsupported
 from rocm_sd.ops.guided_step import tables
-from rocm_sd.rewrite.forwards import is_ours
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from rocm_sd.ops.guided_step.tables import StepTable
 
-__all__ = ["StepPlan", "step_table"]
+__all__ = ["StepPlan", "require_known", "step_table"]
 
 Generators: TypeAlias = "torch.Generator | list[torch.Generator] | None"
 
@@ -283,15 +283,15 @@ def _options_of(kind: Any) -> tuple[str, ...]:
     return tuple(signature(kind).parameters)
 
 
-def _known(scheduler: Any) -> _Known:
+def require_known(scheduler: Any, methods: Methods | None = None) -> _Known:
+    """Unsupported where it is of another class, has methods that are not Diffusers', or an option that is not known."""
     kind: Any = type(scheduler)
     known = _KNOWN.get(kind.__name__)
     if known is None or not kind.__module__.startswith("diffusers.schedulers."):
         raise Unsupported("The step table", f"the scheduler {kind.__module__}.{kind.__qualname__}")
-    for name in vars(scheduler):
-        # Those of stepping.py stand in for the class's own, and call them where there is no plan.
-        if callable(getattr(kind, name, None)) and not is_ours(getattr(scheduler, name)):
-            raise _refusal(scheduler, f"a {name} of its own")
+    own = (methods or Methods(scheduler)).own
+    if own is not None:
+        raise _refusal(scheduler, own)
     for name in _options_of(kind):
         if name not in known.options:
             raise _refusal(scheduler, f"the unknown option {name}")
@@ -337,7 +337,7 @@ def step_table(
     scheduler's own without a gap, as image-to-image or a split between two models leaves it, or the number of the first
     one. `eta`: as the pipeline's. `every`: the values of scheduler.timesteps, where reading them would wait for a GPU.
     """
-    known = _known(scheduler)
+    known = require_known(scheduler)
     if scheduler.num_inference_steps is None:
         raise _refusal(scheduler, "no timesteps set")
     if not isinstance(scheduler.num_inference_steps, int):

@@ -3,19 +3,21 @@
 Stock's `step` looks its coefficients up by the timestep, for which the host waits for the device in every step. Here a
 plan is made at the first step of a run (step_plan.py), and each step is one `guided_step` of what the pipeline hands
 over: the sample is the caller's, whatever a callback has made of it. A scheduler that has no plan steps as it always
-did.
+did, called with the very arguments that the pipeline gave; one with methods that are not Diffusers' has none.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
 
-from rocm_sd.engine.schedule.step_plan import StepPlan, step_table
+from rocm_sd.engine.schedule.ownership import Methods, own_on_instance
+from rocm_sd.engine.schedule.step_plan import StepPlan, require_known, step_table
 from rocm_sd.errors import Unsupported
 from rocm_sd.ops import guided_step
 from rocm_sd.rewrite import forwards
@@ -30,13 +32,13 @@ _HOOKS: WeakKeyDictionary[Any, SchedulerHook] = WeakKeyDictionary()
 
 
 def hook(scheduler: Any) -> SchedulerHook | None:
-    """The scheduler's hook, put on it where it had none; None of what is no scheduler of Diffusers' kind, or has a step
-    of its own. Pipelines share schedulers: the hook stays until each that asked for it has called its `unhook`.
+    """The scheduler's hook, put on it where it had none; None of what is no scheduler of Diffusers' kind, or has a
+    method of its own on the instance: such a one is left alone. Pipelines share schedulers: the hook stays until each
+    that asked for it has called its `unhook`.
     """
-    kind = _kind(scheduler)
-    if not all(callable(getattr(kind, name, None)) for name in _NAMES):
+    if not all(callable(getattr(type(scheduler), name, None)) for name in _NAMES):
         return None
-    if any(forwards.is_foreign(scheduler, forwards.on_instance(scheduler, name), name) for name in _NAMES):
+    if not hooked(scheduler) and own_on_instance(scheduler) is not None:
         return None
     unhook = forwards.share(scheduler, _NAMES, functools.partial(_hooked, scheduler))
     known = _HOOKS[scheduler]
@@ -47,6 +49,8 @@ def hook(scheduler: Any) -> SchedulerHook | None:
 def _hooked(scheduler: Any) -> Callable[[], None]:
     known = _HOOKS[scheduler] = SchedulerHook()
     restores = [forwards.surround(scheduler, functools.partial(known.answer, name), name) for name in _NAMES]
+    for name in _NAMES:
+        vars(scheduler)[name].__func__.__wrapped__ = _OfTheClass(type(scheduler), name)
 
     def restore() -> None:
         for one in restores:
@@ -55,13 +59,29 @@ def _hooked(scheduler: Any) -> Callable[[], None]:
     return restore
 
 
-def _kind(scheduler: object) -> Any:
-    return type(scheduler)
+@dataclass(frozen=True)
+class _OfTheClass:
+    """What a stand-in wraps, for `inspect`: pipelines hand over what its signature names; it may be patched."""
+
+    kind: Any
+    name: str
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        return inspect.signature(getattr(self.kind, self.name))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.kind, self.name)(*args, **kwargs)
 
 
-@functools.cache
-def _signature(kind: Any) -> inspect.Signature:
-    return inspect.signature(kind.step)
+def hooked(scheduler: Any) -> bool:
+    """A copy of a scheduler has no hook, and steps as its class does."""
+    return forwards.is_shared(scheduler, _NAMES)
+
+
+@functools.lru_cache(maxsize=64)
+def _signature(step: Any) -> inspect.Signature:
+    return inspect.signature(step)
 
 
 class ScheduleRun:
@@ -88,7 +108,10 @@ class ScheduleRun:
         if timestep.device != ours.device or timestep.untyped_storage().data_ptr() != ours.untyped_storage().data_ptr():
             return None
         number, rest = divmod(int(timestep.storage_offset() - ours.storage_offset()), max(ours.stride(0), 1))
-        return number if not rest and 0 <= number < len(ours) else None
+        if rest or not 0 <= number < len(ours):
+            return None
+        # Through numpy it may have been written uncounted; on a GPU, to look would be to wait.
+        return None if ours.device.type == "cpu" and float(timestep) != self.values[number] else number
 
 
 class SchedulerHook:
@@ -109,9 +132,7 @@ class SchedulerHook:
     def answer(
         self, name: str, scheduler: Any, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        # A copy of the scheduler has no hook, and steps as its class does.
-        hooked = forwards.is_shared(scheduler, _NAMES)
-        return getattr(self, name)(scheduler, *args, **kwargs) if hooked else inner(*args, **kwargs)
+        return getattr(self, name)(scheduler, inner, args, kwargs) if hooked(scheduler) else inner(*args, **kwargs)
 
     def run(self, scheduler: Any) -> ScheduleRun | None:
         """The run that the scheduler is in; None before `set_timesteps` and after the last step."""
@@ -123,34 +144,39 @@ class SchedulerHook:
             self._run = ScheduleRun(timesteps)
         return self._run
 
-    def set_timesteps(self, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
-        result = type(scheduler).set_timesteps(scheduler, *args, **kwargs)
+    def set_timesteps(
+        self, scheduler: Any, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        result = inner(*args, **kwargs)
         self._run, self._stepper, self._steps, self._over = None, None, 0, False
         self.run(scheduler)
         return result
 
-    def step(self, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
-        kind = _kind(scheduler)
-        stock = functools.partial(kind.step, scheduler, *args, **kwargs)
-        try:
-            given = _signature(kind).bind(scheduler, *args, **kwargs).arguments
-        except TypeError:
-            return stock()
+    def step(self, scheduler: Any, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self._steps:
-            self._stepper = self._planned(scheduler, given)
+            self._stepper = self._planned(scheduler, args, kwargs)
+        result = None if self._stepper is None else self._stepper.step(scheduler, args, kwargs)
+        planned = result is not None
+        if not planned:
+            result = inner(*args, **kwargs)
         self._steps += 1
+        self.planned_steps += planned
         run = self.run(scheduler)
-        self._over = run is None or self._steps >= len(run.timesteps) or run.is_last(given["timestep"])
-        result = None if self._stepper is None else self._stepper.step(scheduler, given)
-        if result is None:
-            return stock()
-        self.planned_steps += 1
+        # By whatever name, and in whatever place, a step takes its timestep.
+        last = run is None or any(run.is_last(value) for value in (*args, *kwargs.values()))
+        self._over = run is None or last or self._steps >= len(run.timesteps)
         return result
 
-    def _planned(self, scheduler: Any, given: dict[str, Any]) -> _Stepper | None:
+    def _planned(self, scheduler: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Stepper | None:
         self.why_fallback = None
         try:
-            return _Stepper(self._plan(scheduler, given), given["sample"].device)
+            methods = Methods(scheduler)
+            # Of another class nothing is known, not even what its step takes.
+            require_known(scheduler, methods)
+            given = _given(scheduler, args, kwargs)
+            if given is None:
+                return None
+            return _Stepper(self._plan(scheduler, given), given["sample"].device, methods)
         except Unsupported as refusal:
             self.why_fallback = str(refusal)
             return None
@@ -172,6 +198,14 @@ class SchedulerHook:
         raise Unsupported("The step table", f"{type(scheduler).__name__} with {reason}")
 
 
+def _given(scheduler: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any] | None:
+    """The arguments of a step of a known class by their names; None where they do not fit, which stock will say."""
+    try:
+        return _signature(type(scheduler).step).bind(scheduler, *args, **kwargs).arguments
+    except TypeError:
+        return None
+
+
 def _unusual(scheduler: Any, given: dict[str, Any]) -> str | None:
     """What of a call of `step` no plan has, in words."""
     output, sample = given["model_output"], given["sample"]
@@ -183,7 +217,7 @@ def _unusual(scheduler: Any, given: dict[str, Any]) -> str | None:
         return "gradients"
     if given.get("return_dict", True):
         return "its answer as an object"
-    for name, parameter in _signature(_kind(scheduler)).parameters.items():
+    for name, parameter in _signature(type(scheduler).step).parameters.items():
         if name in {"self", "model_output", "timestep", "sample", "eta", "generator", "return_dict"}:
             continue
         if name in given and given[name] is not parameter.default and given[name] != parameter.default:
@@ -198,21 +232,22 @@ def _value(timestep: Any) -> float:
 class _Stepper:
     """One run of a plan."""
 
-    def __init__(self, plan: StepPlan, device: torch.device) -> None:
+    def __init__(self, plan: StepPlan, device: torch.device, methods: Methods) -> None:
         self.plan = plan
+        self._methods = methods
         self._table = plan.table.coefficients.to(device, non_blocking=True)
         self._numbers = torch.arange(plan.calls, device=device)
+        self._times = plan.timesteps.tolist() if plan.timesteps.device.type == "cpu" else None
         self._states: torch.Tensor | None = None
         self._calls = 0
 
-    def step(self, scheduler: Any, given: dict[str, Any]) -> tuple[torch.Tensor, ...] | None:
+    def step(self, scheduler: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.Tensor, ...] | None:
         """What stock's step returns; None where stock can and must take over."""
         call, plan = self._calls, self.plan
-        reason = _unusual(scheduler, given)
-        if call >= plan.calls:
-            reason = reason or f"more than {plan.calls} steps"
-        elif plan.start is None and not self._expects(given["timestep"]):
-            reason = reason or "timesteps out of their order"
+        given = _given(scheduler, args, kwargs) if self._methods.stand(scheduler) else {}
+        if given is None:
+            return None
+        reason = self._why_not(scheduler, given)
         if reason is not None:
             if plan.table.states > 1 and call:
                 hint = "Call set_timesteps before a run, or switch step graphs off with ROCM_SD_STEP_GRAPH=0."
@@ -232,7 +267,19 @@ class _Stepper:
         known = sample.float() if plan.wide_pictures and sample.dtype.itemsize < 4 else sample
         return previous, torch.add(known * of_sample, output, alpha=of_output)
 
+    def _why_not(self, scheduler: Any, given: dict[str, Any]) -> str | None:
+        if not given:
+            return "methods that were changed meanwhile"
+        reason = _unusual(scheduler, given)
+        if self._calls >= self.plan.calls:
+            return reason or f"more than {self.plan.calls} steps"
+        if self.plan.start is None and not self._expects(given["timestep"]):
+            return reason or "timesteps out of their order"
+        return reason
+
     def _expects(self, timestep: Any) -> bool:
+        if self._times is not None:
+            return bool(_value(timestep) == self._times[self._calls])
         expected = self.plan.timesteps[self._calls]
         if isinstance(timestep, torch.Tensor) and timestep.data_ptr() == expected.data_ptr():
             return True
