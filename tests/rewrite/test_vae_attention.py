@@ -275,7 +275,7 @@ def _unfused(monkeypatch):
 
 
 def test_in_another_layout_the_second_rule_is_left():
-    rules = [rule for rule in RULES if rule.applies(block())]
+    rules = [rule for rule in RULES if rule.is_for(block())]
     assert [rule.name for rule in rules] == ["vae_attention", "vae_attention_bounded"]
     assert [rule.on_cpu for rule in rules] == [True, False]
     kept = apply(block(), rules, not_channels_last=KEPT)

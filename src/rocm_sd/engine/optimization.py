@@ -22,7 +22,7 @@ from rocm_sd.engine.parts import EVERYTHING, Parts
 from rocm_sd.engine.reporting import Report
 from rocm_sd.errors import Unsupported, require_one_of
 from rocm_sd.ops.registry import require_named
-from rocm_sd.rewrite import apply, undo
+from rocm_sd.rewrite import apply, forwards, undo
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -109,13 +109,31 @@ def optimize_with(target: Target, level: str, quality: str, parts: Parts) -> Tar
 
 
 def restore(target: Target) -> Target:
-    """Bring back what `optimize` found; a target that was not optimised is left as it is."""
+    """Bring back what `optimize` found; a target that was not optimised is left as it is. A copy of one that was is
+    made stock's.
+    """
     state = _OPTIMIZED.pop(target, None) if _weakly_held(target) else None
     if state is None:
+        _discard_copies(target)
         return target
     for installed in reversed(state.installed):
         installed.restore()
     return target
+
+
+def _discard_copies(target: Any) -> None:
+    """A copy of an optimised pipeline has its forwards and its layout, and nobody who would take them back."""
+    if not _weakly_held(target) or (not isinstance(target, nn.Module) and not isinstance(target.components, dict)):
+        return
+    for module in levels.modules_of(target).values():
+        if not sum(forwards.discard(part) for part in module.modules()):
+            continue
+        for layer in module.modules():
+            if isinstance(layer, nn.Conv2d) and not layer.weight.is_contiguous():
+                layer.weight.data = layer.weight.data.contiguous()
+    scheduler = getattr(target, "scheduler", None)
+    if hasattr(scheduler, "__dict__"):
+        forwards.discard(scheduler)
 
 
 def report(target: Any) -> Report:
@@ -127,7 +145,9 @@ def report(target: Any) -> Report:
     device = levels.placement(target).device
     if device != state.device:
         notes.append(f"its weights are on {device} now, and it was optimised for {state.device}: call optimize again")
-    return replace(state.report, notes=(*notes, *state.report.notes))
+    # What has changed since then may run as stock does.
+    changes = tuple(change.now() for change in state.report.changes)
+    return replace(state.report, changes=changes, notes=(*notes, *state.report.notes))
 
 
 def prepare_plan(model: nn.Module, plan: Plan, mode: str) -> Callable[[], None] | None:

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "convolution", "convolution_and_add", "falls_back", "fuses_adds", "is_diffusers", "norm_overwrites", "norm_silu",
-    "of_kind", "parameters_of_kind", "plain_convolution", "plain_convolution_and_add", "plain_norm_silu", "read_two",
-    "takes", "through_op", "unusual",
+    "of_diffusers", "of_kind", "parameters_of_kind", "plain_convolution", "plain_convolution_and_add",
+    "plain_norm_silu", "read_two", "takes", "through_op", "unusual",
 ]  # fmt: skip
 
 _TENSORS = (torch.Tensor, nn.Parameter)
@@ -36,8 +36,12 @@ _KERNELS = ((1, 1), (3, 3))
 
 
 def is_diffusers(module: nn.Module, name: str) -> bool:
-    """By name: the rules import no host program."""
-    return type(module).__name__ == name and type(module).__module__.startswith("diffusers.")
+    return of_diffusers(name)(type(module))
+
+
+def of_diffusers(*names: str) -> Callable[[type], bool]:
+    """Whether a class is one of these, by name: the rules import no host program."""
+    return lambda kind: kind.__name__ in names and kind.__module__.startswith("diffusers.")
 
 
 def falls_back(x: torch.Tensor, weight: torch.Tensor | None, op: str, worth_it_on_cpu: int = 0) -> bool:

@@ -13,9 +13,8 @@ from torch import nn
 
 from rocm_sd.ops import attention
 from rocm_sd.rewrite.apply import Rule
-from rocm_sd.rewrite.convolutions import is_diffusers
+from rocm_sd.rewrite.convolutions import is_diffusers, of_diffusers
 from rocm_sd.rewrite.joint_transformer import (
-    another_forward,
     computes_attention,
     feed_forward,
     feed_forward_why_not,
@@ -25,7 +24,6 @@ from rocm_sd.rewrite.joint_transformer import (
     modulated,
     norm_zero,
     project,
-    stock_forward,
 )
 from rocm_sd.rewrite.layers import idle, untouched
 from rocm_sd.rewrite.packing import unpack
@@ -49,8 +47,8 @@ def _why_not(module: Any) -> str | None:
     if not is_diffusers(module.attn, "FluxAttention"):
         return f"its attention is a {type(module.attn).__name__}"
     if type(module).__name__ == _SINGLE_KIND:
-        return another_forward(module)
-    return another_forward(module) or feed_forward_why_not(module.ff) or feed_forward_why_not(module.ff_context)
+        return None
+    return feed_forward_why_not(module.ff) or feed_forward_why_not(module.ff_context)
 
 
 # Named as the method that it stands in for: pickle looks a bound method up by that name, and finds the class's own.
@@ -61,11 +59,10 @@ def forward(
     temb: torch.Tensor,
     image_rotary_emb: Rotary | None = None,
     joint_attention_kwargs: dict[str, Any] | None = None,
-) -> Pair:
+) -> Any:
     x, text = hidden_states, encoder_hidden_states
-    if joint_attention_kwargs or type(self).__name__ != _KIND or not known_call(x, text, temb):
-        stock: Pair = stock_forward(self)(self, x, text, temb, image_rotary_emb, joint_attention_kwargs)
-        return stock
+    if joint_attention_kwargs or not known_call(x, text, temb):
+        return NotImplemented
     h, gate, shift, scale, mlp_gate = norm_zero(self.norm1, x, temb)
     text_h, text_gate, text_shift, text_scale, text_mlp_gate = norm_zero(self.norm1_context, text, temb)
     # An adapter's processor answers with a third tensor, to be added at the end.
@@ -86,11 +83,10 @@ def _single_forward(
     temb: torch.Tensor,
     image_rotary_emb: Rotary | None = None,
     joint_attention_kwargs: dict[str, Any] | None = None,
-) -> Pair:
+) -> Any:
     x, text = hidden_states, encoder_hidden_states
-    if joint_attention_kwargs or type(self).__name__ != _SINGLE_KIND or not known_call(x, text, temb):
-        stock: Pair = stock_forward(self)(self, x, text, temb, image_rotary_emb, joint_attention_kwargs)
-        return stock
+    if joint_attention_kwargs or not known_call(x, text, temb):
+        return NotImplemented
     tokens = _one_after_the_other(text, x)
     h, gate = _norm_zero_single(self.norm, tokens, temb)
     attn = self.attn
@@ -214,7 +210,7 @@ RULE = Rule(
     name="flux_transformer",
     summary="packed QKV of picture and text, short rotation, norms with scale and shift, gated residuals",
     channels_last=False,
-    applies=lambda module: is_diffusers(module, _KIND),
+    of_kind=of_diffusers(_KIND),
     why_not=_why_not,
     forward=forward,
     undo=unpack,
@@ -225,7 +221,7 @@ SINGLE = Rule(
     name="flux_single_transformer",
     summary="QKV and feed-forward in one product, short rotation, no copies between blocks",
     channels_last=False,
-    applies=lambda module: is_diffusers(module, _SINGLE_KIND),
+    of_kind=of_diffusers(_SINGLE_KIND),
     why_not=_why_not,
     forward=_single_forward,
     undo=unpack,

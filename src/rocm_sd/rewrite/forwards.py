@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     Answer = Callable[[Any, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 
 __all__ = [
-    "inner", "is_foreign", "is_ours", "is_placed", "is_rule", "is_shared", "mark", "on_instance", "replace", "share",
-    "surround",
+    "discard", "inner", "innermost", "is_foreign", "is_ours", "is_placed", "is_placed_with", "is_rule", "is_shared",
+    "mark", "on_instance", "original", "replace", "share", "surround",
 ]  # fmt: skip
 
 Function = TypeVar("Function", bound="Callable[..., Any]")
@@ -68,9 +68,42 @@ def is_placed(owner: Any, method: Any) -> bool:
     return is_ours(method) and _function(method) in _PLACED.get(owner, {})
 
 
+def is_placed_with(owner: Any, function: Callable[..., Any]) -> bool:
+    """Whether this stand-in was put on the object, and not taken off; something else may be around it."""
+    return function in _PLACED.get(owner, {})
+
+
 def on_instance(owner: Any, name: str = "forward") -> Any:
     """The method that the instance has, inside of accelerate's hook; None where it has its class's."""
     return owner.__dict__.get(f"_old_{name}", owner.__dict__.get(name))
+
+
+def original(owner: Any, name: str = "forward") -> Any:
+    """The method that the instance has, inside of all that this project has put around it; None for its class's."""
+    found = on_instance(owner, name)
+    while is_ours(found):
+        before, is_method = _PLACED.get(owner, {}).get(_function(found), (None, False))
+        found = MethodType(before, owner) if is_method else before
+    return found
+
+
+def innermost(owner: Any, name: str = "forward") -> Any:
+    """What the first stand-in of that name was put in place of, whatever is around it by now; None for the class's."""
+    for function, (before, is_method) in _PLACED.get(owner, {}).items():
+        if function.__name__ == name and not is_ours(before):
+            return MethodType(before, owner) if is_method else before
+    return None
+
+
+def discard(owner: Any) -> bool:
+    """Take stand-ins off a copy of an object that had them: nobody else would. Whether it had any."""
+    found = [name for name, value in owner.__dict__.items() if is_ours(value) and not is_placed(owner, value)]
+    for name in found:
+        if name.startswith("_old_"):
+            setattr(owner, name, MethodType(getattr(type(owner), name.removeprefix("_old_")), owner))
+        else:
+            delattr(owner, name)
+    return bool(found)
 
 
 def _function(method: Any) -> Any:

@@ -19,14 +19,14 @@ from rocm_sd.ops import attention, linear_residual
 from rocm_sd.ops.layouts import has_gaps
 from rocm_sd.ops.linear_residual.packing import split_columns
 from rocm_sd.rewrite.apply import Rule
-from rocm_sd.rewrite.convolutions import is_diffusers, of_kind
+from rocm_sd.rewrite.convolutions import is_diffusers, of_diffusers, of_kind
 from rocm_sd.rewrite.layers import idle, is_plain, untouched
 from rocm_sd.rewrite.packing import packed_linear, unpack
 from rocm_sd.rewrite.transformer import stock_processor
 
 __all__ = [
-    "RULE", "another_forward", "computes_attention", "feed_forward", "feed_forward_why_not", "gated", "known_call",
-    "linear", "modulated", "norm_zero", "project", "stock_forward",
+    "RULE", "computes_attention", "feed_forward", "feed_forward_why_not", "gated", "known_call",
+    "linear", "modulated", "norm_zero", "project",
 ]  # fmt: skip
 
 _KIND = "JointTransformerBlock"
@@ -47,16 +47,7 @@ def _why_not(module: Any) -> str | None:
             return f"{name} has fewer key heads than query heads"
         if attn is not None and (attn.to_out is None or len(attn.to_out) != 2):
             return f"{name} has another output projection than a linear and a dropout"
-    return another_forward(module) or feed_forward_why_not(module.ff)
-
-
-def another_forward(module: nn.Module) -> str | None:
-    """Caches and offloads of Diffusers itself put a forward of theirs on the block, which must not be lost."""
-    own = module.__dict__.get("forward")
-    # accelerate keeps what it wraps, and the rule goes inside.
-    if own is None or "_old_forward" in module.__dict__ or getattr(own, "__func__", None) is type(module).forward:
-        return None
-    return "its forward has been replaced by another program's"
+    return feed_forward_why_not(module.ff)
 
 
 def feed_forward_why_not(ff: Any) -> str | None:
@@ -73,14 +64,10 @@ def forward(
     encoder_hidden_states: torch.Tensor,
     temb: torch.Tensor,
     joint_attention_kwargs: dict[str, Any] | None = None,
-) -> tuple[torch.Tensor | None, torch.Tensor]:
+) -> Any:
     x, text = hidden_states, encoder_hidden_states
-    known = type(self).__name__ == _KIND and self._chunk_size is None and not joint_attention_kwargs
-    if not known or not known_call(x, text, temb):
-        stock: tuple[torch.Tensor | None, torch.Tensor] = stock_forward(self)(
-            self, x, text, temb, joint_attention_kwargs
-        )
-        return stock
+    if self._chunk_size is not None or joint_attention_kwargs or not known_call(x, text, temb):
+        return NotImplemented
     if self.use_dual_attention:
         h, gate, shift, scale, mlp_gate, h2, gate2 = _norm_zero_twice(self.norm1, x, temb)
     else:
@@ -100,13 +87,6 @@ def forward(
     text = gated(text, text_gate, text_h)
     h = modulated(self.norm2_context, text, text_scale, text_shift)
     return gated(text, text_mlp_gate, feed_forward(self.ff_context, h)), x
-
-
-def stock_forward(block: nn.Module) -> Any:
-    """The forward of the block's class. A compiler finds it in the class's dict only: Diffusers allows its blocks in
-    graphs as they are, and of such a class a compiler sees no attribute.
-    """
-    return type(block).__dict__["forward"] if torch.compiler.is_compiling() else type(block).forward
 
 
 def known_call(x: torch.Tensor, text: torch.Tensor, temb: torch.Tensor) -> bool:
@@ -273,7 +253,7 @@ RULE = Rule(
     name="joint_transformer",
     summary="packed QKV of picture and text, norms with scale and shift, gated residuals",
     channels_last=False,
-    applies=lambda module: is_diffusers(module, _KIND),
+    of_kind=of_diffusers(_KIND),
     why_not=_why_not,
     forward=forward,
     undo=unpack,

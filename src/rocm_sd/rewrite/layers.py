@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 import torch
 from torch import nn
 
-__all__ = ["idle", "is_plain", "untouched", "weight_and_bias"]
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = ["hooked", "idle", "is_layer_norm", "is_plain", "untouched", "weight_and_bias"]
 
 _PLAIN = (nn.Linear, nn.Conv2d)
 _HANDS_ON = (nn.Dropout, nn.Identity)
@@ -32,13 +37,33 @@ def untouched(*modules: nn.Module) -> bool:
     """True where calling each module is nothing but its class's forward, now: no hook, no offload, no other forward."""
     for module in modules:
         own = module.__dict__
-        if own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]:
+        if hooked(own):
             return False
         forward = own.get("forward")
         # A hook that accelerate took off again leaves the class's own forward on the instance.
-        if "_hf_hook" in own or (forward and getattr(forward, "__func__", None) is not type(module).forward):
+        if forward and getattr(forward, "__func__", None) is not type(module).forward:
             return False
     return True
+
+
+def hooked(own: Mapping[str, Any]) -> bool:
+    """Whether a module with these attributes has a hook that is called around its forward, torch's or an offload's."""
+    return bool(
+        own["_forward_hooks"]
+        or own["_forward_pre_hooks"]
+        or own["_backward_hooks"]
+        or own["_backward_pre_hooks"]
+        or "_hf_hook" in own
+        or ("_diffusers_hook" in own and own["_diffusers_hook"].hooks)
+    )
+
+
+def is_layer_norm(norm: nn.Module) -> bool:
+    """Whether calling it is nothing but `layer_norm` over the columns that its weight has, now."""
+    if type(norm) is not nn.LayerNorm or not untouched(norm):
+        return False
+    weight = norm.__dict__["_parameters"]["weight"]
+    return weight is not None and norm.__dict__["normalized_shape"] == weight.shape
 
 
 def idle(*layers: nn.Module) -> bool:

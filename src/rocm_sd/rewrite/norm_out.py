@@ -14,7 +14,8 @@ from torch import nn
 
 from rocm_sd.ops import group_norm_silu
 from rocm_sd.rewrite.apply import Rule
-from rocm_sd.rewrite.convolutions import falls_back, is_diffusers, of_kind, through_op
+from rocm_sd.rewrite.convolutions import falls_back, of_diffusers, of_kind, through_op
+from rocm_sd.rewrite.layers import hooked
 
 __all__ = ["RULE"]
 
@@ -30,7 +31,7 @@ _ACTIVATED: dict[int, weakref.ref[torch.Tensor]] = {}
 
 
 def _applies(module: nn.Module) -> bool:
-    return any(is_diffusers(module, name) for name in _MODELS) and getattr(module, "conv_norm_out", None) is not None
+    return getattr(module, "conv_norm_out", None) is not None
 
 
 def _why_not(module: nn.Module) -> str | None:
@@ -49,9 +50,9 @@ def _undo(module: Any) -> None:
     _OWNERS.pop(module.conv_norm_out, None)
 
 
-def _norm(self: Any, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 -- torch's name for it
+def _norm(self: Any, input: torch.Tensor) -> Any:  # noqa: A002 -- torch's name for it
     if not _activates(self, input):
-        return nn.GroupNorm.forward(self, input)
+        return NotImplemented
     if through_op("group_norm_silu", input):
         y = group_norm_silu(input, self.num_groups, self.weight, self.bias, None, self.eps)
     else:
@@ -65,33 +66,28 @@ def _activates(norm: Any, x: torch.Tensor) -> bool:
     """Whether what is returned here goes to the other half of this rule as it is, now."""
     owner = _OWNERS.get(norm)
     model: Any = None if owner is None else owner()
-    # A copy of the model has an owner that is not known here; a traced one does not see which tensor it is.
-    if model is None or model.conv_norm_out is not norm or torch.compiler.is_compiling():
+    # A copy of the model has an owner that is not known here. Hooks may hand on another tensor than they got.
+    if model is None or model.conv_norm_out is not norm or hooked(norm.__dict__):
         return False
-    act = model.conv_act.__dict__
-    own = norm.__dict__
-    if getattr(act.get("forward"), "__func__", None) is not _act or own["_forward_hooks"] or act["_forward_pre_hooks"]:
-        return False
-    # An offload hook may hand on another tensor than it got.
-    if "_hf_hook" in own or "_hf_hook" in act:
+    if not RULE.works_alone(model.conv_act, "conv_act"):
         return False
     return (norm.weight is None or of_kind(norm.weight, x)) and not falls_back(
         x, norm.weight, "group_norm_silu", _WORTH_IT_ON_CPU
     )
 
 
-def _act(self: Any, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 -- torch's name for it
+def _act(_self: Any, input: torch.Tensor) -> Any:  # noqa: A002 -- torch's name for it
     activated = _ACTIVATED.pop(id(input), None)
     if activated is not None and activated() is input:
         return input
-    y: torch.Tensor = type(self).forward(self, input)
-    return y
+    return NotImplemented
 
 
 RULE = Rule(
     name="norm_out",
     summary="the last GroupNorm + SiLU as one op",
     channels_last=True,
+    of_kind=of_diffusers(*_MODELS),
     applies=_applies,
     why_not=_why_not,
     forward={"conv_norm_out": _norm, "conv_act": _act},

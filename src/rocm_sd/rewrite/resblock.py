@@ -18,13 +18,13 @@ from rocm_sd.rewrite.convolutions import (
     convolution,
     convolution_and_add,
     falls_back,
-    is_diffusers,
     norm_overwrites,
     norm_silu,
+    of_diffusers,
     read_two,
     takes,
 )
-from rocm_sd.rewrite.layers import untouched
+from rocm_sd.rewrite.layers import idle
 
 __all__ = ["RULE", "WORTH_IT_ON_CPU", "consume", "consumes", "hoistable", "of_two", "takes_two"]
 
@@ -49,9 +49,8 @@ def _forward(self: Any, input_tensor: torch.Tensor, temb: torch.Tensor | None, *
     # Without a projection stock adds the embedding as it comes, of any shape that broadcasts.
     unprojected = temb is not None and self.time_emb_proj is None and self.time_embedding_norm == "default"
     deprecated = args or kwargs.get("scale") is not None
-    known = not unprojected and not deprecated and untouched(self.nonlinearity)
-    if not known or falls_back(input_tensor, self.norm1.weight, "conv2d", WORTH_IT_ON_CPU):
-        return type(self).forward(self, input_tensor, temb, *args, **kwargs)
+    if unprojected or deprecated or falls_back(input_tensor, self.norm1.weight, "conv2d", WORTH_IT_ON_CPU):
+        return NotImplemented
     hidden = norm_silu(self.norm1, input_tensor)
     if self.upsample is not None:
         if len(hidden) >= 64:
@@ -90,12 +89,9 @@ def _finished(self: Any, hidden: torch.Tensor, shortcut: torch.Tensor) -> torch.
 
 def takes_two(module: Any, x: torch.Tensor, concat: torch.Tensor) -> bool:
     """Whether `of_two` is module(x and concat joined), and joins nothing, now."""
-    own = module.__dict__.get("forward")
-    if getattr(own, "__func__", None) is not _forward or module.upsample is not None or module.downsample is not None:
+    if not RULE.works_alone(module) or module.upsample is not None or module.downsample is not None:
         return False
-    if module._forward_hooks or module._forward_pre_hooks or module.conv_shortcut is None:  # noqa: SLF001 -- torch has no public question for it
-        return False
-    if not untouched(module.nonlinearity):
+    if module.conv_shortcut is None:
         return False
     if falls_back(x, module.norm1.weight, "conv2d", WORTH_IT_ON_CPU) or module.time_emb_proj is None:
         return False
@@ -113,8 +109,7 @@ def of_two(module: Any, x: torch.Tensor, concat: torch.Tensor, temb: torch.Tenso
 
 def consumes(module: Any, x: torch.Tensor) -> bool:
     """Whether `consume` may take it: a block of a VAE, rewritten, with nothing but plain layers inside, now."""
-    own = module.__dict__.get("forward")
-    if getattr(own, "__func__", None) is not _forward or module.training or module.time_emb_proj is not None:
+    if not RULE.works_alone(module) or not idle(module.dropout) or module.time_emb_proj is not None:
         return False
     if module.upsample is not None or module.downsample is not None:
         return False
@@ -143,17 +138,16 @@ def consume(module: Any, held: list[torch.Tensor]) -> torch.Tensor:
 
 def hoistable(module: Any) -> bool:
     """Whether the add of its time embedding is a linear of the embedding's SiLU, and this rule's to make, now."""
-    own = getattr(module, "__dict__", {}).get("forward")
-    if getattr(own, "__func__", None) is not _forward or module.time_emb_proj is None:
+    if not RULE.works_alone(module) or module.time_emb_proj is None:
         return False
-    return module.time_embedding_norm == "default" and not module.skip_time_act and type(module.nonlinearity) is nn.SiLU
+    return module.time_embedding_norm == "default" and not module.skip_time_act
 
 
 RULE = Rule(
     name="resblock",
     summary="GroupNorm + SiLU as one op; convolutions with the time embedding's and the shortcut's adds in them",
     channels_last=True,
-    applies=lambda module: is_diffusers(module, "ResnetBlock2D"),
+    of_kind=of_diffusers("ResnetBlock2D"),
     why_not=_why_not,
     forward=_forward,
 )

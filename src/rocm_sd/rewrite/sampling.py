@@ -14,7 +14,7 @@ from rocm_sd.rewrite import conditioning
 from rocm_sd.rewrite.apply import Rule
 from rocm_sd.rewrite.convolutions import (
     falls_back,
-    is_diffusers,
+    of_diffusers,
     plain_convolution,
     takes,
     through_op,
@@ -67,7 +67,7 @@ def _upsample(self: Any, hidden_states: torch.Tensor, output_size: Any = None, *
         or self.channels != hidden_states.shape[1]
         or not doubles(layer, hidden_states, output_size)
     ):
-        return type(self).forward(self, hidden_states, output_size, *args, **kwargs)
+        return NotImplemented
     return plain_doubled(layer, hidden_states)
 
 
@@ -112,7 +112,7 @@ def _downsample(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: An
     )
     deprecated = args or kwargs.get("scale") is not None
     if deprecated or not known or falls_back(hidden_states, layer.weight, "conv2d"):
-        return type(self).forward(self, hidden_states, *args, **kwargs)
+        return NotImplemented
     if self.padding == 0:
         # A VAE's encoder pads below and to the right only.
         hidden_states = F.pad(hidden_states, (0, 1, 0, 1))
@@ -123,7 +123,7 @@ UPSAMPLE = Rule(
     name="upsample",
     summary="nearest 2x and the 3x3 convolution after it, in one op where that is faster",
     channels_last=True,
-    applies=lambda module: is_diffusers(module, "Upsample2D"),
+    of_kind=of_diffusers("Upsample2D"),
     why_not=_upsample_why_not,
     forward=_upsample,
     on_cpu=False,
@@ -133,7 +133,7 @@ DOWNSAMPLE = Rule(
     name="downsample",
     summary="the convolution of stride 2 by whichever implementation is fastest",
     channels_last=True,
-    applies=lambda module: is_diffusers(module, "Downsample2D"),
+    of_kind=of_diffusers("Downsample2D"),
     why_not=_downsample_why_not,
     forward=_downsample,
     on_cpu=False,

@@ -12,15 +12,12 @@ from torch import nn
 from rocm_sd.ops import group_norm_silu
 from rocm_sd.rewrite import transformer
 from rocm_sd.rewrite.apply import Rule
+from rocm_sd.rewrite.convolutions import of_diffusers
 from rocm_sd.rewrite.layers import is_plain, untouched
 from rocm_sd.rewrite.tokens import map_of, plain_linear, tokens_of
 from rocm_sd.rewrite.transformer import one_dtype
 
 __all__ = ["RULE"]
-
-
-def _applies(module: nn.Module) -> bool:
-    return type(module).__name__ == "Transformer2DModel" and type(module).__module__.startswith("diffusers.")
 
 
 def _why_not(module: Any) -> str | None:
@@ -42,7 +39,7 @@ def forward(
     hidden_states: torch.Tensor,
     encoder_hidden_states: torch.Tensor | None = None,
     timestep: torch.Tensor | None = None,
-    added_cond_kwargs: dict[str, torch.Tensor] | None = None,
+    added_cond_kwargs: dict[str, torch.Tensor] | None = None,  # noqa: ARG001 -- stock's signature
     class_labels: torch.Tensor | None = None,
     cross_attention_kwargs: dict[str, Any] | None = None,
     attention_mask: torch.Tensor | None = None,
@@ -54,10 +51,7 @@ def forward(
     checkpointed = self.gradient_checkpointing and torch.is_grad_enabled()
     # Stock answers a caller who wants an instance of its output class; UNets do not.
     if return_dict or cross_attention_kwargs or masked or checkpointed or not one_dtype(x):
-        return type(self).forward(
-            self, hidden_states, encoder_hidden_states, timestep, added_cond_kwargs, class_labels,
-            cross_attention_kwargs, attention_mask, encoder_attention_mask, return_dict,
-        )  # fmt: skip
+        return NotImplemented
     tokens = _project_in(self.proj_in, _norm(self.norm, x), takes_tokens=self.use_linear_projection)
     chained = transformer.chain(self.transformer_blocks, tokens, encoder_hidden_states)
     for block in self.transformer_blocks if chained is None else ():
@@ -97,7 +91,7 @@ RULE = Rule(
     name="spatial_transformer",
     summary="GroupNorm, projections and residual on the channels-last map as it lies, without permutes",
     channels_last=True,
-    applies=_applies,
+    of_kind=of_diffusers("Transformer2DModel"),
     why_not=_why_not,
     forward=forward,
     for_graphs=True,

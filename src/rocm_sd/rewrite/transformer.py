@@ -16,7 +16,8 @@ from rocm_sd.ops import OPS, attention, geglu, layer_norm_residual, linear_geglu
 from rocm_sd.ops.transformer_block.workload import problem_of
 from rocm_sd.rewrite import conditioning
 from rocm_sd.rewrite.apply import Rule
-from rocm_sd.rewrite.layers import idle, is_plain, untouched, weight_and_bias
+from rocm_sd.rewrite.convolutions import of_diffusers
+from rocm_sd.rewrite.layers import idle, is_layer_norm, is_plain, untouched, weight_and_bias
 from rocm_sd.rewrite.packing import packed_linear, unpack
 from rocm_sd.rewrite.tokens import projected
 
@@ -28,10 +29,6 @@ __all__ = ["RULE", "chain", "hoistable", "keys_values", "one_dtype", "stock_proc
 _KIND = "BasicTransformerBlock"
 _PROCESSORS = "diffusers.models.attention_processor"
 _NORMS = ("norm1", "norm2", "norm3")
-
-
-def _applies(module: nn.Module) -> bool:
-    return type(module).__name__ == _KIND and type(module).__module__.startswith("diffusers.")
 
 
 def _why_not(module: Any) -> str | None:
@@ -70,18 +67,14 @@ def forward(
     attention_mask: torch.Tensor | None = None,
     encoder_hidden_states: torch.Tensor | None = None,
     encoder_attention_mask: torch.Tensor | None = None,
-    timestep: torch.Tensor | None = None,
+    timestep: torch.Tensor | None = None,  # noqa: ARG001 -- stock's signature
     cross_attention_kwargs: dict[str, Any] | None = None,
-    class_labels: torch.Tensor | None = None,
-    added_cond_kwargs: dict[str, torch.Tensor] | None = None,
-) -> torch.Tensor:
+    class_labels: torch.Tensor | None = None,  # noqa: ARG001
+    added_cond_kwargs: dict[str, torch.Tensor] | None = None,  # noqa: ARG001
+) -> Any:
     x, text = hidden_states, encoder_hidden_states
     if cross_attention_kwargs or not _known(self, x):
-        stock: torch.Tensor = type(self).forward(
-            self, hidden_states, attention_mask, encoder_hidden_states, encoder_attention_mask, timestep,
-            cross_attention_kwargs, class_labels, added_cond_kwargs,
-        )  # fmt: skip
-        return stock
+        return NotImplemented
     whole = None
     if attention_mask is None and encoder_attention_mask is None:
         whole = _as_one_op(self, None, x, text)
@@ -94,7 +87,7 @@ def forward(
 def chain(blocks: Iterable[Any], x: torch.Tensor, text: torch.Tensor | None) -> torch.Tensor | None:
     """Block after block, each one's last residual added in the next one's first norm; None where one is not plain."""
     every = list(blocks)
-    if not every or not all(_is_ours(block) and _known(block, x) for block in every):
+    if not every or not all(RULE.works_alone(block) and _known(block, x) for block in every):
         return None
     pending = None
     for block in every:
@@ -109,16 +102,8 @@ def chain(blocks: Iterable[Any], x: torch.Tensor, text: torch.Tensor | None) -> 
     return x
 
 
-def _is_ours(block: Any) -> bool:
-    own = block.__dict__
-    if own["_forward_hooks"] or own["_forward_pre_hooks"] or own["_backward_hooks"] or own["_backward_pre_hooks"]:
-        return False
-    return "_hf_hook" not in own and getattr(own.get("forward"), "__func__", None) is forward
-
-
 def _known(block: Any, x: torch.Tensor) -> bool:
-    # Token merging (tomesd) gives a block another class when it is switched on.
-    return type(block).__name__ == _KIND and block._chunk_size is None and x.dim() == 3 and one_dtype(x)  # noqa: SLF001
+    return block._chunk_size is None and x.dim() == 3 and one_dtype(x)  # noqa: SLF001
 
 
 def _as_one_op(
@@ -163,8 +148,8 @@ def _all_plain(block: Any) -> bool:
     return (
         not block.only_cross_attention
         and all(_is_default(attn) and _scale(attn) is None and attn.heads == block.attn1.heads for attn in attentions)
-        and all(type(norm) is nn.LayerNorm and norm.bias is not None and norm.eps == norms[0].eps for norm in norms)
-        and untouched(*attentions, block.ff, gate, *norms)
+        and all(is_layer_norm(norm) and norm.bias is not None and norm.eps == norms[0].eps for norm in norms)
+        and untouched(*attentions, block.ff, gate)
         and idle(dropout, dropout1, dropout2, *last)
         and all(is_plain(layer) and layer.bias is not None for layer in biased)
         and all(is_plain(layer) and layer.bias is None for layer in bare)
@@ -207,7 +192,7 @@ def keys_values(attn: Any, text: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
 def hoistable(block: nn.Module) -> nn.Module | None:
     """The block's attention to the text, where its keys and values depend on nothing but the text, now."""
     attn: nn.Module | None = getattr(block, "attn2", None)
-    if attn is None or not _is_ours(block) or not (_is_default(attn) and untouched(attn)):
+    if attn is None or not RULE.works_alone(block) or not (_is_default(attn) and untouched(attn)):
         return None
     return attn
 
@@ -253,7 +238,7 @@ def _project(x: torch.Tensor, heads: int, *layers: Any) -> tuple[torch.Tensor, .
 
 
 def _norm(norm: nn.LayerNorm, x: torch.Tensor) -> torch.Tensor:
-    if type(norm) is nn.LayerNorm and untouched(norm):
+    if is_layer_norm(norm):
         return layer_norm_residual(x, None, *weight_and_bias(norm), norm.eps)[0]
     y: torch.Tensor = norm(x)
     return y
@@ -261,7 +246,7 @@ def _norm(norm: nn.LayerNorm, x: torch.Tensor) -> torch.Tensor:
 
 def _add_and_norm(norm: nn.LayerNorm, h: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     # A processor of the user's own may answer in another dtype.
-    if type(norm) is nn.LayerNorm and untouched(norm) and h.dtype == x.dtype and h.shape == x.shape:
+    if is_layer_norm(norm) and h.dtype == x.dtype and h.shape == x.shape:
         return layer_norm_residual(h, x, *weight_and_bias(norm), norm.eps)
     total = h + x
     return norm(total), total
@@ -295,7 +280,7 @@ RULE = Rule(
     name="transformer",
     summary="packed QKV and text KV, SkipLayerNorm, GEGLU, residuals in epilogues",
     channels_last=False,
-    applies=_applies,
+    of_kind=of_diffusers(_KIND),
     why_not=_why_not,
     forward=forward,
     undo=unpack,

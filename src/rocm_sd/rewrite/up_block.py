@@ -12,7 +12,7 @@ import torch
 
 from rocm_sd.rewrite import resblock
 from rocm_sd.rewrite.apply import Rule
-from rocm_sd.rewrite.convolutions import is_diffusers
+from rocm_sd.rewrite.convolutions import of_diffusers
 
 __all__ = ["RULE"]
 
@@ -26,7 +26,7 @@ def _forward(
     **kwargs: Any,
 ) -> Any:
     if not _is_usual(self, args, kwargs):
-        return type(self).forward(self, hidden_states, res_hidden_states_tuple, temb, *args, **kwargs)
+        return NotImplemented
     upsample_size = kwargs.pop("upsample_size", None)
     skips = iter(reversed(res_hidden_states_tuple))
     attentions = getattr(self, "attentions", None) or [None] * len(self.resnets)
@@ -60,7 +60,7 @@ RULE = Rule(
     summary="what comes from below and the skip connection read where they lie, and never joined",
     channels_last=True,
     # What keeps a block from it may come and go, and is asked for in each call.
-    applies=lambda module: is_diffusers(module, "UpBlock2D") or is_diffusers(module, "CrossAttnUpBlock2D"),
+    of_kind=of_diffusers("UpBlock2D", "CrossAttnUpBlock2D"),
     forward=_forward,
     on_cpu=False,
     for_graphs=True,

@@ -16,7 +16,7 @@ from rocm_sd.ops import attention, library_scratch, linear_residual
 from rocm_sd.ops.attention.op import keeps_more_than_bounded
 from rocm_sd.ops.samples import dtype_name
 from rocm_sd.rewrite.apply import Rule
-from rocm_sd.rewrite.convolutions import falls_back, is_diffusers, norm_silu, of_kind
+from rocm_sd.rewrite.convolutions import falls_back, norm_silu, of_diffusers, of_kind
 from rocm_sd.rewrite.layers import is_plain
 from rocm_sd.rewrite.tokens import map_of, tokens_of
 from rocm_sd.rewrite.transformer import stock_processor
@@ -30,9 +30,9 @@ __all__ = ["BOUNDED", "RULE"]
 _WORTH_IT_ON_CPU = 2**17
 
 
-def _applies(module: nn.Module) -> bool:
+def _applies(module: Any) -> bool:
     # The attentions of transformer blocks have no norm of their own.
-    return is_diffusers(module, "Attention") and isinstance(module.group_norm, nn.GroupNorm)
+    return isinstance(module.group_norm, nn.GroupNorm)
 
 
 def _why_not(module: Any) -> str | None:
@@ -66,7 +66,7 @@ def _forward(
         or falls_back(hidden_states, self.group_norm.weight, "attention", _WORTH_IT_ON_CPU)
         or not hidden_states.numel()
     ):
-        return type(self).forward(self, hidden_states, encoder_hidden_states, attention_mask, **kwargs)
+        return NotImplemented
     tokens = tokens_of(norm_silu(self.group_norm, hidden_states, silu=False))
     q, k, v = (_heads(_linear(layer, tokens), self.heads) for layer in (self.to_q, self.to_k, self.to_v))
     out, dropout = self.to_out
@@ -102,7 +102,7 @@ def _bounded_forward(
         or not hidden_states.numel()
         or not _writes_out_scores(self, hidden_states)
     ):
-        return type(self).forward(self, hidden_states, encoder_hidden_states, attention_mask, **kwargs)
+        return NotImplemented
     # Layer by layer as Diffusers' processor has it.
     x = self.group_norm(hidden_states.flatten(2)).transpose(1, 2)
     q, k, v = (_heads(layer(x), self.heads) for layer in (self.to_q, self.to_k, self.to_v))
@@ -138,6 +138,7 @@ RULE = Rule(
     name="vae_attention",
     summary="attention over a picture's pixels with no layout copies, the residual in the output projection",
     channels_last=True,
+    of_kind=of_diffusers("Attention"),
     applies=_applies,
     why_not=_why_not,
     forward=_forward,
@@ -148,6 +149,7 @@ BOUNDED = Rule(
     name="vae_attention_bounded",
     summary="attention over a picture's pixels with scores that are bounded, where torch would write them out whole",
     channels_last=False,
+    of_kind=of_diffusers("Attention"),
     applies=_applies,
     why_not=_why_not,
     forward=_bounded_forward,

@@ -80,7 +80,7 @@ def check_all(model, rules, run):
         args = tuple(a.contiguous(memory_format=torch.channels_last) if _is_map(a) else a for a in args)
         with fused():
             direct = rule.forward(policy, module, *args, **kwargs)
-            ours = rule.replacement(policy)(module, *args, **kwargs)
+            ours = rule.replacement(policy).stand_in(module, *args, **kwargs)
         layout.eject(patcher)
         assert direct is not None, f"{change.path}: fallback to the host"
         assert ours.dtype == stock.dtype
@@ -128,7 +128,7 @@ def test_a_picture_of_odd_size_is_enlarged_by_the_host():
     policy = ComfyUIPolicy(PatchReport("model", "cpu", "auto"))
     assert rule.forward(policy, block, x, output_shape=[1, 1, 8, 8]) is not None
     assert rule.forward(policy, block, x, output_shape=[1, 1, 7, 8]) is None
-    ours = rule.replacement(policy)(block, x, output_shape=[1, 1, 7, 8])
+    ours = rule.replacement(policy).stand_in(block, x, output_shape=[1, 1, 7, 8])
     assert ours.shape[2:] == (7, 8)
 
 

@@ -107,7 +107,7 @@ class ComfyUI(Automatic1111):
         for rule, found, change in find(module, (*MODEL_RULES, *VAE_RULES), self.policy, {}, {}):
             changes.append(change)
             if change.replaced:
-                found.forward = MethodType(rule.replacement(self.policy), found)
+                found.forward = MethodType(rule.replacement(self.policy).stand_in, found)
                 self._replaced.append(found)
         return changes
 

@@ -10,6 +10,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from rocm_sd.rewrite import forwards
+from rocm_sd.rewrite.guarding import global_hooks, whose
 from rocm_sd.rewrite.transformer import stock_processor
 
 if TYPE_CHECKING:
@@ -35,6 +36,13 @@ _TELLING = ("forward", "processor", "_diffusers_hook")
 
 def why_foreign(model: nn.Module) -> str | None:
     """What in the model might see other samples, or remember something from one call to the next; None: nothing."""
+    if global_hooks():
+        return "all modules have a hook"
+    # What is around the stand-in for its forward is called each time, and what is inside would be captured.
+    inside = forwards.innermost(model)
+    registry = model.__dict__.get("_diffusers_hook")
+    if forwards.is_foreign(model, inside) and not (registry is not None and registry.hooks):
+        return f"its forward is one of {whose(inside)}"
     pending: list[nn.Module | None] = [model]
     while pending:
         module: Any = pending.pop()
@@ -82,6 +90,8 @@ def why_foreign_layer(
 
     `own_hooks`: whether hooks of the model itself count, where they are not called around what is captured.
     """
+    if global_hooks():
+        return "all modules have a hook"
     for module in model.modules():
         own: dict[str, Any] = module.__dict__
         kind: Any = type(module)

@@ -2,9 +2,9 @@
 
 A graph keeps the addresses of the weights and every decision that Python took: which modules there are, their
 hooks, a LoRA's scale, a convolution's padding, training or not. All of it is state of the modules, so their classes and
-all of their attributes are compared, with no list of the ones that matter. The weights' values are read at each replay:
-they may change. A call is taken apart into its tensors and everything else about it, by which two calls are of one kind
-or are not.
+all of their attributes are compared, as rules do before each call (rewrite/states.py). The weights' values are read at
+each replay: they may change. A call is taken apart into its tensors and everything else about it, by which two calls
+are of one kind or are not.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from weakref import ref
 import torch
 
 from rocm_sd.engine.convolutions import flags_set_by_hand
+from rocm_sd.rewrite.guarding import global_hooks, is_transformed
+from rocm_sd.rewrite.states import CLASS, Difference, States, equal
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterator
@@ -35,11 +37,11 @@ class Snapshot:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = ref(model)
+        self._kind = type(model)
         self._own = _copied(_unbound(model))
-        inside = [(path, module) for path, module in model.named_modules() if module is not model]
-        self._modules = [module for _, module in inside]
-        self._kinds = [type(model), *map(type, self._modules)]
-        self._inside = [(path, module.__dict__, _copied(module.__dict__)) for path, module in inside]
+        self._inside = States(
+            ((path, module) for path, module in model.named_modules() if module is not model), strongly=True
+        )
         self._tensors = [*model.named_parameters(), *model.named_buffers()]
         self._addresses = [tensor.data_ptr() for _, tensor in self._tensors]
 
@@ -48,20 +50,14 @@ class Snapshot:
         model = self._model()
         if model is None:
             return "the model is gone"
-        kinds = [type(model), *map(type, self._modules)]
-        if kinds != self._kinds:
-            # Token merging gives blocks another class.
-            was, now = next(pair for pair in zip(self._kinds, kinds, strict=True) if pair[0] is not pair[1])
-            return f"a {was.__name__} has become a {now.__name__} of {now.__module__}"
-        for path, now, then in (("the model", _unbound(model), self._own), *self._inside):
-            # Values are compared by identity first: a pass in C over what has not changed. Before each replay of SDXL
-            # there are 1930 modules to look at, and a call of a function for each would be felt.
-            try:
-                same = now == then
-            except (RuntimeError, ValueError, TypeError):  # tensors and arrays have no one answer
-                same = False
-            if not same:
-                return f"{path}: {_which(now, then)} has changed"
+        if type(model) is not self._kind:
+            return str(Difference("", model, CLASS, self._kind, type(model)))
+        own = _unbound(model)
+        if not equal(self._own, own):
+            return f"the model: {_which(own, self._own)} has changed"
+        # Before each replay of SDXL there are 1930 modules to look at.
+        if global_hooks() or not self._inside.same():
+            return str(next(self._inside.differences(), "all modules have a hook"))
         for (name, tensor), address in zip(self._tensors, self._addresses, strict=True):
             if tensor.data_ptr() != address:
                 return f"{name} has moved in memory"
@@ -87,7 +83,7 @@ class DormantSnapshot:
             if known() is not tensor or tensor.data_ptr() != address:
                 return False
         return all(
-            known() is module and type(module) is kind and _equal(_without_tensors(module), state)
+            known() is module and type(module) is kind and equal(state, _without_tensors(module))
             for module, (known, kind, state) in zip(modules, self._modules, strict=True)
         )
 
@@ -105,13 +101,6 @@ def _unbound(model: nn.Module) -> dict[str, Any]:
     return {name: getattr(value, "__func__", value) for name, value in model.__dict__.items()}
 
 
-def _equal(now: Any, then: Any) -> bool:
-    try:
-        return now is then or bool(now == then)
-    except (RuntimeError, ValueError, TypeError):
-        return False
-
-
 def _copied(attributes: dict[str, Any]) -> dict[str, Any]:
     # Hooks, children and a LoRA's scales are dicts inside, which change in place.
     return {name: dict(value) if isinstance(value, dict) else _kept(value) for name, value in attributes.items()}
@@ -124,7 +113,7 @@ def _kept(value: Any) -> Any:
 def _which(now: dict[str, Any], then: dict[str, Any]) -> str:
     for name in sorted(now.keys() | then.keys()):
         before, after = then.get(name, _MISSING), now.get(name, _MISSING)
-        if not _equal(before, after):
+        if not equal(before, after):
             return name
     return "an attribute"
 
@@ -190,10 +179,13 @@ class _Place:
 def flatten(
     args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device, also: Hashable = None
 ) -> FlatCall | None:
-    """None where something in the call is neither a tensor on the device nor a value that can be compared.
+    """None where something in the call is neither a tensor on the device nor a value that can be compared: tensors of
+    a transform of torch.func or of a trace look like plain ones.
 
     `also`: what else two calls of one kind have in common.
     """
+    if is_transformed():
+        return None
     leaves: list[Any] = []
     shape = _shape((args, kwargs), leaves)
     tensors: list[torch.Tensor] = []

@@ -114,11 +114,12 @@ def _for_modules(rule: BlockRule) -> Rule:
         rule.name,
         rule.summary,
         rule.channels_last,
-        applies=lambda module: rule.applies(POLICY, module),
+        of_kind=lambda kind: POLICY.is_class(kind, rule.file, *rule.kinds),
         why_not=lambda module: rule.why_not(POLICY, module),
-        forward=rule.replacement(POLICY),
+        forward=rule.method(POLICY),
         undo=unpack if rule.packs else None,
         on_cpu=rule.worth_it_on_cpu is not None,
+        looks_at_classes=False,
     )
 
 

@@ -269,7 +269,7 @@ class Switch:
         on = self._on
         if on is None:
             return ["off: everything is the host's own"]
-        counted = Counter((change.kind, change.why_skipped) for change in on.changes)
+        counted = Counter((change.kind, change.why_skipped) for change in map(Change.now, on.changes))
         lines = [
             f"{count} {kind}: replaced" if why is None else f"{count} {kind}: skipped, because {why}"
             for (kind, why), count in counted.items()

@@ -15,11 +15,10 @@ import torch
 
 from rocm_sd.engine import is_out_of_memory
 from rocm_sd.errors import Unsupported
+from rocm_sd.rewrite import Change
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-
-    from rocm_sd.rewrite import Change
 
 __all__ = ["KEY", "PatchReport", "belongs_to_the_host", "is_comfy", "log", "require", "say", "the"]
 
@@ -107,7 +106,7 @@ class PatchReport:
 
     def lines(self) -> list[str]:
         lines = [f"{self.what} on {self.arch}, level {self.level}, quality {self.quality}"]
-        counts = Counter((change.kind, change.rule, change.why_skipped) for change in self.changes)
+        counts = Counter((change.kind, change.rule, change.why_skipped) for change in map(Change.now, self.changes))
         for (kind, rule, reason), count in counts.items():
             done = f"replaced by {rule}" if reason is None else f"skipped, because {reason}"
             lines.append(f"  {count} x {kind}: {done}")

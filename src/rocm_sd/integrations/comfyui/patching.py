@@ -7,8 +7,11 @@ back before it loads another one of the same weights, the original among them.
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
+from functools import partial
 from types import MethodType
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 from rocm_sd import arch
 from rocm_sd.engine import LEVELS, QUALITIES
@@ -36,6 +39,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from rocm_sd.integrations.ldm import BlockRule
+    from rocm_sd.rewrite.guarding import Guard
 
 __all__ = ["optimize_attention", "optimize_model", "optimize_vae", "report_of", "stock_clone"]
 
@@ -159,9 +163,17 @@ def _patch(clone: Any, report: PatchReport, model: nn.Module, rules: Sequence[Bl
     policy = ComfyUIPolicy(report)
     found = find(model, rules, policy, clone.object_patches, clone.object_patches_backup, prefix.rstrip("."))
     for rule, module, change in found:
-        report.changes.append(change)
-        if change.replaced:
-            clone.add_object_patch(f"{change.path}.forward", MethodType(rule.replacement(policy), module))
+        if not change.replaced:
+            report.changes.append(change)
+            continue
+        guard = rule.replacement(policy)
+        report.changes.append(replace(change, why_now=partial(_why_now, guard, ref(module))))
+        clone.add_object_patch(f"{change.path}.forward", MethodType(guard.stand_in, module))
+
+
+def _why_now(guard: Guard, held: ref[nn.Module]) -> str | None:
+    module = held()
+    return None if module is None else guard.why(module)
 
 
 def _lay_out(clone: Any, report: PatchReport, part: Any) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
 
 from rocm_sd.rewrite.convolutions import parameters_of_kind, takes, through_op
-from rocm_sd.rewrite.forwards import mark
+from rocm_sd.rewrite.guarding import Guard
 from rocm_sd.rewrite.layers import untouched
 
 if TYPE_CHECKING:
@@ -71,8 +72,10 @@ class HostPolicy(ABC):
         return True
 
     def is_of(self, module: nn.Module, file: str, *names: str) -> bool:
+        return self.is_class(type(module), file, *names)
+
+    def is_class(self, kind: type, file: str, *names: str) -> bool:
         """By name: what is asked of a class must not import the host. `file`: e.g. "modules.attention"."""
-        kind: type = type(module)
         return kind.__name__ in names and kind.__module__ in {f"{root}.{file}" for root in self.roots}
 
     def is_plain(self, layer: Any, x: torch.Tensor) -> bool:
@@ -133,8 +136,15 @@ class BlockRule:
             return path == self.path and type(module) is nn.Sequential
         return policy.is_of(module, self.file, *self.kinds)
 
-    def replacement(self, policy: HostPolicy) -> Callable[..., Any]:
-        """The rule's forward as a method, and the class's own wherever that has no answer or fails."""
+    def replacement(self, policy: HostPolicy) -> Guard:
+        """The rule's forward as a method, and the class's own wherever that has no answer or fails, or where the module
+        is no longer what it was.
+        """
+        # A host's classes are looked at by its policy.
+        return Guard(self.method(policy), partial(self.why_not, policy), looks_at_classes=False)
+
+    def method(self, policy: HostPolicy) -> Callable[..., Any]:
+        """The rule's forward; NotImplemented where it has no answer or fails."""
 
         def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             answer = None
@@ -144,10 +154,10 @@ class BlockRule:
                 except Exception as error:
                     if policy.fails(self, error):
                         raise
-            # Not while an error is at hand: its frames hold the memory that may just have run out.
-            return type(module).forward(module, *args, **kwargs) if answer is None else answer
+            # The host's own does not run while an error is at hand: its frames hold the memory that may have run out.
+            return NotImplemented if answer is None else answer
 
-        return mark(forward, rule=True)
+        return forward
 
     def _answer(self, policy: HostPolicy, module: nn.Module, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         device = x.device.type

@@ -1,0 +1,216 @@
+"""What modules are at a time, and whether they still are: their classes, the forwards of these, and all attributes.
+
+No list says which attributes matter. A call of a model goes through this hundreds of times: values are compared by
+identity first, in C, and nothing is looked at closer unless something differs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+from weakref import ref
+
+import torch
+from torch import nn
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
+__all__ = ["CLASS", "WHATEVER", "Difference", "States", "bare", "equal"]
+
+CLASS = "class"
+_MISSING = object()
+_PLAIN = (type(None), bool, int, float, str, bytes, torch.dtype, torch.device, torch.Size, type)
+
+
+class _Whatever:
+    """Equal to all: in place of a value that may be any."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+
+WHATEVER = _Whatever()
+
+
+class _Held:
+    """Equal to the one object that it does not keep alive."""
+
+    __slots__ = ("_object",)
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, value: Any) -> None:
+        self._object = ref(value)
+
+    def __eq__(self, other: object) -> bool:
+        return self._object() is other
+
+
+class _Children:
+    """Equal to a dict of the same modules, which it does not keep alive; `kinds`: the classes of those that were there,
+    without what wraps them.
+    """
+
+    __slots__ = ("_modules", "_names", "kinds")
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, children: Mapping[str, nn.Module | None]) -> None:
+        self._names = list(children)
+        self.kinds = {name: type(bare(child)) for name, child in children.items() if child is not None}
+        self._modules = [_none if child is None else ref(child) for child in children.values()]
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Mapping) or list(other) != self._names:
+            return False
+        # A reference to a module that is gone gives None, which only an empty place is.
+        return [module() for module in self._modules] == list(other.values())
+
+    def get(self, name: str) -> Any:
+        return self._modules[self._names.index(name)]() if name in self._names else None
+
+
+def _none() -> None:
+    return None
+
+
+def bare(module: Any) -> Any:
+    """The layer inside of a LoRA's wrapper, or of several."""
+    while module is not None and "base_layer" in module._modules:  # noqa: SLF001 -- hasattr would ask more than a dict
+        module = module._modules["base_layer"]  # noqa: SLF001
+    return module
+
+
+class Difference(NamedTuple):
+    """`name` of an attribute, or CLASS; without a module, `path` is the name of a method of the class."""
+
+    path: str
+    module: nn.Module | None
+    name: str
+    then: Any = None
+    now: Any = None
+
+    def __str__(self) -> str:
+        if self.name == CLASS and self.module is not None:
+            return f"a {self.then.__name__} has become a {self.now.__name__} of {self.now.__module__}"
+        if self.name == CLASS:
+            return f"{self.then.__name__}.{self.path} has been replaced"
+        if self.module is None:
+            return f"{self.path} is gone"
+        return f"{self.path}: {self.name} has changed"
+
+
+class States:
+    """Of these modules, by path. `any_value`: attributes of the first one that are not compared. `methods`: those of
+    other classes to look at besides; None for none at all.
+
+    `strongly`: parameters and children are compared and kept alive, as a graph needs it. Without it nothing is: a
+    parameter may be another one at any time, and what another program has put on a module may hold the whole model.
+    """
+
+    def __init__(
+        self,
+        modules: Iterable[tuple[str, nn.Module]],
+        *,
+        strongly: bool = False,
+        methods: Iterable[tuple[type, str]] | None = (),
+        any_value: Iterable[str] = (),
+    ) -> None:
+        found = list(modules)
+        self._paths = [path for path, _ in found]
+        self._modules: list[Any] = [module if strongly else ref(module) for _, module in found]
+        self._strongly = strongly
+        self._kinds = [type(module) for _, module in found]
+        self._states = [_state(module, strongly=strongly) for _, module in found]
+        for name in self._states[0].keys() & set(any_value) if found else ():
+            self._states[0][name] = WHATEVER
+        self._methods: list[tuple[Any, str]] = []
+        if methods is not None:
+            self._methods = [*methods, *_methods(module for _, module in found)]
+        self._functions = [getattr(kind, name) for kind, name in self._methods]
+
+    def _alive(self) -> list[Any]:
+        return self._modules if self._strongly else [module() for module in self._modules]
+
+    def same(self) -> bool:
+        modules = self._alive()
+        if list(map(type, modules)) != self._kinds:
+            return False
+        # Tensors and arrays that are compared have no one answer.
+        try:
+            if self._states != list(map(vars, modules)):
+                return False
+        except (RuntimeError, ValueError, TypeError):
+            return False
+        return [getattr(kind, name) for kind, name in self._methods] == self._functions
+
+    def differences(self) -> Iterator[Difference]:
+        for path, module, kind, then in zip(self._paths, self._alive(), self._kinds, self._states, strict=True):
+            if module is None:
+                yield Difference(path, None, "")
+                continue
+            if type(module) is not kind:
+                yield Difference(path, module, CLASS, kind, type(module))
+            now = vars(module)
+            for name in sorted(now.keys() | then.keys()):
+                before, after = then.get(name, _MISSING), now.get(name, _MISSING)
+                if not equal(before, after):
+                    yield Difference(path, module, name, before, after)
+        for (kind, name), function in zip(self._methods, self._functions, strict=True):
+            if getattr(kind, name) is not function:
+                yield Difference(name, None, CLASS, kind, kind)
+
+
+def _methods(modules: Iterable[nn.Module]) -> Iterator[tuple[type, str]]:
+    """What is called of each class, once: of an attention's processor as well."""
+    seen: dict[tuple[type, str], None] = {}
+    for module in modules:
+        seen[type(module), "forward"] = None
+        if isinstance(module, nn.Conv2d):
+            seen[type(module), "_conv_forward"] = None
+        processor = vars(module).get("processor")
+        if processor is not None and callable(processor):
+            seen[type(processor), "__call__"] = None
+    yield from seen
+
+
+def _state(module: nn.Module, *, strongly: bool) -> dict[str, Any]:
+    own = vars(module)
+    # Hooks, children and a LoRA's scales are dicts inside, which change in place.
+    if strongly:
+        return {name: _copied(value) for name, value in own.items()}
+    kept = {name: _kept(value) for name, value in own.items()}
+    for name in ("_parameters", "_buffers"):
+        kept[name] = WHATEVER
+    if own["_modules"]:
+        kept["_modules"] = _Children(own["_modules"])
+    return kept
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, dict):
+        return dict(value)
+    return value.copy() if isinstance(value, (list, set)) else value
+
+
+def _kept(value: Any) -> Any:
+    if type(value) in _PLAIN:
+        return value
+    if isinstance(value, dict):
+        return {name: _kept(part) for name, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)([_kept(part) for part in value]) if type(value) in (list, tuple) else value
+    if isinstance(value, set):
+        return value.copy()
+    try:
+        return _Held(value)
+    except TypeError:
+        return value
+
+
+def equal(then: Any, now: Any) -> bool:
+    try:
+        return then is now or bool(then == now)
+    except (RuntimeError, ValueError, TypeError):
+        return False
