@@ -6,7 +6,8 @@
    second time on, for the same op where nothing is kept from call to call, and for stock torch. First all of them are
    compared: what is kept must give the same bits.
 2. Every kind of block that is rewritten, against stock's own.
-3. Whole pictures by the clock: stock, rocm-sd as it comes where graphs are off, and rocm-sd with every rule applied.
+3. What is compared before rules and graphs do a model's work: milliseconds a step, and those of the step itself.
+4. Whole pictures by the clock: stock, rocm-sd as it comes where graphs are off, and rocm-sd with every rule applied.
 
 Variants take turns, a few calls each, and the card is idle before each turn, so that no launch waits for a full queue.
 results/launch-cost-WORKLOAD.json has all of it. `--tiny` tries the command on a CPU, where an op's work is in its time.
@@ -22,6 +23,7 @@ import platform
 import sys
 import time
 from contextlib import contextmanager
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from statistics import median
@@ -34,6 +36,7 @@ os.environ["ROCM_SD_STEP_GRAPH"] = "0"
 import rocm_sd.ops
 from rocm_sd import measuring
 from rocm_sd.bench import workloads
+from rocm_sd.engine.capture.snapshot import Snapshot
 from rocm_sd.engine.optimization import optimize, optimize_with
 from rocm_sd.engine.parts import Parts
 from rocm_sd.kernels import triton as triton_kernels
@@ -210,6 +213,36 @@ def blocks_of(models, arguments, turns):
     return rows
 
 
+def comparisons_of(unet, call, turns):
+    """Of the UNet with every rule: all of its rules' comparisons, that before a replay, and a step without graphs.
+
+    By the thread's own clock where only the host works: other programs of the machine are not in it.
+    """
+    guards = [guard for rule in (*RULES, *RULES_FOR_GRAPHS) for guard in rule.guards.values()]
+    asked = [
+        partial(guard.why, module)
+        for module in unet.modules() for guard in guards
+        if getattr(module.__dict__.get("forward"), "__func__", None) is guard.stand_in
+    ]  # fmt: skip
+    snapshot = Snapshot(unet)
+    assert not any(ask() for ask in asked)
+    assert snapshot.difference() is None
+    variants = {"rules": lambda: [ask() for ask in asked], "replay": snapshot.difference}
+    taken = {name: [] for name in variants}
+    for _ in range(turns):
+        for name, compare in variants.items():
+            began = time.thread_time()
+            compare()
+            taken[name].append(time.thread_time() - began)
+    call()
+    steps = [host_us(call) / 1e3 for _ in range(3)]
+    modules = len(list(unet.modules()))
+    return {
+        "modules": modules, "replaced": len(asked), **{f"{n} ms": round(median(t) * 1e3, 3) for n, t in taken.items()},
+        "step ms": round(median(steps), 2), "of a step": round(median(taken["rules"]) * 1e3 / median(steps), 4),
+    }  # fmt: skip
+
+
 def pictures(made, engines, batch, turns):
     times = {name: [] for name in engines}
     for number in range(turns):
@@ -269,7 +302,7 @@ def main():
     parser.add_argument("--batch", default="1,8")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--turns", type=int, default=7, help="of pictures; ops and blocks take three times as many")
-    parser.add_argument("--skip", default="", help="parts to leave out: ops, blocks, pictures")
+    parser.add_argument("--skip", default="", help="parts to leave out: ops, blocks, comparisons, pictures")
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args()
     skipped = set(options.skip.split(","))
@@ -302,6 +335,10 @@ def main():
         result["blocks"] = blocks_of({"stock": stock, "bound": ours}, (positional, named), 3 * options.turns)
         for row in result["blocks"]:
             print_row(row)
+    if "comparisons" not in skipped:
+        call = partial(ours, *positional, **named)
+        result["comparisons"] = comparisons_of(ours, call, 30 * options.turns)
+        print_row(result["comparisons"])
     if "pictures" not in skipped:
         result["pictures"] = []
         for batch in batches:

@@ -35,6 +35,7 @@ class Rule:
     `forward` is the module's own, or for a rule of several submodules at once a forward for each of them by name.
     `begin` gets the module before its forward is replaced: a submodule does not know whose it is.
     `looks_at_classes`: whether a method that was replaced on a class is noticed; a host's policy may do that itself.
+    `calls`: children that `forward` calls as stock does; what becomes of them is no matter of the rule.
     One `for_graphs` is exact as the others, and is applied where a whole step is captured once and replayed. Called one
     by one from Python, a rewritten transformer block takes 0.62 to 0.80 ms of the host's time where stock's own takes
     0.87 to 0.98 (SD 1.5 on an H200's host, benchmarks/launch-cost-h200): there a measurement is to say whether it pays.
@@ -52,12 +53,14 @@ class Rule:
     begin: Callable[[nn.Module], None] | None = None
     for_graphs: bool = False
     looks_at_classes: bool = True
+    calls: tuple[str, ...] = ()
 
     @cached_property
     def guards(self) -> Mapping[str, Guard]:
         """What is replaced, by path inside the module; the module itself is the empty path."""
         if callable(self.forward):
-            return {"": Guard(self.forward, self._why_not_now, looks_at_classes=self.looks_at_classes)}
+            looks = self.looks_at_classes
+            return {"": Guard(self.forward, self._why_not_now, looks_at_classes=looks, calls=self.calls)}
         # Of a part nothing is known but that it is as it was.
         return {path: Guard(forward, lambda _part: None) for path, forward in self.forward.items()}
 

@@ -23,7 +23,7 @@ from rocm_sd.rewrite.layers import hooked
 from rocm_sd.rewrite.states import CLASS, States, bare
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Sequence
 
     from rocm_sd.rewrite.states import Difference
 
@@ -34,9 +34,9 @@ __all__ = ["Guard", "foreign_forward", "global_hooks", "is_transformed", "whose"
 _LAYERS = (nn.Linear, nn.Conv2d, nn.GroupNorm, nn.LayerNorm)
 # Asked for in each call that they matter to, or of no matter to any.
 _MAY_CHANGE = frozenset({
-    "_backward_compat", "_is_hf_initialized", "_load_state_dict_post_hooks", "_load_state_dict_pre_hooks",
-    "_non_persistent_buffers_set", "_state_dict_hooks", "_state_dict_pre_hooks", "gradient_checkpointing", "processor",
-    "training",
+    "_buffers", "_is_hf_initialized", "_load_state_dict_post_hooks", "_load_state_dict_pre_hooks",
+    "_non_persistent_buffers_set", "_state_dict_hooks", "_state_dict_pre_hooks", "_parameters",
+    "gradient_checkpointing", "processor", "training",
 })  # fmt: skip
 # Of the module itself these are called around the rule's forward, or call it.
 _AROUND = frozenset({
@@ -66,11 +66,14 @@ class Guard:
     the class's own.
 
     `why_not` says whether the rule fits a module. `looks_at_classes`: False where a host replaces methods of classes
-    for itself, and its rules look at them.
+    for itself, and its rules look at them. `calls`: children that the rule calls as stock does, whatever they are.
     """
 
-    def __init__(self, forward: Callable[..., Any], why_not: WhyNot, *, looks_at_classes: bool = True) -> None:
+    def __init__(
+        self, forward: Callable[..., Any], why_not: WhyNot, *, looks_at_classes: bool = True, calls: Sequence[str] = ()
+    ) -> None:
         self._why_not = why_not
+        self._calls = frozenset(calls)
         self._looks_at_classes = looks_at_classes
         self._watches: WeakKeyDictionary[nn.Module, _Watch] = WeakKeyDictionary()
 
@@ -109,7 +112,8 @@ class Guard:
         """Take the module as it is, if the rule fits it; otherwise why not."""
         reason = self.why_not(module)
         methods = _TORCHS if self._looks_at_classes else None
-        self._watches[module] = _Watch(States(_inside(module), methods=methods, any_value=_AROUND), reason)
+        inside = _inside(module, self._calls)
+        self._watches[module] = _Watch(States(inside, methods=methods, any_value=_AROUND), reason)
         return reason
 
     def end(self, module: nn.Module) -> None:
@@ -118,7 +122,7 @@ class Guard:
 
     def why_not(self, module: nn.Module) -> str | None:
         """Why the rule does not fit the module as it is, whatever it was before and whatever calls it."""
-        reason = _why_foreign(module, looks_at_classes=self._looks_at_classes)
+        reason = _why_foreign(module, self._calls, looks_at_classes=self._looks_at_classes)
         if reason is not None:
             return reason
         try:
@@ -169,14 +173,14 @@ def _is_layer(module: nn.Module | None) -> bool:
     return isinstance(bare(module), _LAYERS)
 
 
-def _inside(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
+def _inside(module: nn.Module, calls: frozenset[str] = frozenset(), path: str = "") -> Iterator[tuple[str, nn.Module]]:
     """The module, and what in it the rule may do the work of: what has a rule itself is asked by that."""
     yield path, module
     for name, child in module._modules.items():  # noqa: SLF001
-        if child is None or name == "processor" or _is_layer(child):
+        if child is None or name == "processor" or name in calls or _is_layer(child):
             continue
         if not forwards.is_rule(forwards.on_instance(child)):
-            yield from _inside(child, f"{path}.{name}" if path else name)
+            yield from _inside(child, path=f"{path}.{name}" if path else name)
 
 
 def _may_be(difference: Difference, owner: nn.Module) -> bool:
@@ -207,9 +211,9 @@ def _slot(difference: Difference) -> str | None:
     return None
 
 
-def _why_foreign(module: nn.Module, *, looks_at_classes: bool) -> str | None:
+def _why_foreign(module: nn.Module, calls: frozenset[str], *, looks_at_classes: bool) -> str | None:
     """What of another program is in a module that a rule would do the work of; None: nothing."""
-    for path, part in _inside(module):
+    for path, part in _inside(module, calls):
         named = "its" if part is module else f"its {path}'s"
         own = vars(part)
         other = None if part is module else foreign_forward(part)

@@ -94,5 +94,6 @@ RULE = Rule(
     of_kind=of_diffusers("Transformer2DModel"),
     why_not=_why_not,
     forward=forward,
+    calls=("transformer_blocks",),
     for_graphs=True,
 )

@@ -7,6 +7,7 @@ identity first, in C, and nothing is looked at closer unless something differs.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import ref
 
@@ -53,22 +54,23 @@ class _Children:
     without what wraps them.
     """
 
-    __slots__ = ("_modules", "_names", "kinds")
+    __slots__ = ("kinds", "names", "places")
     __hash__ = None  # type: ignore[assignment]
 
     def __init__(self, children: Mapping[str, nn.Module | None]) -> None:
-        self._names = list(children)
+        self.names = list(children)
         self.kinds = {name: type(bare(child)) for name, child in children.items() if child is not None}
-        self._modules = [_none if child is None else ref(child) for child in children.values()]
+        self.places = [_none if child is None else ref(child) for child in children.values()]
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Mapping) or list(other) != self._names:
+        if not isinstance(other, Mapping) or list(other) != self.names:
             return False
-        # A reference to a module that is gone gives None, which only an empty place is.
-        return [module() for module in self._modules] == list(other.values())
+        found = [place() for place in self.places]
+        # A reference to a module that is gone gives None, as an empty place does.
+        return found == list(other.values()) and found.count(None) == len(found) - len(self.kinds)
 
     def get(self, name: str) -> Any:
-        return self._modules[self._names.index(name)]() if name in self._names else None
+        return self.places[self.names.index(name)]() if name in self.names else None
 
 
 def _none() -> None:
@@ -125,6 +127,11 @@ class States:
         self._states = [_state(module, strongly=strongly) for _, module in found]
         for name in self._states[0].keys() & set(any_value) if found else ():
             self._states[0][name] = WHATEVER
+        # All children at once: a comparison in Python for each module would be most of the time.
+        self._children = [] if strongly else [_Children(vars(module)["_modules"]) for _, module in found]
+        self._names = [name for children in self._children for name in children.names]
+        self._places = [place for children in self._children for place in children.places]
+        self._empty = self._places.count(_none)
         self._methods: list[tuple[Any, str]] = []
         if methods is not None:
             self._methods = [*methods, *_methods(module for _, module in found)]
@@ -143,10 +150,24 @@ class States:
                 return False
         except (RuntimeError, ValueError, TypeError):
             return False
+        if not self._strongly and not self._same_children(modules):
+            return False
         return [getattr(kind, name) for kind, name in self._methods] == self._functions
 
+    def _same_children(self, modules: list[Any]) -> bool:
+        now = [module.__dict__["_modules"] for module in modules]
+        found = [place() for place in self._places]
+        if found != list(chain.from_iterable(map(dict.values, now))) or found.count(None) != self._empty:
+            return False
+        return self._names == list(chain.from_iterable(now))
+
+    def _then(self) -> list[dict[str, Any]]:
+        if self._strongly:
+            return self._states
+        return [{**state, "_modules": children} for state, children in zip(self._states, self._children, strict=True)]
+
     def differences(self) -> Iterator[Difference]:
-        for path, module, kind, then in zip(self._paths, self._alive(), self._kinds, self._states, strict=True):
+        for path, module, kind, then in zip(self._paths, self._alive(), self._kinds, self._then(), strict=True):
             if module is None:
                 yield Difference(path, None, "")
                 continue
@@ -181,10 +202,9 @@ def _state(module: nn.Module, *, strongly: bool) -> dict[str, Any]:
     if strongly:
         return {name: _copied(value) for name, value in own.items()}
     kept = {name: _kept(value) for name, value in own.items()}
-    for name in ("_parameters", "_buffers"):
-        kept[name] = WHATEVER
-    if own["_modules"]:
-        kept["_modules"] = _Children(own["_modules"])
+    for name in ("_parameters", "_buffers", "_modules"):
+        # The last by itself; of the others, whatever there is.
+        kept[name] = WHATEVER if own[name] else {}
     return kept
 
 

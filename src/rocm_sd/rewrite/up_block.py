@@ -62,6 +62,7 @@ RULE = Rule(
     # What keeps a block from it may come and go, and is asked for in each call.
     of_kind=of_diffusers("UpBlock2D", "CrossAttnUpBlock2D"),
     forward=_forward,
+    calls=("resnets", "attentions", "upsamplers"),
     on_cpu=False,
     for_graphs=True,
 )

@@ -44,6 +44,8 @@ def _why_not(module: Any) -> str | None:
         return "it is not attention of a picture to itself"
     if module.inner_kv_dim != module.inner_dim or module.out_dim != module.query_dim:
         return "its keys or its output have another width"
+    if len(module.to_out) != 2 or type(module.to_out[1]) is not nn.Dropout:
+        return "it has another output projection than a linear and a dropout"
     return None
 
 

@@ -558,3 +558,65 @@ def test_with_the_kernels_a_block_is_as_exact_as_the_hosts(fake, monkeypatch, wh
     ours = run(fake, half, x, second, **options)
     assert fake.failure() is None
     assert error(ours, exact) <= 2 * error(stock, exact) + 1e-4
+
+
+class _Louder(nn.SiLU):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+def _exchanged(path, make):
+    def change(block):
+        parent, _, name = path.rpartition(".")
+        block.get_submodule(parent)._modules[name] = make()
+
+    change.__name__ = f"{path}-{make.__name__}"
+    return change
+
+
+def _another_class(block):
+    kind = type(block)
+    block.__class__ = type("Mine", (kind,), {"forward": lambda self, *given: 2 * kind.forward(self, *given)})
+
+
+def _skips(block):
+    block.skip_connection = nn.Sequential(nn.Identity(), _Louder())
+
+
+def _own_method(block):
+    block._forward = lambda x, emb: 2 * type(block)._forward(block, x, emb)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        _exchanged("in_layers.1", _Louder), _exchanged("out_layers.1", nn.Mish), _exchanged("emb_layers.0", _Louder),
+        _exchanged("out_layers.2", _Louder), _exchanged("in_layers.0", nn.Identity), _another_class, _skips,
+        _own_method,
+    ],
+    ids=lambda change: change.__name__,
+)  # fmt: skip
+def test_a_resblock_that_was_changed_gives_what_the_hosts_gives(fake, change, when):
+    x, emb = picture(2, 64, 6, 4), picture(2, 16)
+    block = fake.resblock()
+    if change is _own_method and not hasattr(type(block), "_forward"):
+        pytest.skip("the host's block has no such method")
+    expected = fake.resblock()
+    change(expected)
+    if when == "before":
+        change(block)
+    fake.replace(block)
+    if when == "after":
+        run(fake, block, x, emb)
+        change(block)
+    assert error(run(fake, block, x, emb), run(fake, expected, x, emb)) < 2e-6
+    assert fake.failure() is None
+
+
+def test_an_attribute_that_no_rule_knows_keeps_a_block_to_the_host(fake, monkeypatch):
+    block, x, emb = fake.resblock(), picture(2, 64, 6, 4), picture(2, 16)
+    fake.replace(block)
+    assert not is_left(fake, block, monkeypatch, x, emb)
+    block.use_scale_shift_norm = None
+    assert is_left(fake, block, monkeypatch, x, emb)

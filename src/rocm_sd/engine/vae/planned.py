@@ -100,7 +100,10 @@ class _Engine:
 
     def takes(self, vae: Any, x: torch.Tensor) -> bool:
         # A copy of the VAE has weights of its own, and this engine the graphs of another.
-        return self.vae() is vae and not _falls_back(vae, x)
+        if self.vae() is not vae or _falls_back(vae, x):
+            return False
+        # Parts of it may have been exchanged since it was optimised.
+        return why_unknown(vae) is None
 
     def run(self, direction: _Direction, x: torch.Tensor) -> torch.Tensor:
         vae = self.vae()
@@ -127,7 +130,12 @@ class _Engine:
 
     def _plan(self, call: _VaeCall) -> VaePlan:
         batch, free = len(call.x), free_memory(call.x.device)
-        whole, one = (self._predict(call, count, call.x.dtype) for count in (batch, 1))
+        try:
+            whole, one = (self._predict(call, count, call.x.dtype) for count in (batch, 1))
+        except AttributeError as error:
+            # Somebody's own layer in place of a convolution.
+            self._note(call, "plan", f"whole: its memory cannot be foreseen ({error})")
+            return VaePlan(Way.WHOLE, 0, None)
         options: dict[str, Any] = {"batch": batch, "free": free, "level": self.level}
         options["slices"] = bool(call.vae.use_slicing)
         chosen = plan(whole, one, **options)

@@ -120,6 +120,7 @@ def _for_modules(rule: BlockRule) -> Rule:
         undo=unpack if rule.packs else None,
         on_cpu=rule.worth_it_on_cpu is not None,
         looks_at_classes=False,
+        calls=rule.calls,
     )
 
 

@@ -294,7 +294,7 @@ TRANSFORMER_RULES = (
     BlockRule("spatial_transformer",
               "GroupNorm, projections and residual on the channels-last map as it lies, without permutes",
               "UNet", _ATTENTION, ("SpatialTransformer",), "linear_residual", _spatial_why_not, _spatial,
-              worth_it_on_cpu=0),
+              worth_it_on_cpu=0, calls=("transformer_blocks",)),
     BlockRule("transformer", "residual adds inside norms and epilogues, GEGLU in one op; in captured calls",
               "UNet", _ATTENTION, ("BasicTransformerBlock",), "layer_norm_residual", _transformer_why_not,
               _transformer, worth_it_on_cpu=0, channels_last=False, packs=True),

@@ -114,7 +114,7 @@ class BlockRule:
     `model`: whose block it is, "UNet" or "VAE". `op`: the one that the rule is for. `worth_it_on_cpu`: from how many
     values on it pays with ops that are stock torch; None if never. `channels_last`: with convolutions of another layout
     each use would cost copies. `slices`: the host's own forward goes on in smaller pieces where memory runs out.
-    `packs`: linears are laid together where the host's policy allows it.
+    `packs`: linears are laid together where the host's policy allows it. `calls`: as a rule's (rewrite/apply.py).
     """
 
     name: str
@@ -130,6 +130,7 @@ class BlockRule:
     slices: bool = False
     packs: bool = False
     path: str | None = None
+    calls: tuple[str, ...] = ()
 
     def applies(self, policy: HostPolicy, module: nn.Module, path: str = "") -> bool:
         if self.path is not None:
@@ -141,7 +142,7 @@ class BlockRule:
         is no longer what it was.
         """
         # A host's classes are looked at by its policy.
-        return Guard(self.method(policy), partial(self.why_not, policy), looks_at_classes=False)
+        return Guard(self.method(policy), partial(self.why_not, policy), looks_at_classes=False, calls=self.calls)
 
     def method(self, policy: HostPolicy) -> Callable[..., Any]:
         """The rule's forward; NotImplemented where it has no answer or fails."""
