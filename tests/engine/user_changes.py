@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import random
 import threading
 from typing import Any
@@ -180,6 +181,13 @@ def share_with_img2img(session, optimised):
 @operation(lambda session: session.others is not None and session.offloaded is None)
 def draw_with_img2img(session):
     session.look_at_others(1)
+
+
+@operation(lambda session: session.others is not None)
+def drop_img2img(session):
+    """Nobody restores it, and its parts live on."""
+    session.others, session.also_optimised = None, []
+    gc.collect()
 
 
 @operation(lambda session: not (session.offloaded or session.callback or session.adapter or session.steps))

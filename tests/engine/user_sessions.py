@@ -103,6 +103,8 @@ class Session(test_sequences.Walk):
 
     def drawn(self, pipe: Any, case: Any, seed: int, options: dict[str, Any]) -> torch.Tensor:
         made = {name: value() if name == "generator" else value for name, value in options.items()}
+        # A callback may write into what it was given, and the next pipeline is given the same.
+        made |= {name: value.clone() for name, value in made.items() if isinstance(value, torch.Tensor)}
         # A step that was wrapped shows no argument for a generator, and is given none.
         torch.manual_seed(seed)
         with MODES[self.mode]():
