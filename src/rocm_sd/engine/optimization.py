@@ -6,7 +6,7 @@ import logging
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary, finalize, ref
 
 import torch
 from torch import nn
@@ -46,10 +46,14 @@ class _State:
     device: torch.device
     # In the order in which they were installed; taken back in the opposite one.
     installed: tuple[Installed, ...]
+    on_end: finalize[Any, Any]
 
 
 # Kept beside the user's objects, not on them: nothing to pickle, nothing that outlives them.
 _OPTIMIZED: WeakKeyDictionary[Any, _State] = WeakKeyDictionary()
+# By module: what a pipeline that is gone had installed on it. Its modules may live on in others, and nobody else could
+# take that back.
+_LEFT: WeakKeyDictionary[nn.Module, list[tuple[Installed, ...]]] = WeakKeyDictionary()
 
 
 def optimize(target: Target, level: str = "auto", quality: str = "exact") -> Target:
@@ -103,8 +107,12 @@ def optimize_with(target: Target, level: str, quality: str, parts: Parts) -> Tar
     if quality != "exact":
         notes.append(f"quality {quality} allows approximations; none exists in this version, so the result is exact")
     _OPTIMIZED[target] = _State(
-        Report(architecture.name, level, quality, tuple(changes), tuple(notes)), device, tuple(installed)
+        Report(architecture.name, level, quality, tuple(changes), tuple(notes)),
+        device,
+        tuple(installed),
+        finalize(target, _leave, [ref(module) for module in modules.values()], tuple(installed)),
     )
+    _OPTIMIZED[target].on_end.atexit = False
     return target
 
 
@@ -113,12 +121,35 @@ def restore(target: Target) -> Target:
     made stock's.
     """
     state = _OPTIMIZED.pop(target, None) if _weakly_held(target) else None
+    if state is not None:
+        state.on_end.detach()
+        _take_back(state.installed)
+    _take_back_what_was_left(target)
     if state is None:
         _discard_copies(target)
-        return target
-    for installed in reversed(state.installed):
-        installed.restore()
     return target
+
+
+def _take_back(several: tuple[Installed, ...]) -> None:
+    for installed in reversed(several):
+        installed.restore()
+
+
+def _leave(modules: list[ref[nn.Module]], several: tuple[Installed, ...]) -> None:
+    for held in modules:
+        module = held()
+        if module is not None:
+            _LEFT.setdefault(module, []).append(several)
+
+
+def _take_back_what_was_left(target: Any) -> None:
+    if not _weakly_held(target) or not (isinstance(target, nn.Module) or isinstance(target.components, dict)):
+        return
+    left = [several for module in levels.modules_of(target).values() for several in _LEFT.pop(module, ())]
+    for several in {id(several): several for several in left}.values():
+        _take_back(several)
+        for module in [module for module, known in _LEFT.items() if any(one is several for one in known)]:
+            _LEFT[module] = [one for one in _LEFT[module] if one is not several]
 
 
 def _discard_copies(target: Any) -> None:
