@@ -17,7 +17,7 @@ from torch import nn
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-__all__ = ["CLASS", "WHATEVER", "Difference", "States", "bare", "equal"]
+__all__ = ["CLASS", "WHATEVER", "Difference", "Held", "States", "bare", "equal"]
 
 CLASS = "class"
 _MISSING = object()
@@ -36,7 +36,7 @@ class _Whatever:
 WHATEVER = _Whatever()
 
 
-class _Held:
+class Held:
     """Equal to the one object that it does not keep alive."""
 
     __slots__ = ("_object",)
@@ -224,7 +224,7 @@ def _kept(value: Any) -> Any:
     if isinstance(value, set):
         return value.copy()
     try:
-        return _Held(value)
+        return Held(value)
     except TypeError:
         return value
 

@@ -12,7 +12,7 @@ import torch
 from peft import LoraConfig
 
 import rocm_sd
-from pipelines import tiny_pipeline, tiny_unet
+from pipelines import CASES, call, tiny_pipeline, tiny_unet
 from rocm_sd import numerics
 from rocm_sd.engine import denoising
 from rocm_sd.engine.capture import captured, hoisting
@@ -412,3 +412,17 @@ def test_pipelines_and_their_schedulers_can_be_collected(tmp_path, device):
     del pipe
     gc.collect()
     assert [part() for part in gone] == [None, None, None]
+
+
+def test_a_model_with_hooks_of_diffusers_can_be_collected(tmp_path, monkeypatch):
+    """Flux has a registry of hooks on its transformer, which holds the transformer."""
+    monkeypatch.setenv("ROCM_SD_STEP_GRAPH", "1")
+    case = CASES["flux-dev"]
+    pipe = rocm_sd.optimize(case.build(tmp_path))
+    for seed in range(2):
+        call(pipe, case, seed)
+    assert "1 graph of its forward" in " ".join(rocm_sd.report(pipe).notes)
+    gone = weakref.ref(pipe.transformer)
+    del pipe
+    gc.collect()
+    assert gone() is None

@@ -19,7 +19,7 @@ import torch
 
 from rocm_sd.engine.convolutions import flags_set_by_hand
 from rocm_sd.rewrite.guarding import global_hooks, is_transformed
-from rocm_sd.rewrite.states import CLASS, Difference, States, equal
+from rocm_sd.rewrite.states import CLASS, Difference, Held, States, equal
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Iterator
@@ -39,6 +39,8 @@ class Snapshot:
         self._model = ref(model)
         self._kind = type(model)
         self._own = _copied(_unbound(model))
+        # Diffusers' registry of hooks holds the model.
+        self._own |= {name: Held(self._own[name]) for name in ("_diffusers_hook",) if name in self._own}
         self._inside = States(
             ((path, module) for path, module in model.named_modules() if module is not model), strongly=True
         )
