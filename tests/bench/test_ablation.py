@@ -11,7 +11,7 @@ from pipelines import CASES, call, exactly, require_as_exact_as_stock, tiny_pipe
 from rocm_sd.bench import ablation
 from rocm_sd.bench.records import Record, record_file
 from rocm_sd.engine import report
-from rocm_sd.ops.registry import Op
+from rocm_sd.ops.registry import Op, forget_choices
 from rocm_sd.rewrite import transformer
 
 CASE = CASES["sd15"]
@@ -38,6 +38,8 @@ def asked(monkeypatch):
         return choice
 
     monkeypatch.setattr(Op, "choose", counted)
+    # What was chosen for such a call before is not asked for again.
+    forget_choices()
     return counts
 
 

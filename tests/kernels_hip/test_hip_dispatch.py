@@ -12,7 +12,7 @@ import torch
 from driver_library import DriverLibrary, HostCard, build
 
 from rocm_sd import arch as archs
-from rocm_sd import ops
+from rocm_sd import ops, workers
 from rocm_sd.errors import Unsupported
 from rocm_sd.kernels import hip as hip_kernels
 from rocm_sd.kernels.config import NO_CONFIG
@@ -61,6 +61,8 @@ def hip_by_data(monkeypatch):
     table = {"static": {"implementation": "hip", "config": HIP_CONFIG, "why": "timed"}}
     monkeypatch.setattr(choice, "_table", lambda op, _arch: table if op == OP.name else None)
     monkeypatch.setattr(registry, "SELF_TESTED", frozenset({"cpu"}))
+    # The driver of these tests is in this process: kernels are tested in place, as inside a worker.
+    monkeypatch.setattr(workers, "_inside", True)
 
 
 def call(rows=3):

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from functools import wraps
 from types import FunctionType
-from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
+from typing import TYPE_CHECKING, Any, TypeVar
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import nn
@@ -29,7 +29,9 @@ if TYPE_CHECKING:
 
     WhyNot = Callable[[Any], str | None]
 
-__all__ = ["Guard", "foreign_forward", "global_hooks", "is_transformed", "whose"]
+__all__ = ["Guard", "foreign_forward", "global_hooks", "is_transformed", "observer", "whose"]
+
+Hook = TypeVar("Hook")
 
 _LAYERS = (nn.Linear, nn.Conv2d, nn.GroupNorm, nn.LayerNorm)
 # Asked for in each call that they matter to, or of no matter to any.
@@ -49,6 +51,7 @@ _HOSTS = frozenset({"diffusers", "torch"})
 _TORCHS = ((nn.Linear, "forward"), (nn.Conv2d, "forward"), (nn.Conv2d, "_conv_forward"), (nn.GroupNorm, "forward"),
            (nn.LayerNorm, "forward"))  # fmt: skip
 _RESTORED = "it was restored"
+_OBSERVERS: WeakSet[Any] = WeakSet()
 
 
 class _Watch:
@@ -158,14 +161,21 @@ def is_transformed() -> bool:
     )
 
 
+def observer(hook: Hook) -> Hook:
+    """Mark a hook of all modules that changes nothing and is there to see what rules do: they go on under it."""
+    _OBSERVERS.add(hook)
+    return hook
+
+
 def global_hooks() -> bool:
     """Whether somebody hooks the calls of all modules there are."""
-    return bool(
-        torch_modules._global_forward_hooks  # noqa: SLF001 -- torch has no public question for it
-        or torch_modules._global_forward_pre_hooks  # noqa: SLF001
-        or torch_modules._global_backward_hooks  # noqa: SLF001
-        or torch_modules._global_backward_pre_hooks  # noqa: SLF001
+    hooks = (
+        torch_modules._global_forward_hooks,  # noqa: SLF001 -- torch has no public question for it
+        torch_modules._global_forward_pre_hooks,  # noqa: SLF001
+        torch_modules._global_backward_hooks,  # noqa: SLF001
+        torch_modules._global_backward_pre_hooks,  # noqa: SLF001
     )
+    return any(hooks) and any(hook not in _OBSERVERS for each in hooks for hook in each.values())
 
 
 def _is_layer(module: nn.Module | None) -> bool:

@@ -17,6 +17,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from rocm_sd.bench.profiling.trace import MODULE, REGION, load, read, union
+from rocm_sd.rewrite.guarding import observer
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -118,7 +119,7 @@ def module_ranges(model: Any) -> Iterator[None]:
     """A range of the profiler around every forward, while this is open. `model`: a module, or a Diffusers pipeline.
 
     torch calls the hooks for every module there is, and no module has one of its own: what `optimize` has replaced
-    leaves modules with hooks to stock, and the profile would be one of stock.
+    leaves modules with hooks to stock, and the profile would be one of stock. These are known to look on only.
     """
     named = {module: f"{MODULE}{name} ({type(module).__name__})" for name, module in _named(model)}
     open_ranges = []
@@ -134,9 +135,9 @@ def module_ranges(model: Any) -> Iterator[None]:
         if module in named and open_ranges:
             open_ranges.pop().__exit__(None, None, None)
 
-    entering = register_module_forward_pre_hook(before)
+    entering = register_module_forward_pre_hook(observer(before))
     # Called after an exception too: a range that stays open would hold everything after it.
-    leaving = register_module_forward_hook(after, always_call=True)
+    leaving = register_module_forward_hook(observer(after), always_call=True)
     try:
         yield
     finally:

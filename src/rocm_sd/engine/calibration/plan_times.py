@@ -14,6 +14,7 @@ from rocm_sd.engine.calibration.plans import OP, PLANS, kernels_hash, known_wron
 from rocm_sd.engine.calibration.subjects import CannotBeRebuilt, NotMeasured
 from rocm_sd.engine.memory import free_memory
 from rocm_sd.measuring import interval
+from rocm_sd.ops.registry import forget_choices
 from rocm_sd.tuning import environment
 from rocm_sd.tuning.choice import STOCK
 from rocm_sd.tuning.entries import Entry, now
@@ -95,7 +96,9 @@ def time_plans(
     """Time and store the plans of each, with the ops as they are known by now. By key: why one has none."""
     clock = Clock(_THOROUGH_S * len(outlines))
     with alone(), PlanTimer(device, prepare, clock, say, graphs).started(outlines) as timer:
-        return timer.all(outlines)[1]
+        left_out = timer.all(outlines)[1]
+    forget_choices()
+    return left_out
 
 
 @dataclass(frozen=True)

@@ -52,10 +52,7 @@ def _whole(
     elements = 1.0 * (HW * WIDTH)
     mean = tl.sum(tl.where(inside, value, 0.0)) / elements
     value = tl.where(inside, value - mean, 0.0)
-    # What is left of the sum is what rounding took from the mean: in a group of one value that is all of the result.
-    shift = tl.sum(value) / elements
-    variance = tl.maximum(tl.sum(value * value) / elements - shift * shift, 0.0)
-    value -= (mean + shift) - mean
+    variance = tl.sum(value * value) / elements
     scale = tl.zeros([BLOCK_G], tl.float32) + 1.0 / tl.sqrt(variance + eps)
     if HAS_WEIGHT:
         scale *= tl.load(weight + c, mask=in_group, other=0.0).to(tl.float32)
@@ -96,9 +93,7 @@ def _moments(x, means, m2s, C, all_C, HW, rows_per_slice, ROWS: tl.constexpr, BL
     total = (last - first).to(tl.float32)
     channel_mean = tl.sum(mean * weight, axis=0) / total
     distance = mean - channel_mean[None, :]
-    shift = tl.sum(distance * weight, axis=0) / total
-    channel_m2 = tl.maximum(tl.sum(m2 + distance * distance * weight, axis=0) - shift * shift * total, 0.0)
-    channel_mean += shift
+    channel_m2 = tl.sum(m2 + distance * distance * weight, axis=0)
     out = (n * tl.num_programs(0) + slice_id) * all_C + c
     tl.store(means + out, channel_mean, mask=c < C)
     tl.store(m2s + out, channel_m2, mask=c < C)
@@ -132,7 +127,6 @@ def _fold(
         total += tl.where(inside, mean * count, 0.0)
     group_mean = tl.sum(tl.sum(total, axis=1), axis=0) / elements
 
-    left = tl.zeros([BLOCK_S, BLOCK_G], tl.float32)
     spread = tl.zeros([BLOCK_S, BLOCK_G], tl.float32)
     for start in range(0, slices, BLOCK_S):
         slice_id = start + s
@@ -141,11 +135,8 @@ def _fold(
         count = tl.maximum(tl.minimum(rows_per_slice, HW - slice_id * rows_per_slice), 0).to(tl.float32)[:, None]
         distance = tl.load(means + at, mask=inside, other=0.0) + extra[None, :] - group_mean
         m2 = tl.load(m2s + at, mask=inside, other=0.0)
-        left += tl.where(inside, distance * count, 0.0)
         spread += tl.where(inside, m2 + distance * distance * count, 0.0)
-    shift = tl.sum(tl.sum(left, axis=1), axis=0) / elements
-    variance = tl.maximum(tl.sum(tl.sum(spread, axis=1), axis=0) / elements - shift * shift, 0.0)
-    group_mean += shift
+    variance = tl.sum(tl.sum(spread, axis=1), axis=0) / elements
     rstd = 1.0 / tl.sqrt(variance + eps)
 
     scale = tl.zeros([BLOCK_G], tl.float32) + rstd

@@ -1,10 +1,9 @@
 """total = x + residual; y = layer_norm(total) * weight + bias, x: [M, C], in one pass over memory. Or of x alone.
 
-A row is held in registers between its two passes, the mean and then the centred squares: no cancellation. The second
-also corrects the mean, whose rounding would be all of the result in a row of one value. Its width is split in equal
-powers of two, 320 = 5 * 64: a single block of 512 would leave 37% of the lanes idle, and unequal parts (256 + 64) get
-unequal layouts, for which Triton sends the larger part through LDS twice. No atomics: the same input gives the same
-bits.
+A row is held in registers between its two passes, the mean and then the centred squares: no cancellation. Its width is
+split in equal powers of two, 320 = 5 * 64: a single block of 512 would leave 37% of the lanes idle, and unequal parts
+(256 + 64) get unequal layouts, for which Triton sends the larger part through LDS twice. No atomics: the same input
+gives the same bits.
 """
 
 from __future__ import annotations
@@ -84,19 +83,13 @@ def _layer_norm_residual(  # noqa: C901 -- branches of a variant that is compile
     share = 1.0 / C
     mean = tl.sum(added, axis=1, keep_dims=True) * share
 
-    # What is left of the sum is what rounding took from the mean: in a row of one value it would be all of the result.
-    left = tl.zeros([ROWS, CHUNK], tl.float32)
     squares = tl.zeros([ROWS, CHUNK], tl.float32)
     for i in tl.static_range(CHUNKS):
         centred = totals[i] - mean
         if not EVEN_C:
             centred = tl.where(i * CHUNK + c < C, centred, 0.0)
-        left += centred
         squares += centred * centred
-    shift = tl.sum(left, axis=1, keep_dims=True) * share
-    variance = tl.maximum(tl.sum(squares, axis=1, keep_dims=True) * share - shift * shift, 0.0)
-    rstd = 1.0 / tl.sqrt(variance + eps)
-    mean += shift
+    rstd = 1.0 / tl.sqrt(tl.sum(squares, axis=1, keep_dims=True) * share + eps)
 
     for i in tl.static_range(CHUNKS):
         out = (totals[i] - mean) * rstd
