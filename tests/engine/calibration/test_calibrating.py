@@ -213,6 +213,7 @@ def test_the_plans_end_with_their_time_and_one_that_hangs_costs_itself(monkeypat
     wrong = {"channels_last": found["channels_last"]}
     with contextlib.suppress(calibration.NotMeasured):  # where there was no time for the others
         plan_times._store(outline, CPU, found, graphs=True)
+    forget_choices()
     with small_trials(hangs) as (timer, outline):
         found = timer._of(outline, 60.0)
     assert found["channels_last"] == wrong["channels_last"]

@@ -180,15 +180,19 @@ class PlanTimer:
         given = (outline.skeleton, self.device, plan, self.prepare, self.graphs, left)
         timeout = _STOCK_S if is_stock else max(_TRIAL_S, _CALLS_OF_A_TRIAL * call_s)
         within = math.inf if is_stock else left
+        was_up = False
 
         def ask(worker: Worker) -> dict[str, Any]:
+            nonlocal was_up
+            was_up = worker.is_up
             return worker.call(trials.time_plan, *given, timeout=timeout, within=within)
 
         with self.clock.phase(f"plan {plan.name}", _REBUILT_S if is_stock else math.inf):
             try:
                 return self.worker.lend(ask).result()
             except OutOfTime:
-                hangs = left >= _HANGS_S + _CALLS_OF_A_HANG * call_s
+                # A worker that was lost by the plan before has to start first.
+                hangs = was_up and left >= _HANGS_S + _CALLS_OF_A_HANG * call_s
                 return {"wrong": f"{workbench.HUNG}: stopped after {left:.3g} s without an answer"} if hangs else None
             except WorkerFailed as error:
                 return {"wrong": str(error)}
