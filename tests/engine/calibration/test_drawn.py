@@ -127,7 +127,11 @@ def test_a_folder_that_cannot_be_written_stops_no_picture(pipe, cache):
     assert torch.isfinite(picture(pipe)).all()
 
 
-def test_plans_count_and_models_are_noted_where_data_are_shipped():
-    """`sm_90`'s were timed: nothing is measured at a first picture there, and what `tune` measured is used."""
+def test_plans_count_where_data_are_shipped_too(monkeypatch):
+    """`sm_90`'s were timed: what `tune` measured there is used all the same, unless it is switched off."""
     assert was_timed("sm_90")
-    assert calibration.counts(torch.device("cuda")) or not torch.cuda.is_available()
+    gpu = torch.device("cuda")
+    monkeypatch.delenv("ROCM_SD_CALIBRATE")
+    assert (calibration.counts(gpu), calibration.counts(CPU)) == (True, False)
+    monkeypatch.setenv("ROCM_SD_CALIBRATE", "0")
+    assert not calibration.counts(gpu)
