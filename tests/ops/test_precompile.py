@@ -301,6 +301,76 @@ def two_blocks(precompile):
     return counts
 
 
+def last_block_of_all(precompile):
+    """It takes the hook off."""
+    with precompile.noting():
+        pass
+
+
+def scenario_launching():
+    """Inside a block that notes, what must run is launched; after it, launches are noted again."""
+    from rocm_sd.kernels import triton as triton_kernels
+
+    precompile, knobs, driver, _ = prepared()
+    counts = []
+    with precompile.noting() as questions:
+        with triton_kernels.launching():
+            counts.append(triton_kernels.skips_launches())
+            model(WIDTHS[:1])
+            asked_in_a_thread(lambda: last_block_of_all(precompile))
+        counts.append(triton_kernels.skips_launches())
+        model(WIDTHS[1:])
+    return {
+        "skips within and after": counts,
+        "launched": [name for name, _ in driver.launched],
+        "noted": len({question["variant"] for question in questions}),
+        "hook is off": knobs.runtime.jit_cache_hook is None,
+    }
+
+
+def scenario_beside():
+    """Four configs of a call, of which the compiler refuses one: a process compiles the others."""
+    import time
+
+    import torch
+
+    from rocm_sd.kernels.configs.geglu import GegluConfig
+    from rocm_sd.ops import OPS
+    from rocm_sd.tuning.search.beside import CompilingBeside
+    from rocm_sd.tuning.search.calls import describe
+    from rocm_sd.tuning.search.candidates import Candidate
+
+    precompile, _, driver, compiled_here = prepared()
+    asked = []
+    ask = precompile._ask
+    precompile._ask = lambda question: asked.append(json.loads(question["variant"])["constant_vals"]) or ask(question)
+    widths = (*WIDTHS, 3)
+    calls, wanted = [], []
+    for rows in (4, 8):
+        given = (torch.empty((rows, 1024), dtype=torch.half), None)
+        call = describe("geglu", OPS["geglu"].verification.problem(*given), given)
+        configs = [Candidate("triton", GegluConfig(block_f=width, rows=1, warps=1)) for width in widths]
+        # The second problem has one config alone, and a picture spends more on it.
+        wanted.append((call, configs if rows == 4 else configs[1:2], float(rows)))
+        calls.append(call)
+    begun = time.monotonic()
+    with CompilingBeside(wanted, torch.device("cpu"), 200.0) as compiling:
+        while not compiling.is_over and time.monotonic() - begun < 200:
+            time.sleep(0.05)
+        configs = wanted[0][1]
+        ready = [compiling.is_ready(calls[0], each) for each in configs]
+        failed = [compiling.has_failed(calls[0], each) for each in configs]
+        unknown = compiling.is_ready(calls[1], configs[0])
+    return {
+        "ready": ready,
+        "failed": failed,
+        "unknown": unknown,
+        "first": [next(width for width in widths if width in values) for values in asked],
+        "launchers": driver.launchers,
+        "compiled here": compiled_here,
+    }
+
+
 def scenario_foreign_kernel():
     import torch
     import triton
@@ -418,3 +488,21 @@ def test_only_the_blocks_own_thread_is_held_back_and_the_hook_before_it_comes_ba
 def test_kernels_of_other_projects_are_launched_as_ever(tmp_path):
     # An autotuner among them would take the time of launches that never were.
     assert play("foreign_kernel", tmp_path) == {"launched": [["_foreign", 0]], "compiled": 0}
+
+
+def test_what_must_run_inside_a_block_is_launched(tmp_path):
+    found = play("launching", tmp_path)
+    assert found["skips within and after"] == [False, True]
+    assert found["launched"] == ["_geglu", "_geglu"]
+    assert found["noted"] == 2
+    assert found["hook is off"]
+
+
+def test_candidates_are_compiled_beside_a_search_those_first_that_a_picture_needs_most(tmp_path):
+    found = play("beside", tmp_path)
+    assert found["ready"] == [True, True, True, False]
+    assert found["failed"] == [False, False, False, True]
+    assert not found["unknown"]
+    # One for each problem, the one that costs more before the other; then the rest in their order.
+    assert found["first"][:3] == [128, 64, 256]
+    assert found["compiled here"] == []

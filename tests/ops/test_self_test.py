@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
 import pytest
@@ -308,6 +308,40 @@ def test_kernels_compiled_ahead_are_tested_before_the_model_needs_its_memory(mon
         warmup.compile_kernels(run, CPU, torch.float16)
     assert order == ["noted"]
     assert passed()
+
+
+def test_a_worker_notes_no_tests_of_ops_that_it_will_not_run(monkeypatch):
+    precompile = pytest.importorskip("rocm_sd.kernels.triton.precompile")
+    noted = []
+    monkeypatch.setattr(warmup, "_compiles", lambda _device: True)
+    monkeypatch.setattr(precompile, "start", lambda: None)
+    monkeypatch.setattr(warmup, "note_self_tests", lambda dtype, _device: noted.append(dtype))
+    monkeypatch.setattr(workers, "_inside", False)
+    warmup.compile_kernels(lambda: None, CPU, torch.float16)
+    assert noted == ["float16"]
+    monkeypatch.setattr(workers, "_inside", True)
+    warmup.compile_kernels(lambda: None, CPU, torch.float16)
+    assert noted == ["float16"]
+
+
+def test_a_test_within_a_worker_is_run_though_launches_are_only_noted(monkeypatch):
+    """What is made of other ops is not noted itself: with their launches left out it would be found to be wrong."""
+    op, launched = make_op(_definition), []
+    monkeypatch.setattr(workers, "_inside", True)
+    monkeypatch.setattr(self_test.triton_kernels, "skips_launches", lambda: not launched)
+    monkeypatch.setattr(self_test.trials, "is_noted", lambda *_: False)
+
+    @contextmanager
+    def launching():
+        launched.append("begun")
+        yield
+        launched.append("ended")
+
+    monkeypatch.setattr(self_test.triton_kernels, "launching", launching)
+    judge = self_test.trials.judge
+    monkeypatch.setattr(self_test.trials, "judge", lambda *given: launched.append("judged") or judge(*given))
+    assert self_test.verdict(op, "fast", PROBLEM, CPU).state == "passed"
+    assert launched == ["begun", "judged", "ended"]
 
 
 def test_nothing_is_tested_while_a_call_is_traced():

@@ -112,6 +112,7 @@ class Implementation:
     over memory. `reads_two(problem, config)`: x and the `concat` that follows it are read where they lie.
     `overwrites`: `run` takes an `out`, which may be x. `scratch_bytes(arguments, config, device)`: the memory that a
     call takes for itself and gives back; the arguments may lie on the meta device. None: nobody knows.
+    `composed`: `run` calls other ops, which are to be tuned before it.
     `variant(problem, config, device)` says in a few words which code of the kernel runs: "2 pieces, tail". What was
     right in one variant may be wrong in another, so each is tested for itself.
     `bind(*arguments, config=config)` gives what computes this call, and every call of tensors that are laid out alike,
@@ -128,6 +129,7 @@ class Implementation:
     reads_two: Callable[[Problem, Any], bool] | None = None
     overwrites: bool = False
     scratch_bytes: Callable[[tuple[Any, ...], Any, torch.device], int] | None = None
+    composed: bool = False
     variant: Variant | None = None
     bind: Callable[..., Callable[..., Any] | None] | None = None
 

@@ -189,8 +189,10 @@ def _now(op: OpCandidates, trial: Trial) -> SelfTestVerdict:
 def _answer(op: OpCandidates, trial: Trial) -> tuple[Answer, bool]:
     """The answer, and whether it stands for a hang."""
     if workers.inside():
-        prepared = trials.prepare(op, trial)
-        return (prepared if prepared.reason else trials.judge(op, trial)), False
+        # An op that is made of others is wrong where theirs are only noted.
+        with triton_kernels.launching():
+            prepared = trials.prepare(op, trial)
+            return (prepared if prepared.reason else trials.judge(op, trial)), False
     until, why = _unusable.get(trial.device, (0.0, ""))
     if time.monotonic() < until:
         return Answer(why, lasting=False), False

@@ -5,9 +5,10 @@ import pickle
 import pytest
 import torch
 
-from rocm_sd.ops import OPS
+from rocm_sd.ops import OPS, linear_geglu
 from rocm_sd.ops.upsample_conv2d.op import parity_weights
 from rocm_sd.tuning.search.calls import OpCall, TensorSpec, describe, make
+from rocm_sd.tuning.search.watching import Watched, watched
 
 
 def sent(call: OpCall) -> OpCall:
@@ -84,3 +85,14 @@ def test_every_ops_samples_come_back_as_the_same_problem(name):
         made = make(call, torch.device("cpu"))
         assert tuple(verification.problem(*made).items()) == call.problem
         OPS[name].implementations[0](*made)
+
+
+def test_what_a_composed_implementation_would_call_is_seen_too():
+    """`library_geglu` is as fast as the `geglu` and the product that it calls, which nobody else may call."""
+    seen = Watched()
+    x, weight = torch.randn(6, 8), torch.randn(24, 8)
+    with watched(seen, answer_stock=True):
+        y = linear_geglu(x, weight, torch.randn(24))
+    assert y.shape == (6, 12)
+    counts = {each.call.op: each.count for each in seen.traced()}
+    assert counts == {"linear_geglu": 1, "linear_residual": 1, "geglu": 1}

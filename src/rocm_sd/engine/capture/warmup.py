@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from rocm_sd import workers
 from rocm_sd.kernels import triton as triton_kernels
 from rocm_sd.ops.registry import note_self_tests
 from rocm_sd.ops.samples import dtype_name
@@ -46,8 +47,9 @@ def compile_kernels(run: Callable[[], object], device: torch.device, dtype: torc
     if precompile is not None:
         with precompile.precompiling() as done:
             run()
-            # The scheduler's step and the VAE come later, each with ops to be tested before their first use.
-            if dtype in _TESTED:
+            # The scheduler's step and the VAE come later, each with ops to be tested before their first use. A worker
+            # runs one model, and nothing after it.
+            if dtype in _TESTED and not workers.inside():
                 note_self_tests(dtype_name(dtype), device)
         from rocm_sd.ops import self_test  # noqa: PLC0415 -- where nothing is compiled, nothing was noted
 
@@ -60,8 +62,9 @@ def _started() -> ModuleType | None:
     """The module that compiles ahead; None where this Triton lacks what it needs, and kernels are compiled as met."""
     try:
         precompile = import_module("rocm_sd.kernels.triton.precompile")
+        precompile.get_ready()
         # Later on little is new, and the process is started when something is.
-        if not precompile.has_compiled():
+        if not precompile.has_compiled() or workers.inside():
             precompile.start()
     except Exception as error:  # noqa: BLE001 -- an old Triton, or one with parts missing
         _say_once(f"Kernels are not compiled ahead, but as they are met ({triton_kernels.sentence(error)}).")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from contextlib import nullcontext
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -17,6 +18,7 @@ from rocm_sd.kernels.unavailable import KernelUnavailable
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from contextlib import AbstractContextManager
 
     import torch
 
@@ -25,6 +27,7 @@ __all__ = [
     "CompilerFailed",
     "bind_op",
     "launch_op",
+    "launching",
     "sentence",
     "skips_launches",
     "why_not",
@@ -140,3 +143,10 @@ def skips_launches() -> bool:
     """Whether launches of this thread are only noted, to be compiled: then results are garbage (precompile.py)."""
     noting = sys.modules.get(f"{__name__}.precompile")
     return noting is not None and bool(noting.skips_launches())
+
+
+def launching() -> AbstractContextManager[None]:
+    """Launches of this thread are made within, whoever notes them around it."""
+    noting = sys.modules.get(f"{__name__}.precompile")
+    made: AbstractContextManager[None] = nullcontext() if noting is None else noting.launching()
+    return made

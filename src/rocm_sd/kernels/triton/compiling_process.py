@@ -114,10 +114,6 @@ class CompilingProcess:
 
     def _read(self) -> None:
         assert self._process.stdout is not None
-        # Half a second of hashing, and a module in C: done before the first answer, not by every thread that gets one.
-        triton_key()
-        with suppress(Exception):
-            _ = driver.active
         for line in self._process.stdout:
             told = json.loads(line)
             with self._lock:

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import atexit
 import hashlib
+import importlib
 import json
 import logging
 import os
@@ -34,12 +35,14 @@ import time
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import triton
 from triton import knobs
 from triton.runtime import driver
+from triton.runtime.cache import triton_key
 
 from rocm_sd.kernels.triton import CompilerCrashed, CompilerFailed
 from rocm_sd.kernels.triton.compiling_process import (
@@ -54,10 +57,12 @@ from rocm_sd.kernels.triton.compiling_process import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
+    from contextlib import AbstractContextManager
 
 __all__ = [
-    "Precompiled", "compile_variants", "has_compiled", "noting", "precompiling", "skips_launches", "start",
+    "Precompiled", "compile_variants", "get_ready", "has_compiled", "launching", "noting", "precompiling",
+    "skips_launches", "start",
 ]  # fmt: skip
 
 log = logging.getLogger("rocm_sd")
@@ -108,6 +113,20 @@ def start() -> None:
             atexit.register(_process.close)
         except OSError as error:
             log.debug("kernels are compiled in threads, because no process could be started: %s", error)
+
+
+@cache
+def get_ready() -> threading.Thread:
+    """Half a second of hashing Triton's files, and its driver: begun early, and once for all threads that compile."""
+
+    def read() -> None:
+        with suppress(Exception):  # whoever compiles meets it again
+            triton_key()
+            _ = driver.active
+
+    thread = threading.Thread(target=read, daemon=True, name="rocm-sd-hashing")
+    thread.start()
+    return thread
 
 
 def _ask(question: dict[str, Any]) -> Answer:
@@ -188,6 +207,21 @@ class _Hook:
                     del self._open[thread]
                 self._take_off()
 
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """For this thread, whose blocks stay open."""
+        thread = threading.get_ident()
+        with self._lock:
+            blocks = self._open.pop(thread, None)
+        try:
+            yield
+        finally:
+            if blocks:
+                with self._lock:
+                    self._open[thread] = blocks
+                    # Another thread's block may have been the last one meanwhile.
+                    self._put_on()
+
     def _put_on(self) -> None:
         if knobs.runtime.jit_cache_hook is not self:
             self._before, knobs.runtime.jit_cache_hook = knobs.runtime.jit_cache_hook, self
@@ -225,34 +259,81 @@ def has_compiled() -> bool:
 
 
 def compile_variants(
-    questions: Sequence[dict[str, Any]], seconds: float, stopped: threading.Event | None = None
-) -> list[bool]:
-    """Which of these, noted by another process, lie in Triton's cache after so many seconds; in this order.
+    questions: Sequence[dict[str, Any]],
+    seconds: float,
+    device: int,
+    *,
+    stopped: threading.Event,
+    on_answer: Callable[[int, bool], object],
+) -> None:
+    """Have these, which were noted for the device of that number, in Triton's cache, in this order, each with its
+    launcher: another process is to launch them.
 
-    `stopped`: once it is set, nothing more is begun or waited for.
+    `on_answer` hears of each by its place, and whether it was compiled, in some thread. It ends with the seconds, or
+    once `stopped` is set.
     """
     end = time.monotonic() + seconds
-    stopped = stopped or threading.Event()
     start()
-    # One core is for whoever measures meanwhile.
-    pool = ThreadPoolExecutor(min(max(1, _cores() - 1), MOST_WORKERS), thread_name_prefix="rocm-sd-precompile")
+    launchers = _Launchers()
+    # Two cores are for those who measure meanwhile.
+    pool = ThreadPoolExecutor(min(max(1, _cores() - 2), MOST_WORKERS), thread_name_prefix="rocm-sd-precompile")
 
-    def compiled(question: dict[str, Any]) -> bool:
-        return time.monotonic() < end and not stopped.is_set() and _ask(question).word == COMPILED
+    def compile_one(place: int, question: dict[str, Any]) -> None:
+        if time.monotonic() >= end or stopped.is_set():
+            return
+        compiled = _ask(question).word == COMPILED
+        if compiled:
+            with suppress(Exception):  # whoever launches it meets the error again
+                get_ready().join()
+                driver.active.set_current_device(device)
+                launchers.build_for(question)
+        on_answer(place, compiled)
 
     try:
-        under_way = [pool.submit(compiled, question) for question in questions]
+        under_way = [pool.submit(compile_one, *each) for each in enumerate(questions)]
         while time.monotonic() < end and not stopped.is_set():
             if not wait(under_way, min(_STOP_S, max(0.0, end - time.monotonic()))).not_done:
                 break
-        return [each.done() and each.result() for each in under_way]
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
+
+
+class _Launchers:
+    """Up to Triton 3.6 each signature of a kernel has a launcher in C, for which the first launch would wait half a
+    second. They lie in Triton's cache, too.
+    """
+
+    def __init__(self) -> None:
+        self._known: set[Any] = set()
+        self._lock = threading.Lock()
+
+    def _is_new(self, signature: Any) -> bool:
+        with self._lock:
+            known = signature in self._known
+            self._known.add(signature)
+        return not known
+
+    def build(self, compiled: Any) -> None:
+        if self._is_new((compiled.src.fn, *compiled.src.signature.items())):
+            # Not kernel.run: that fills in the kernel's handles one by one, while another thread may launch it.
+            driver.active.launcher_cls(compiled.src, compiled.metadata)
+
+    def build_for(self, question: dict[str, Any]) -> None:
+        """Of a variant that another process will launch: it is not even loaded where its signature is known."""
+        signature = json.dumps(json.loads(question["variant"]).get("signature"))
+        if self._is_new((question["module"], question["kernel"], signature)):
+            kernel = getattr(importlib.import_module(question["module"]), question["kernel"])
+            self.build(kernel.preload(question["variant"]))
 
 
 def skips_launches() -> bool:
     """Whether this thread is inside a block: what it computes is garbage."""
     return _HOOK.is_serving()
+
+
+def launching() -> AbstractContextManager[None]:
+    """Launches of this thread are made within, also inside a block that only notes them."""
+    return _HOOK.suspended()
 
 
 class Taker(Protocol):
@@ -284,7 +365,7 @@ class _Block:
     forks: bool
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _wanted: set[_Variant] = field(default_factory=set)
-    _launchers: set[tuple[Any, ...]] = field(default_factory=set)
+    _launchers: _Launchers = field(default_factory=_Launchers)
 
     def take(self, kernel: Any, compile: dict[str, Any]) -> None:  # noqa: A002 -- Triton's name
         variant = _variant(kernel, compile)
@@ -294,6 +375,7 @@ class _Block:
 
     def _compile(self, kernel: Any, variant: _Variant, question: dict[str, Any]) -> None:
         try:
+            get_ready().join()
             # A new thread is on the first GPU, whichever the model is on.
             driver.active.set_current_device(variant[1])
             answer = _ask(question) if self.forks else Answer(HERE)
@@ -304,7 +386,7 @@ class _Block:
                 _HOOK.refuse(variant, refused)
                 raise refused  # noqa: TRY301 -- counted and noted as any other
             in_process = answer.word == COMPILED
-            self._build_launcher(kernel.preload(question["variant"]))
+            self._launchers.build(kernel.preload(question["variant"]))
         except Exception as error:  # noqa: BLE001 -- whatever a compiler raises, the real launch raises again
             log.debug("%s: a variant could not be compiled ahead: %s", kernel.__name__, error)
             with self._lock:
@@ -313,16 +395,6 @@ class _Block:
             with self._lock:
                 self.done.compiled += 1
                 self.done.in_process += in_process
-
-    def _build_launcher(self, compiled: Any) -> None:
-        """Up to Triton 3.6 each signature has a launcher in C, for which the first launch would wait half a second."""
-        signature = (compiled.src.fn, *compiled.src.signature.items())
-        with self._lock:
-            known = signature in self._launchers
-            self._launchers.add(signature)
-        if not known:
-            # Not kernel.run: that fills in the kernel's handles one by one, while another thread may launch it.
-            driver.active.launcher_cls(compiled.src, compiled.metadata)
 
 
 def _refusal(kernel: str, answer: Answer) -> CompilerFailed | None:

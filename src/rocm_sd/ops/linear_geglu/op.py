@@ -125,7 +125,7 @@ OP = define(
     family="GEMM",
     implementations=(
         Implementation(STOCK, _stock),
-        Implementation("library_geglu", _library_geglu),
+        Implementation("library_geglu", _library_geglu, composed=True),
         Implementation(
             "triton",
             partial(_by_kernel, triton),

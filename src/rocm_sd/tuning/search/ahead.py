@@ -5,23 +5,20 @@ Nothing is timed meanwhile: calls of other processes would slow one another.
 
 from __future__ import annotations
 
-import json
-import logging
 import os
 import queue
 import threading
 import time
-from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
-from rocm_sd.tuning.search.workbench import ask, compile_candidate, variants_of
-from rocm_sd.workers import OutOfTime, Pool, WorkerFailed
+from rocm_sd.tuning.search.workbench import ask, compile_candidate
+from rocm_sd.workers import Pool
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from rocm_sd.tuning.search.calls import OpCall
     from rocm_sd.tuning.search.candidates import Candidate
@@ -29,13 +26,10 @@ if TYPE_CHECKING:
 
     _Group = tuple[OpCall, Sequence[Candidate]]
 
-__all__ = ["SHARE", "Variants", "compile_all", "default_jobs"]
-
-log = logging.getLogger("rocm_sd")
+__all__ = ["SHARE", "compile_all", "default_jobs"]
 
 SHARE = 0.45  # of the budget, at most
 _MEMORY_OF_ONE = 6 * 2**30  # bytes: a process on a GPU, its libraries, and the tensors of a large problem
-_NOTING_S = 30.0
 _AT_ONCE = 6  # candidates of one problem: its tensors are made once for them
 
 
@@ -89,52 +83,6 @@ def compile_all(
                 else:
                     on_failed(call, candidate, failed)
     return compiled
-
-
-@dataclass(frozen=True)
-class Variants:
-    """Which variants of kernels each candidate needs; `compile` may run in a thread, while others use the worker."""
-
-    groups: Sequence[_Group]
-    needed: Sequence[tuple[int, int, list[dict[str, object]]]]
-
-    @classmethod
-    def noted(cls, worker: Worker, wanted: Sequence[_Group], device: torch.device, within: float) -> Variants:
-        """By a worker that has the card: it only says what its launches would be, in `within` seconds."""
-        groups = [(call, candidates) for call, candidates in wanted if candidates]
-        if not groups:
-            return cls(groups, [])
-        try:
-            return cls(groups, worker.call(variants_of, groups, device, timeout=_NOTING_S, within=within))
-        except (WorkerFailed, OutOfTime) as error:
-            log.info("nothing is compiled ahead: %s", error or "the time is over")
-            return cls(groups, [])
-
-    def compile(self, seconds: float, stopped: threading.Event) -> set[tuple[OpCall, Candidate]]:
-        """What forks of a process without a card have compiled in the time, on nearly all cores: none of it was run.
-
-        It ends early where it is `stopped`.
-        """
-        if not self.needed:
-            return set()
-        from rocm_sd.kernels.triton import precompile  # noqa: PLC0415 -- needs Triton
-
-        begun = time.monotonic()
-        questions = {_text(question): question for _, _, each in self.needed for question in each}
-        answers = precompile.compile_variants(list(questions.values()), seconds, stopped)
-        ready = dict(zip(questions, answers, strict=True))
-        found = {
-            (self.groups[number][0], self.groups[number][1][place])
-            for number, place, each in self.needed
-            if all(ready[_text(question)] for question in each)
-        }
-        counts = len(found), len(self.needed), sum(ready.values()), len(ready)
-        log.info("%d of %d candidates, %d of %d variants compiled in %.1f s", *counts, time.monotonic() - begun)
-        return found
-
-
-def _text(question: Mapping[str, object]) -> str:
-    return json.dumps(question, sort_keys=True)
 
 
 def _groups(wanted: Sequence[_Group]) -> Iterator[_Group]:

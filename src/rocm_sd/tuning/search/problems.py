@@ -139,6 +139,15 @@ class ProblemSearch:
     def as_neighbour(self) -> Neighbour:
         return Neighbour(self.op.name, dict(self.call.problem), self.entries)
 
+    @property
+    def cost(self) -> float:
+        """What a picture spends on it with the best that is known: measured, or else its weight."""
+        best = self.fastest()
+        entry = None if best is None else self.entry(best)
+        if entry is None or not entry.stock_us:
+            return self.weight
+        return self.traced.count * min(entry.median_us, entry.stock_us) / 1e6
+
     def fastest(self) -> Candidate | None:
         """Of those that are right, stock apart, by the median: the database looks for the least in the same way."""
         times = {

@@ -7,10 +7,7 @@ problem is complete, so a problem is complete where stock's is the newest of its
 from __future__ import annotations
 
 import math
-import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from statistics import median
 from typing import TYPE_CHECKING
@@ -23,6 +20,7 @@ from rocm_sd.tuning.choice import STOCK
 from rocm_sd.tuning.entries import Entry, now, text
 from rocm_sd.tuning.resolve import preferred, user_database
 from rocm_sd.tuning.search import ahead
+from rocm_sd.tuning.search.beside import CompilingBeside
 from rocm_sd.tuning.search.candidates import Candidate, candidates, hash_of, operations
 from rocm_sd.tuning.search.halving import Halving, Strategy
 from rocm_sd.tuning.search.problems import Failure, Key, Neighbour, ProblemSearch, TuningResult, fast_nearby, weight
@@ -44,6 +42,7 @@ __all__ = ["Failure", "Tuner", "TunerOptions", "TunerProgress", "TuningResult"]
 _LAST = 0.1  # of the budget: no candidate begins in it, the one under way may take it
 _SEARCHED = 0.5  # of the budget: what is left to the search, however long it took to get there
 _MOST_CONFIRMED = 6
+_POLL_S = 0.02  # between looks at what was compiled
 # A library's first call of a size may search among its algorithms, and compile them: MIOpen for minutes.
 _LIBRARY_S = 600.0
 
@@ -110,15 +109,12 @@ class Tuner:
         self._total = sum(len(search.candidates) for search in waiting)
         try:
             if worker is not None:
-                self._measure_while_compiling(waiting, worker)
-            elif self.options.jobs > 1:
-                self._compile_ahead(waiting)
-            with Worker() if worker is None else nullcontext(worker) as measuring:
-                for number, search in enumerate(waiting):
-                    if self.left_s <= 0:
-                        break
-                    self._put_in_order(search, searches)
-                    self._search(search, measuring, self._allotted(waiting[number:]))
+                self._search_while_compiling(waiting, searches, worker)
+            else:
+                if self.options.jobs > 1:
+                    self._compile_ahead(waiting)
+                with Worker() as measuring:
+                    self._search_all(waiting, searches, measuring)
         except KeyboardInterrupt:
             self.interrupted = True
         return [self._outcome(search) for search in searches]
@@ -155,34 +151,59 @@ class Tuner:
         ]
         return sorted(found, key=lambda search: (search.op.composed, -search.weight))
 
-    def _measure_while_compiling(self, waiting: Sequence[ProblemSearch], worker: Worker) -> None:
-        """What needs no compiler is measured while configs are compiled; those that are not in time are left out."""
+    def _search_all(
+        self, waiting: Sequence[ProblemSearch], searches: Sequence[ProblemSearch], worker: Worker,
+        ready: Callable[[ProblemSearch, Candidate], bool] = lambda _search, _candidate: True,
+    ) -> None:  # fmt: skip
+        """`ready`: which candidates can be tried by now; the others are left out."""
+        for number, search in enumerate(waiting):
+            if self.left_s <= 0:
+                break
+            search.candidates[:] = [c for c in search.candidates if ready(search, c)]
+            self._put_in_order(search, searches)
+            self._search(search, worker, self._allotted(waiting[number:]))
+
+    def _search_while_compiling(
+        self, waiting: Sequence[ProblemSearch], searches: Sequence[ProblemSearch], worker: Worker
+    ) -> None:
+        """First each problem by what needs no compiler, then by what has no config and by one that has, as they are
+        compiled. After that what a picture spends on each is known, and those that it spends most on are searched
+        first.
+        """
         wanted = [
-            (each.call, [c for c in each.others if _is_compiled_apart(each.op, c) and not each.is_known(c)])
+            (
+                each.call,
+                [c for c in each.others if _is_compiled_apart(each.op, c) and not each.is_known(c)],
+                each.weight,
+            )
             for each in waiting
         ]
         self.progress(TunerProgress(self._share(), "compiling"))
-        variants = ahead.Variants.noted(worker, wanted, self.device, self.left_s)
-        stopped = threading.Event()
-        with ThreadPoolExecutor(1) as beside:
-            compiling = beside.submit(variants.compile, ahead.SHARE * self.left_s, stopped)
-            try:
-                for search in waiting:
-                    measure = _Measure(self, search, worker, self.left_s)
-                    for candidate in [c for c in search.others if not c.config]:
-                        if self.left_s > 0 and not search.is_known(candidate):
-                            measure.anew(candidate, LEAST_TURNS)
-                compiled = compiling.result()
-            except BaseException:
-                # Ctrl-C, too: the thread is waited for, and would go on for as long as it was given.
-                stopped.set()
-                raise
-        for search in waiting:
-            search.candidates[:] = [
-                c
-                for c in search.candidates
-                if not c.config or (search.call, c) in compiled or search.is_known(c) or c in _first_of_each(search)
-            ]
+        with CompilingBeside(wanted, self.device, self.left_s) as compiling:
+
+            def ready(search: ProblemSearch, candidate: Candidate) -> bool:
+                compiled = not candidate.config or compiling.is_ready(search.call, candidate)
+                return compiled or search.is_known(candidate) or candidate in _first_of_each(search)
+
+            for search in waiting:
+                self._try(search, [c for c in search.others if _is_plain(search.op, c)], worker)
+            over = False
+            while not over and self.left_s > 0:
+                heads = [(search, _heads(search, compiling)) for search in waiting]
+                over = compiling.is_over or not any(each for _, each in heads)
+                for search, each in heads:
+                    self._try(search, [c for c in each if compiling.is_ready(search.call, c)], worker)
+                time.sleep(_POLL_S)
+            for search in waiting:
+                self._try(search, [c for c in search.others if _is_composed(search.op, c)], worker)
+            by_cost = sorted(waiting, key=lambda search: (search.op.composed, -search.cost))
+            self._search_all(by_cost, searches, worker, ready)
+
+    def _try(self, search: ProblemSearch, several: Sequence[Candidate], worker: Worker) -> None:
+        measure = _Measure(self, search, worker, self.left_s)
+        for candidate in several:
+            if self.left_s > 0 and not search.is_known(candidate):
+                measure.anew(candidate, LEAST_TURNS)
 
     def _put_in_order(self, search: ProblemSearch, all_searches: Sequence[ProblemSearch]) -> None:
         """What is fast at neighbours comes first, after stock and what the data name."""
@@ -196,7 +217,7 @@ class Tuner:
 
     def _allotted(self, waiting: Sequence[ProblemSearch]) -> float:
         """Seconds for the first of those that wait: its share of what they cost, and at least half an equal one."""
-        costs = [search.weight * len(search.candidates) for search in waiting]
+        costs = [search.cost * len(search.candidates) for search in waiting]
         share = costs[0] / sum(costs) if sum(costs) else 1.0
         return self.left_s * max(share, 0.5 / len(waiting))
 
@@ -351,6 +372,24 @@ def _is_compiled_apart(op: Op, candidate: Candidate) -> bool:
     """Whether a process that has no card compiles it: what Triton compiles."""
     known = op.verification
     return known is not None and bool(known.kernels) and candidate.implementation in known.proven
+
+
+def _is_composed(op: Op, candidate: Candidate) -> bool:
+    return op.has(candidate.implementation) and op.implementation(candidate.implementation).composed
+
+
+def _is_plain(op: Op, candidate: Candidate) -> bool:
+    """A library's own, which can be tried at once."""
+    return not candidate.config and not _is_compiled_apart(op, candidate) and not _is_composed(op, candidate)
+
+
+def _heads(search: ProblemSearch, compiling: CompilingBeside) -> list[Candidate]:
+    """Of what is being compiled, what says most of a problem: all that has no config, and one that has."""
+    could = [c for c in search.others if _is_compiled_apart(search.op, c) and not compiling.has_failed(search.call, c)]
+    configured = [c for c in could if c.config]
+    tried = any(search.entry(c) is not None for c in configured)
+    heads = [*(c for c in could if not c.config), *([] if tried else configured[:1])]
+    return [] if search.unchecked else [c for c in heads if search.entry(c) is None]
 
 
 def _first_of_each(search: ProblemSearch) -> set[Candidate]:

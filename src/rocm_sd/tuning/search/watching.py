@@ -48,6 +48,10 @@ class _Watch:
 
     def called(self, op: Op, problem: Problem, arguments: tuple[Any, ...]) -> None:
         self.seen.add(describe(op.name, problem, arguments, argument_names(op.implementations[0].run)))
+        for implementation in op.implementations:
+            # What it would call is to be tuned before it can be judged.
+            if implementation.composed and not op.composed:
+                implementation(*arguments)
 
     def chosen(self, op: Op, problem: Problem, device: torch.device) -> Choice:
         kernel = op.implementation(op.verification.implementation if op.verification else STOCK)

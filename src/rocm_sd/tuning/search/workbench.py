@@ -52,7 +52,7 @@ class Workbench:
 
     def __init__(self, call: OpCall, device: torch.device) -> None:
         self.op, self.device = operation(call.op), device
-        if self.op.composed:
+        if self.op.composed or any(each.composed for each in self.op.implementations):
             forget_choices()
         self.arguments = make(call, device)
         self.stopwatch = Stopwatch(device, cold=device.type != "cpu", queued=True)
@@ -208,26 +208,26 @@ def open_call(call: OpCall, device: torch.device) -> Answer:
 def variants_of(
     groups: Sequence[tuple[OpCall, Sequence[Candidate]]], device: torch.device
 ) -> list[tuple[int, int, list[dict[str, Any]]]]:
-    """(group, place, variants that are to be compiled) of each candidate that can be launched: nothing runs.
+    """(group, place, variants that are to be compiled) of each candidate that can be launched.
 
-    The heads of all groups come first.
+    Nothing that this process has not loaded before runs, and the tensors of one group are there at a time: the user's
+    own process may ask.
     """
     from rocm_sd.kernels.triton import precompile  # noqa: PLC0415 -- needs Triton
 
-    _kept.clear()
     found = []
-    made: dict[int, tuple[Any, ...]] = {}
-    places = sorted((place, number) for number, (_, each) in enumerate(groups) for place in range(len(each)))
     with torch.no_grad(), precompile.noting() as questions:
-        for place, number in places:
-            call, candidates = groups[number]
-            questions.clear()
-            with suppress(Exception):
-                if number not in made:
-                    made[number] = _empty(make(call, torch.device("meta")), device)
-                candidate = candidates[place]
-                operation(call.op).implementation(candidate.implementation)(*made[number], config=candidate.config)
-                found.append((number, place, list(questions)))
+        for number, (call, candidates) in enumerate(groups):
+            op = operation(call.op)
+            with suppress(Exception):  # there may be no memory for it
+                arguments = _empty(make(call, torch.device("meta")), device)
+                for place, candidate in enumerate(candidates):
+                    questions.clear()
+                    with suppress(Exception):
+                        op.implementation(candidate.implementation)(*arguments, config=candidate.config)
+                        found.append((number, place, list(questions)))
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
     return found
 
 
