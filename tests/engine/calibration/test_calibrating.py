@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import os
 import threading
@@ -190,43 +191,71 @@ def test_two_processes_do_not_measure_one_another(make, monkeypatch):
 
 
 @contextlib.contextmanager
-def small_trials(prepare):
-    """An outline of a model that is there in no time, and a worker that is there already."""
+def small_trials(prepare, seconds):
+    """An outline of a model that is there in no time, and a worker that is there already, with so many seconds."""
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU())
     outline = calibration.Outline.of(calibration.Subject(model, (torch.zeros(2, 8),), {}))
     timer = plan_times.PlanTimer(CPU, prepare, plan_times.Clock(1000.0), lambda _: None, graphs=True)
     with timer.started([outline]):
-        timer.worker.submit(trials.get_ready, [optimization.__name__, __name__], None, timeout=300).result()
+        timer.worker.submit(trials.get_ready, [optimization.__name__, __name__], None, None, timeout=300).result()
+        timer.clock.begun, timer.clock.budget_s = time.monotonic(), seconds
         yield timer, outline
 
 
-def test_the_plans_end_with_their_time_and_one_that_hangs_costs_itself(monkeypatch):
-    monkeypatch.setattr(plan_times, "_TRIAL_S", 1000.0)
-    with small_trials(hangs) as (timer, outline):
+def answers_of(timer, outline):
+    found = timer._known_wrong(outline)
+    timer._add(outline, plan_times._wanted(graphs=True), found)
+    return found
+
+
+def test_a_plan_that_hangs_is_ended_and_costs_itself(monkeypatch):
+    monkeypatch.setattr(plan_times, "_TRIAL_S", 4.0)
+    with small_trials(hangs, 15.0) as (timer, outline):
         begun = time.monotonic()
-        found = timer._of(outline, 15.0)
+        found = answers_of(timer, outline)
         taken = time.monotonic() - begun
     assert taken < 20
     assert "ours" in found["torch"]
-    assert found["channels_last"]["wrong"].startswith("hung: stopped after")
+    assert found["channels_last"]["wrong"].startswith("hung: stopped after 4 s")
     # The next process knows it, and has time for the others.
     wrong = {"channels_last": found["channels_last"]}
     with contextlib.suppress(calibration.NotMeasured):  # where there was no time for the others
         plan_times._store(outline, CPU, found, graphs=True)
     forget_choices()
-    with small_trials(hangs) as (timer, outline):
-        found = timer._of(outline, 60.0)
+    with small_trials(hangs, 60.0) as (timer, outline):
+        found = answers_of(timer, outline)
     assert found["channels_last"] == wrong["channels_last"]
     assert all("ours" in found[name] for name in ("torch", "graph", "contiguous"))
     assert "plan channels_last" not in timer.clock.phases
 
 
-def test_a_plan_that_may_only_be_slow_is_not_there_and_is_not_said_to_hang(monkeypatch):
-    monkeypatch.setattr(plan_times, "_CALLS_OF_A_HANG", 1e6)
-    with small_trials(hangs) as (timer, outline):
-        found = timer._of(outline, 6.0)
+def test_a_plan_whose_time_was_over_is_not_wrong_and_comes_first_the_next_time(monkeypatch):
+    monkeypatch.setattr(plan_times, "_TRIAL_S", 1000.0)
+    with small_trials(hangs, 4.0) as (timer, outline):
+        begun = time.monotonic()
+        found = answers_of(timer, outline)
+        assert time.monotonic() - begun < 8
     assert "ours" in found["torch"]
-    assert "channels_last" not in found
+    assert found["channels_last"]["cut"].startswith("cut: the time was over")
+    # They were not begun.
+    assert found["graph"] == found["contiguous"] == {"cut": "cut: 0.0 s were left"}
+    which = {"graphs": True, "call": outline.call}
+    assert not plans.was_cut(outline.key, CPU, **which)
+    with pytest.raises(calibration.NotMeasured, match="its time was over"):
+        plan_times._store(outline, CPU, found, graphs=True)
+    forget_choices()
+    assert calibration.measured(outline.key, CPU, graphs=True) is None
+    assert plans.known_wrong(outline.key, CPU, **which) == {}
+    assert plans.was_cut(outline.key, CPU, **which)
+
+
+def test_where_plans_were_cut_the_next_calibration_searches_no_ops(make, monkeypatch):
+    monkeypatch.setattr(calibrating, "searches_ops", lambda _device: True)
+    monkeypatch.setattr(calibrating, "was_cut", lambda *_args, **_named: True)
+    monkeypatch.setattr(calibrating, "Tuner", None)
+    done, found, _ = calibrated(make, wrong, monkeypatch)
+    assert (done.ops, set(done.phases) & {"tracing", "ops"}) == ([], set())
+    assert found is not None
 
 
 def test_what_was_cut_decides_nothing_and_what_was_wrong_is_kept(make):
@@ -344,6 +373,38 @@ def test_ctrl_c_stops_what_compiles_beside(monkeypatch):
     monkeypatch.setattr(precompile, "_ask", lambda _question: time.sleep(0.2) or precompile.Answer(precompile.HERE))
     stopped = threading.Event()
     threading.Timer(0.5, stopped.set).start()
-    begun = time.monotonic()
-    assert not any(precompile.compile_variants([{}] * 1000, 60.0, stopped))
+    begun, answers = time.monotonic(), []
+    precompile.compile_variants([{}] * 1000, 60.0, 0, stopped=stopped, on_answer=lambda *each: answers.append(each))
     assert time.monotonic() - begun < 10
+    assert 0 < len(answers) < 1000
+    assert not any(compiled for _, compiled in answers)
+
+
+@pytest.mark.parametrize(("free", "kept"), [(2**40, 2), (None, 2), (0, 1)])
+def test_a_worker_keeps_the_models_that_there_is_room_for(free, kept, monkeypatch):
+    monkeypatch.setattr(trials, "_kept", {})
+    monkeypatch.setattr(trials, "free_memory", lambda _device: free)
+    for width in (8, 16):
+        model = torch.nn.Sequential(torch.nn.Linear(8, width), torch.nn.ReLU())
+        skeleton = calibration.Skeleton.of(model, (torch.zeros(2, 8),), {})
+        pair = trials._opened(skeleton, CPU)
+        assert trials._opened(skeleton, CPU) is pair
+        assert (pair.stock is None) == (free == 0)
+    assert len(trials._kept) == kept
+
+
+def test_what_decides_most_is_timed_of_each_model_before_all_else(monkeypatch):
+    asked = []
+    with small_trials(wrong, 1000.0) as (timer, outline):
+        monkeypatch.setattr(
+            plan_times.PlanTimer, "_one",
+            lambda _self, one, plan, *_: asked.append((one.key, plan.name)) or {"ours": [1.0] * 8},
+        )  # fmt: skip
+        timer._ready[0].result()
+        other = dataclasses.replace(outline, key="other")
+        found, left_out = timer.all([outline, other])
+    both = (outline.key, "other")
+    first = [(key, plan) for key in both for plan in ("torch", "channels_last")]
+    assert asked == [*first, *((key, plan) for key in both for plan in ("contiguous", "graph"))]
+    assert len(found) == 8
+    assert not left_out

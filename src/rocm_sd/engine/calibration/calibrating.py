@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from rocm_sd.engine.calibration.first_calls import searches_ops
 from rocm_sd.engine.calibration.plan_times import Clock, PlanTimer, alone
+from rocm_sd.engine.calibration.plans import was_cut
 from rocm_sd.engine.calibration.subjects import CannotBeRebuilt, NotMeasured, Outline
 from rocm_sd.engine.calibration.tracing import trace_call
 from rocm_sd.engine.memory import is_out_of_memory
@@ -45,9 +46,10 @@ log = logging.getLogger("rocm_sd")
 BUDGET_S = 30.0
 # Of it; ops are searched in the rest. A model whose calls are slow needs more, for so many calls of it.
 _FOR_PLANS_S, _CALLS_OF_PLANS, _MOST_FOR_PLANS = 10.0, 30, 2 / 3
+_CANDIDATE_S = 8.0  # for one that is compiled, and takes milliseconds: a hang is over within ten
 # First calls of stock that take longer have a library at its search. The first picture would wait for it in any case,
 # and no budget of ours ends it.
-_TRACED_S = 3.0
+_TRACED_S = 8.0
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,7 @@ class Calibration:
 def _quick(budget_s: float) -> TunerOptions:
     """For a search that a user waits for at a first picture."""
     strategy = Halving(first=4, growth=3, last=8, share=0.8)
-    return TunerOptions(budget_s, timeout_s=10.0, strategy=strategy, confirmed=8, shortlist=4)
+    return TunerOptions(budget_s, timeout_s=_CANDIDATE_S, strategy=strategy, confirmed=8, shortlist=4)
 
 
 def calibrate(
@@ -94,22 +96,38 @@ def calibrate(
         # Each process would measure anew; and the workers, which read what was found so far, would not see it.
         raise NotMeasured(f"it cannot be kept ({why_not_kept}); ROCM_SD_CACHE names another folder")
     outlines = _outlines(subjects)
-    with alone(), PlanTimer(device, prepare, clock, say, graphs).started(outlines.values()) as timer:
-        with Worker(imports=(workbench.__name__,)) as measuring:
-            measuring.start()
-            say("tracing")
-            with clock.phase("tracing", _TRACED_S):
-                traced, call_s = _traced(outlines)
-            if not searches_ops(device):
-                traced = []
-            for_plans = min(max(_FOR_PLANS_S, _CALLS_OF_PLANS * call_s), _MOST_FOR_PLANS * BUDGET_S)
-            tuner = Tuner(device, user_database(), _quick(BUDGET_S - for_plans), lambda step: say(step.what))
-            with clock.phase("ops"):
-                outcomes = tuner.run(traced, clock.begun + clock.searched_s, measuring)
-        forget_choices()
-        plans, left_out = ({}, {}) if tuner.interrupted else timer.all(list(outlines.values()))
-    log.info("calibration: %d problems, plans %s, seconds by phase: %s", len(outcomes), plans, clock.phases)
-    return Calibration(outcomes, plans, clock.spent, tuner.interrupted, clock.phases, left_out)
+    try:
+        with alone(), PlanTimer(device, prepare, clock, say, graphs).started(list(outlines.values())) as timer:
+            outcomes, interrupted = _ops(outlines, device, clock, say, graphs=graphs)
+            forget_choices()
+            plans, left_out = ({}, {}) if interrupted else timer.all(list(outlines.values()))
+    finally:
+        log.info("calibration: seconds by phase: %s", clock.phases)
+    return Calibration(outcomes, plans, clock.spent, interrupted, clock.phases, left_out)
+
+
+def _ops(
+    outlines: Mapping[Subject, Outline],
+    device: torch.device,
+    clock: Clock,
+    say: Callable[[str], object],
+    *,
+    graphs: bool,
+) -> tuple[list[TuningResult], bool]:
+    """What was found for each problem, and whether the user has interrupted it."""
+    # Where an earlier calibration had no time left for the plans, they come first.
+    cut = any(was_cut(each.key, device, graphs=graphs, call=each.call) for each in outlines.values())
+    if cut or not searches_ops(device):
+        return [], False
+    with Worker(imports=(workbench.__name__,)) as measuring:
+        measuring.start()
+        say("tracing")
+        with clock.phase("tracing", _TRACED_S):
+            traced, call_s = _traced(outlines)
+        for_plans = min(max(_FOR_PLANS_S, _CALLS_OF_PLANS * call_s), _MOST_FOR_PLANS * BUDGET_S)
+        tuner = Tuner(device, user_database(), _quick(BUDGET_S - for_plans), lambda step: say(step.what))
+        with clock.phase("ops"):
+            return tuner.run(traced, clock.begun + clock.searched_s, measuring), tuner.interrupted
 
 
 def _outlines(subjects: Sequence[Subject]) -> dict[Subject, Outline]:

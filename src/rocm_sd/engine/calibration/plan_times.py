@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from rocm_sd.engine.calibration import trials
-from rocm_sd.engine.calibration.plans import OP, PLANS, kernels_hash, known_wrong, problem_of
+from rocm_sd.engine.calibration.plans import CUT, OP, PLANS, kernels_hash, known_wrong, problem_of
 from rocm_sd.engine.calibration.subjects import CannotBeRebuilt, NotMeasured
 from rocm_sd.engine.memory import free_memory
 from rocm_sd.measuring import interval
@@ -29,7 +30,7 @@ except ImportError:  # Windows has none
     fcntl = None  # type: ignore[assignment]
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from concurrent.futures import Future
 
     import torch
@@ -39,21 +40,26 @@ if TYPE_CHECKING:
     from rocm_sd.engine.calibration.trials import Prepare
     from rocm_sd.workers import Worker
 
+    _Answers = dict[str, dict[str, Any]]  # by plan: milliseconds, or why there are none
+
 __all__ = ["Clock", "PlanTimer", "alone", "time_plans"]
 
+log = logging.getLogger("rocm_sd")
+
 _THOROUGH_S = 60.0  # for the plans of each model, where nobody waits for a picture
-# Of what is left: of the first model where another comes along, and of each plan where others follow.
-_OF_THE_FIRST, _OF_A_PLAN = 2 / 3, 0.6
+_DECISIVE = 2  # plans, of all that are wanted: stock, and the one that changes most
+# The least that a plan takes where all is compiled: so many seconds, and calls of the model.
+_PLAN_S, _CALLS_OF_A_PLAN = 0.5, 25
 # For one plan: it is captured, and what was not compiled before is; and not less than for so many calls of the model.
+# One that takes longer hangs.
 _TRIAL_S, _CALLS_OF_A_TRIAL = 10.0, 60
-# One that was not done in these seconds, and in so many calls, hangs. With less it may have been slow.
-_HANGS_S, _CALLS_OF_A_HANG = 3.0, 30
 _STOCK_S = 600.0  # for stock, which comes first: a library may search at the first calls of each size
 # First calls of stock that take longer have a library at its search. The first picture would wait for it in any case,
 # and no budget of ours ends it.
 _REBUILT_S = 6.0
 _IMPORT_S = 300.0
-_ROOM_FOR_TWO = 4 * 2**30  # bytes that are free: then both workers may have the card open
+# Bytes that are free, and so many times the weights: then both workers may have the card open, one with the model.
+_ROOM_FOR_TWO, _ROOM_OF_A_MODEL = 4 * 2**30, 4
 
 
 class Clock:
@@ -114,14 +120,14 @@ class PlanTimer:
     _ready: list[Future[None]] = field(default_factory=list)
 
     @contextmanager
-    def started(self, outlines: Iterable[Outline]) -> Iterator[PlanTimer]:
-        """Its worker imports and opens the card, which takes seconds, while others work."""
+    def started(self, outlines: Sequence[Outline]) -> Iterator[PlanTimer]:
+        """Its worker imports, opens the card and rebuilds the first model, which takes seconds, while others work."""
         names = sorted({name for outline in outlines for name in outline.modules})
-        roomy = (free_memory(self.device) or 0) > _ROOM_FOR_TWO
+        skeleton = outlines[0].skeleton if outlines else None
+        needed = _ROOM_FOR_TWO + (_ROOM_OF_A_MODEL * skeleton.weights if skeleton else 0)
+        on = self.device if (free_memory(self.device) or 0) > needed else None
         with self.worker:
-            self._ready.append(
-                self.worker.submit(trials.get_ready, names, self.device if roomy else None, timeout=_IMPORT_S)
-            )
+            self._ready.append(self.worker.submit(trials.get_ready, names, on, skeleton, timeout=_IMPORT_S + _STOCK_S))
             yield self
 
     def all(self, outlines: Sequence[Outline]) -> tuple[dict[tuple[str, bool, str], float], dict[str, str]]:
@@ -131,19 +137,25 @@ class PlanTimer:
         """
         with self.clock.phase("start of the worker for plans", 0.0):
             self._wait()
+        found = [self._known_wrong(outline) for outline in outlines]
+        wanted = _wanted(graphs=self.graphs)
+        # What decides most, of each model, comes before all else.
+        for several in (wanted[:_DECISIVE], wanted[_DECISIVE:]):
+            for outline, answers in zip(outlines, found, strict=True):
+                self._add(outline, several, answers)
+                with suppress(NotMeasured):  # kept now, since the user may stop it; whether it is enough is asked below
+                    _store(outline, self.device, answers, graphs=self.graphs)
         plans: dict[tuple[str, bool, str], float] = {}
         left_out: dict[str, str] = {}
-        for number, outline in enumerate(outlines):
-            share = 1.0 if number == len(outlines) - 1 else _OF_THE_FIRST
+        for number, (outline, answers) in enumerate(zip(outlines, found, strict=True)):
             try:
-                found = self._of(outline, share * self.clock.left)
-                _store(outline, self.device, found, graphs=self.graphs)
+                _store(outline, self.device, answers, graphs=self.graphs)
             except NotMeasured as reason:
                 if not number:
                     raise
                 left_out[outline.key] = str(reason)
                 continue
-            plans |= {(outline.key, self.graphs, plan): median(a["ours"]) for plan, a in found.items() if "ours" in a}
+            plans |= {(outline.key, self.graphs, name): median(a["ours"]) for name, a in answers.items() if "ours" in a}
         return plans, left_out
 
     def _wait(self) -> None:
@@ -155,47 +167,44 @@ class PlanTimer:
         except WorkerFailed as error:
             raise NotMeasured(error.message) from error
 
-    def _of(self, outline: Outline, seconds: float) -> dict[str, dict[str, Any]]:
-        """Milliseconds, or what is wrong, by plan. Stock comes first, and then those that change most: where the time
-        ends, the rest is not there. What was wrong before is not tried again.
-        """
+    def _known_wrong(self, outline: Outline) -> _Answers:
         wrong = known_wrong(outline.key, self.device, graphs=self.graphs, call=outline.call)
-        found: dict[str, dict[str, Any]] = {name: {"wrong": reason} for name, reason in wrong.items()}
-        wanted = [plan for plan in _wanted(graphs=self.graphs) if plan.name not in found]
-        before, end, call_s = self.clock.searched_s, time.monotonic() + seconds, 0.0
-        for plan in wanted:
-            left = end - time.monotonic() + self.clock.searched_s - before
-            share = 1.0 if plan is wanted[-1] else _OF_A_PLAN
-            answer = self._one(outline, plan, share * left, call_s) if left > 0 else None
-            if answer is not None:
-                found[plan.name] = answer
-            if plan.name == STOCK and answer and "ours" in answer:
-                call_s = median(answer["ours"]) / 1e3
-        return found
+        return {name: {"wrong": reason} for name, reason in wrong.items()}
 
-    def _one(self, outline: Outline, plan: Plan, left: float, call_s: float) -> dict[str, Any] | None:
-        """None where its time ended. `call_s`: of a call of stock."""
+    def _add(self, outline: Outline, plans: Sequence[Plan], found: _Answers) -> None:
+        """Milliseconds, or what is wrong, by plan. What was wrong before is not tried again, and what does not fit into
+        the time that is left is not begun: a worker that is stopped is lost to all plans after it.
+        """
+        for plan in plans:
+            if plan.name in found:
+                continue
+            call_s = median(found[STOCK]["ours"]) / 1e3 if "ours" in found.get(STOCK, {}) else 0.0
+            left = self.clock.left
+            if left <= (0 if plan.name == STOCK else _PLAN_S + _CALLS_OF_A_PLAN * call_s):
+                found[plan.name] = {"cut": f"{CUT}: {max(0.0, left):.1f} s were left"}
+            else:
+                found[plan.name] = self._one(outline, plan, left, call_s)
+
+    def _one(self, outline: Outline, plan: Plan, left: float, call_s: float) -> dict[str, Any]:
+        """`call_s`: of a call of stock."""
         is_stock = plan.name == STOCK
         self.say(f"the whole model, {plan.name}")
         given = (outline.skeleton, self.device, plan, self.prepare, self.graphs, left)
         timeout = _STOCK_S if is_stock else max(_TRIAL_S, _CALLS_OF_A_TRIAL * call_s)
         within = math.inf if is_stock else left
-        was_up = False
 
         def ask(worker: Worker) -> dict[str, Any]:
-            nonlocal was_up
-            was_up = worker.is_up
             return worker.call(trials.time_plan, *given, timeout=timeout, within=within)
 
         with self.clock.phase(f"plan {plan.name}", _REBUILT_S if is_stock else math.inf):
             try:
-                return self.worker.lend(ask).result()
+                answer = self.worker.lend(ask).result()
             except OutOfTime:
-                # A worker that was lost by the plan before has to start first.
-                hangs = was_up and left >= _HANGS_S + _CALLS_OF_A_HANG * call_s
-                return {"wrong": f"{workbench.HUNG}: stopped after {left:.3g} s without an answer"} if hangs else None
+                return {"cut": f"{CUT}: the time was over after {left:.3g} s"}
             except WorkerFailed as error:
                 return {"wrong": str(error)}
+        log.info("plan %s of %s: seconds %s", plan.name, outline.key, answer.pop("stages", {}))
+        return answer
 
 
 def _wanted(*, graphs: bool) -> list[Plan]:
@@ -205,20 +214,23 @@ def _wanted(*, graphs: bool) -> list[Plan]:
 
 
 def _store(outline: Outline, device: torch.device, found: Mapping[str, Mapping[str, Any]], *, graphs: bool) -> None:
-    stock = found.get(STOCK, {})
+    stock = found[STOCK]
     if "wrong" in stock:
         raise CannotBeRebuilt(f"stock could not be timed: {stock['wrong']}")
-    wrong = {name: answer for name, answer in found.items() if "wrong" in answer}
-    compared = bool(stock) and (len(found) == len(_wanted(graphs=graphs)) or len(found) > len(wrong) + 1)
+    timed = [name for name, answer in found.items() if "ours" in answer]
+    failed = {name: answer for name, answer in found.items() if "wrong" in answer or "cut" in answer}
+    none_is_left = len(found) == len(_wanted(graphs=graphs)) and not any("cut" in answer for answer in found.values())
+    compared = STOCK in timed and (none_is_left or len(timed) > 1)
     if not compared:
         # What is wrong need not be found out again; with nothing to compare it decides nothing else.
-        found = wrong
+        found = failed
     here, when, entries = environment.current(device), now(), []
     problem = problem_of(outline.key, outline.call, graphs=graphs)
     for name, answer in found.items():
         if not answer:
             continue
-        numerics, figures, of_stock = answer.get("wrong", workbench.OK), (math.inf,) * 3, None
+        numerics = answer.get("wrong") or answer.get("cut") or workbench.OK
+        figures, of_stock = (math.inf,) * 3, None
         if "ours" in answer:
             beside = answer.get("stock", stock["ours"])
             figures, of_stock = _figures(answer["ours"], beside), 1e3 * median(beside)

@@ -22,11 +22,13 @@ if TYPE_CHECKING:
     from rocm_sd.tuning.entries import Entry
 
 __all__ = [
-    "CHANNELS_LAST", "OP", "PLANS", "MeasuredPlan", "Plan", "kernels_hash", "known_wrong", "measured", "named",
-    "problem_of",
+    "CHANNELS_LAST", "CUT", "OP", "PLANS", "MeasuredPlan", "Plan", "kernels_hash", "known_wrong", "measured", "named",
+    "problem_of", "was_cut",
 ]  # fmt: skip
 
 OP = "plan"
+# How the reason begins where the time was over before the plan was timed: nothing is known of it.
+CUT = "cut"
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,17 @@ def _stored(model: str, device: torch.device, *, graphs: bool) -> list[Entry]:
 
 def known_wrong(model: str, device: torch.device, *, graphs: bool, call: str) -> dict[str, str]:
     """By plan: why it was not right for calls of these shapes."""
+    return {
+        name: why for name, why in _failed(model, device, graphs=graphs, call=call).items() if not why.startswith(CUT)
+    }
+
+
+def was_cut(model: str, device: torch.device, *, graphs: bool, call: str) -> bool:
+    """Whether an earlier calibration ended before a plan for calls of these shapes was timed."""
+    return any(why.startswith(CUT) for why in _failed(model, device, graphs=graphs, call=call).values())
+
+
+def _failed(model: str, device: torch.device, *, graphs: bool, call: str) -> dict[str, str]:
     found = [entry for entry in _stored(model, device, graphs=graphs) if entry.problem.get("call") == call]
     return {entry.candidate: entry.numerics for entry in found if entry.numerics != OK and entry.candidate != STOCK}
 

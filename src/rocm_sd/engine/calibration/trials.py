@@ -7,21 +7,21 @@ rules fits the model: it stands above this package. The mode is `captured`, or `
 from __future__ import annotations
 
 import time
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 from torch.utils import _pytree as pytree
 
-from rocm_sd.engine.capture import why_different
+from rocm_sd.engine.capture import start_compiling, why_different
 from rocm_sd.engine.memory import free_memory, release
 from rocm_sd.measuring import LEAST_TURNS, turn
 from rocm_sd.tuning.choice import STOCK
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from rocm_sd.engine.calibration.plans import Plan
     from rocm_sd.engine.calibration.skeleton import Rebuilt, Skeleton
@@ -47,34 +47,38 @@ class _Pair:
     expected: list[torch.Tensor]
 
 
-_kept: list[tuple[bytes, _Pair]] = []  # of this process, at most one
+_kept: dict[bytes, _Pair] = {}  # of this process, by content: as many as there is room for
 
 
 def _opened(skeleton: Skeleton, device: torch.device) -> _Pair:
-    if not _kept or _kept[0][0] != skeleton.content:
-        _kept.clear()
-        release(device)
-        free = free_memory(device)
-        tight = free is not None and free < _ROOMY * skeleton.weights
+    if skeleton.content not in _kept:
+        if _is_tight(skeleton, device):
+            _kept.clear()
+            release(device)
+        tight = _is_tight(skeleton, device)
         ours = skeleton.rebuilt(device, share=tight)
         expected = [each.clone() for each in _leaves(ours())]
-        _kept.append(
-            (skeleton.content, _Pair(ours, None if tight else skeleton.rebuilt(device, share=False), expected))
-        )
-    return _kept[0][1]
+        _kept[skeleton.content] = _Pair(ours, None if tight else skeleton.rebuilt(device, share=False), expected)
+    return _kept[skeleton.content]
 
 
-def get_ready(modules: Sequence[str], device: torch.device | None) -> None:
-    """Import what a model's classes need, and open the card with its libraries, while others work: each takes seconds.
+def _is_tight(skeleton: Skeleton, device: torch.device) -> bool:
+    free = free_memory(device)
+    return free is not None and free < _ROOMY * skeleton.weights
+
+
+def get_ready(modules: Sequence[str], device: torch.device | None, skeleton: Skeleton | None) -> None:
+    """Import what a model's classes need, open the card with its libraries and rebuild the model that is timed first,
+    while others work: each takes seconds.
 
     Without a device the card's memory is left to others.
     """
     for name in modules:
         import_module(name)
-    if device is not None and device.type == "cuda":
-        x = torch.ones(1, 8, 8, 8, dtype=torch.float16, device=device)
-        F.conv2d(x, x[:, :, :3, :3])
-        F.linear(x, x[0, 0])
+    if device is not None and device.type == "cuda" and skeleton is not None:
+        start_compiling(device, tests=False)
+        with torch.no_grad():
+            _opened(skeleton, device)
         torch.cuda.synchronize(device)
 
 
@@ -84,26 +88,42 @@ def time_plan(
     """Milliseconds of one call in a row of calls, host and card together, and stock's in turns with them; or the
     reason that its result is wrong; or nothing, where no rule fits the model and the plan is another one's.
 
-    `seconds`: for all of it; what is slow is timed in fewer turns, and not in less than it takes to tell.
+    `seconds`: for all of it; what is slow is timed in fewer turns, and not in less than it takes to tell. The answer
+    has the seconds of each stage as `stages`.
     """
     end = time.monotonic() + seconds
+    stages: dict[str, float] = {}
     with torch.no_grad():
-        pair = _opened(skeleton, device)
+        with _stage("rebuilt", stages):
+            pair = _opened(skeleton, device)
         if plan.name == STOCK:
-            return _timed({"ours": pair.ours}, device, end)
-        take_off = prepare(pair.ours.model, plan, "captured" if graphs and plan.captured else "none")
+            return {**_timed({"ours": pair.ours}, device, end), "stages": stages}
+        with _stage("prepared", stages):
+            take_off = prepare(pair.ours.model, plan, "captured" if graphs and plan.captured else "none")
         if take_off is None:
             return {}
         try:
-            for _ in range(_WARM_UP):
-                result = pair.ours()
+            for number in range(_WARM_UP):
+                with _stage(f"call {min(number + 1, 3)}", stages):
+                    result = pair.ours()
+                    _synchronize(device)
             wrong = why_different(_leaves(result), pair.expected)
             if wrong is not None:
                 return {"wrong": f"its result differs from stock's {wrong}"}
             calls = {"ours": pair.ours} if pair.stock is None else {"stock": pair.stock, "ours": pair.ours}
-            return _timed(calls, device, end)
+            with _stage("timed", stages):
+                return {**_timed(calls, device, end), "stages": stages}
         finally:
             take_off()
+
+
+@contextmanager
+def _stage(name: str, stages: dict[str, float]) -> Iterator[None]:
+    begun = time.monotonic()
+    try:
+        yield
+    finally:
+        stages[name] = round(stages.get(name, 0.0) + time.monotonic() - begun, 2)
 
 
 def _timed(calls: Mapping[str, Callable[[], Any]], device: torch.device, end: float) -> dict[str, Any]:
