@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 import sys
 import time
 from dataclasses import asdict
@@ -80,7 +81,7 @@ class Drawing:
         plans = {f"{key} {plan}": ms for each in self.done for (key, _, plan), ms in each.plans.items()}
         return {
             "calibrations": self.attempts, "calibration_s": round(self.seconds, 1), "phases": phases,
-            "plans_ms": plans,
+            "plans_ms": plans, "ops": [_outcome(result) for each in self.done for result in each.ops],
         }  # fmt: skip
 
     def measured_notes(self, pipe):
@@ -89,6 +90,14 @@ class Drawing:
     def machine(self):
 
         return asdict(machine(self.device))
+
+
+def _outcome(result):
+    """What was found for a problem, in a line: `64x64 ...: triton 12.3 us, stock 20.1, 9 of 31 candidates`."""
+    problem = " ".join(f"{name}={value}" for name, value in result.problem.items())
+    us = " ".join("?" if each is None else f"{each:.1f}" for each in (result.us, result.stock_us))
+    chosen = f"{result.chosen} {us} us"
+    return f"{result.count} x {result.op} {problem}: {chosen}, {result.measured} of {result.candidates} candidates"
 
 
 def first(drawing):
@@ -233,6 +242,8 @@ CHILDREN = {each.__name__: each for each in (first, again, with_faulty_candidate
 
 
 def main(function, given, answer):
+    logging.basicConfig(format="%(relativeCreated)7.0f ms %(message)s")
+    logging.getLogger("rocm_sd").setLevel(logging.INFO)
     Path(answer).write_text(json.dumps(CHILDREN[function](Drawing(**json.loads(given)))))
 
 
