@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import copy
+import gc
 import inspect
 import logging
+import pickle
 import subprocess
 import sys
+from types import SimpleNamespace
+from weakref import ref
 
 import fake_comfyui
 import pytest
@@ -21,7 +25,7 @@ from rocm_sd.integrations.comfyui import (
     patching,
 )
 from rocm_sd.integrations.comfyui.attention import OPTION, is_our_override, override_for
-from rocm_sd.integrations.comfyui.comfyui_policy import fused
+from rocm_sd.integrations.comfyui.comfyui_policy import compiled_ahead, fused
 from rocm_sd.integrations.comfyui.host import PatchReport
 from rocm_sd.integrations.comfyui.nodes import (
     ROCmBenchmark,
@@ -32,6 +36,7 @@ from rocm_sd.integrations.comfyui.nodes import (
 )
 from rocm_sd.integrations.ldm import blocks
 from rocm_sd.ops import OPS
+from rocm_sd.rewrite.forwards import is_ours
 
 NAMED = ",".join(f"{name}=torch" for name in OPS)
 
@@ -113,6 +118,56 @@ def test_steps_are_the_same_replayed_and_taken_back(ops):
         "6 convolutions run channels-last",
     ):
         assert words in notes(ours)
+
+
+def test_on_a_cpu_no_block_is_said_to_be_replaced(monkeypatch):
+    (ours,) = ROCmOptimizedModel().optimize(fake_comfyui.patcher())
+    assert "each call is ComfyUI's own" in notes(ours)
+    assert ": replaced" not in notes(ours)
+    assert "1 x ResBlock: skipped, because the ops are stock torch on a CPU" in notes(ours)
+    # The settings may name other implementations at any time.
+    monkeypatch.setenv("ROCM_SD_IMPLEMENTATION", NAMED)
+    assert "1 x ResBlock: replaced by resblock" in notes(ours)
+
+
+def test_blocks_of_convolutions_that_keep_their_layout_are_the_hosts(ops, monkeypatch):
+    kept = SimpleNamespace(implementation="torch", why="as it came")
+    monkeypatch.setattr(patching, "choose_layout", lambda *_: kept)
+    stock = fake_comfyui.patcher()
+    (ours,) = ROCmOptimizedModel().optimize(stock)
+    near(fake_comfyui.run(ours), fake_comfyui.run(stock))
+    assert "1 x ResBlock: skipped, because convolutions keep their layout" in notes(ours)
+    assert "1 x BasicTransformerBlock: replaced" in notes(ours)
+    assert not any("res" in name for name in ours.object_patches)
+
+
+class Decoding(torch.nn.Module):
+    def __init__(self, size):
+        super().__init__()
+        self.size = size
+
+    def decode(self, x):
+        return x * self.size
+
+
+def test_a_method_on_the_vae_does_not_keep_it_alive_and_a_copy_has_its_own():
+    report = PatchReport("VAE", "cpu", "auto")
+    library = SimpleNamespace(serves_a_vae=False)
+    vae = Decoding(2.0)
+    vae.decode = compiled_ahead(vae, "decode", report, library)
+    assert is_ours(vae.decode)
+    other = copy.deepcopy(vae)
+    other.size = 3.0
+    x = torch.ones(1)
+    assert (float(vae.decode(x)), float(other.decode(x))) == (2.0, 3.0)
+    assert float(pickle.loads(pickle.dumps(vae)).decode(x)) == 2.0
+    held = ref(vae)
+    gc.disable()
+    try:
+        del vae
+        assert held() is None
+    finally:
+        gc.enable()
 
 
 # The kernels themselves, in Triton's interpreter where there is no GPU.

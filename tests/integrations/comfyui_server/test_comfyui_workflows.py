@@ -117,4 +117,4 @@ def test_the_emoji_example_draws_and_reports(server):
     assert picture.shape == (128, 128, 3)
     corner = picture[:12, :12].reshape(-1, 3).mean(0)
     assert np.abs(corner - (255, 150, 200)).max() < 40  # pink
-    assert "replaced" in "\n".join(outputs["10"]["text"])
+    assert "attention op" in "\n".join(outputs["10"]["text"])

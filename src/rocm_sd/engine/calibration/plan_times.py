@@ -135,6 +135,8 @@ class PlanTimer:
 
         For the first, which is called now, that is raised.
         """
+        if not self._ready[0].done():
+            self.say("stock's first calls, for which a library may search")
         with self.clock.phase("start of the worker for plans", 0.0):
             self._wait()
         found = [self._known_wrong(outline) for outline in outlines]

@@ -11,10 +11,10 @@ is noted.
 
 from __future__ import annotations
 
+import copy
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
-from types import MethodType
 from typing import TYPE_CHECKING, Any
 from weakref import WeakMethod, ref
 
@@ -105,7 +105,32 @@ class ComfyUIPolicy(HostPolicy):
         return not (getattr(layer, "weight_function", None) or getattr(layer, "bias_function", None))
 
 
-def compiled_ahead(model: nn.Module, name: str, report: PatchReport, library: ChosenLibrary) -> MethodType:
+class WeaklyBound:
+    """A method that lies on a model and does not keep it alive. One that does is a leak to the host, which says so and
+    collects all garbage.
+    """
+
+    def __init__(self, function: Callable[..., Any], owner: nn.Module) -> None:
+        self.__func__, self._held = function, ref(owner)
+
+    @property
+    def __self__(self) -> nn.Module | None:
+        return self._held()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.__func__(self._held(), *args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> WeaklyBound:
+        """As of any method: that of the model's copy, which is being made."""
+        owner: Any = copy.deepcopy(self._held(), memo)
+        return WeaklyBound(self.__func__, owner)
+
+    def __reduce__(self) -> Any:
+        """As of any method: looked up by its name."""
+        return getattr, (self._held(), self.__func__.__name__)
+
+
+def compiled_ahead(model: nn.Module, name: str, report: PatchReport, library: ChosenLibrary) -> WeaklyBound:
     """For `add_object_patch`: the model's own method, whose kernels are compiled side by side before its first use.
 
     It runs with the library's measured setting, if that serves a VAE.
@@ -128,7 +153,7 @@ def compiled_ahead(model: nn.Module, name: str, report: PatchReport, library: Ch
                 report.fail(f"compiling ahead of {name}", error)
         return method(self, x, *args, **kwargs)
 
-    return MethodType(mark(call, name=name), model)
+    return WeaklyBound(mark(call, name=name), model)
 
 
 def find(

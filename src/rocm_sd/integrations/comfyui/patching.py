@@ -13,7 +13,7 @@ from types import MethodType
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
-from rocm_sd import arch
+from rocm_sd import arch, settings
 from rocm_sd.engine import LEVELS, QUALITIES
 from rocm_sd.engine.capture import graphs_wanted, start_compiling
 from rocm_sd.engine.convolutions import CHANNELS_LAST, choose_layout, choose_library, convolution_dtype
@@ -88,8 +88,8 @@ def optimize_model(patcher: Any, level: str, quality: str) -> Any:
     if unet is None or not is_comfy(kind, *_UNET_KIND):
         report.notes.append(f"only its attention is replaced: {kind.__name__} is no UNet of SD 1.5, SD 2 or SDXL")
         return clone
-    _patch(clone, report, unet, MODEL_RULES, f"{_UNET}.")
-    _lay_out(clone, report, lambda model: model.diffusion_model)
+    kept = _lay_out(clone, report, lambda model: model.diffusion_model)
+    _patch(clone, report, unet, MODEL_RULES, f"{_UNET}.", kept)
     device = clone.load_device
     # Before the graph's wrapper, and so around it: what wraps the model inside of that keeps steps from being captured.
     _use_library(clone, report)
@@ -112,8 +112,8 @@ def optimize_vae(vae: Any, level: str) -> Any:
     if not any(is_comfy(type(model), *kind) for kind in _VAES):
         raise Unsupported("ROCmOptimizedVAE", f"a VAE that is a {type(model).__name__}")
     clone, report = _begin(patcher, "VAE", level, "exact")
-    _patch(clone, report, model, VAE_RULES, "")
-    _lay_out(clone, report, lambda first_stage: first_stage)
+    kept = _lay_out(clone, report, lambda first_stage: first_stage)
+    _patch(clone, report, model, VAE_RULES, "", kept)
     library = choose_library(clone.load_device)
     report.sources.append(library.notes if library.serves_a_vae else library.notes_of_a_vae)
     for name in ("decode", "encode"):
@@ -159,34 +159,44 @@ def _override_attention(clone: Any, report: PatchReport) -> None:
     report.notes.append("attention without a mask goes through the attention op; with one it is ComfyUI's own")
 
 
-def _patch(clone: Any, report: PatchReport, model: nn.Module, rules: Sequence[BlockRule], prefix: str) -> None:
+def _patch(
+    clone: Any, report: PatchReport, model: nn.Module, rules: Sequence[BlockRule], prefix: str, kept: str | None
+) -> None:
+    """`kept`: why the model is not laid out channels-last, or None where it is."""
     policy = ComfyUIPolicy(report)
     found = find(model, rules, policy, clone.object_patches, clone.object_patches_backup, prefix.rstrip("."))
     for rule, module, change in found:
-        if not change.replaced:
-            report.changes.append(change)
+        reason = change.why_skipped or (kept if rule.channels_last else None)
+        if reason is not None:
+            report.changes.append(replace(change, why_skipped=reason))
             continue
         guard = rule.replacement(policy)
-        report.changes.append(replace(change, why_now=partial(_why_now, guard, ref(module))))
+        report.changes.append(replace(change, why_now=partial(_why_now, guard, rule, clone.load_device, ref(module))))
         clone.add_object_patch(f"{change.path}.forward", MethodType(guard.stand_in, module))
 
 
-def _why_now(guard: Guard, held: ref[nn.Module]) -> str | None:
+def _why_now(guard: Guard, rule: BlockRule, device: torch.device, held: ref[nn.Module]) -> str | None:
     module = held()
-    return None if module is None else guard.why(module)
+    if module is None:
+        return None
+    if device.type == "cpu" and settings.implementation_for(rule.op) is None:
+        return "the ops are stock torch on a CPU"
+    return guard.why(module)
 
 
-def _lay_out(clone: Any, report: PatchReport, part: Any) -> None:
+def _lay_out(clone: Any, report: PatchReport, part: Any) -> str | None:
+    """Why the convolutions keep their layout, or None where they are laid out channels-last."""
     # Weights that ComfyUI casts at each call are convolved in the other dtype.
     dtype = getattr(clone.model, "manual_cast_dtype", None) or convolution_dtype(part(clone.model))
     layout = choose_layout(clone.load_device, dtype)
     if layout.implementation != CHANNELS_LAST:
         report.notes.append(f"convolutions keep their layout ({layout.why}), and their blocks are ComfyUI's own")
-        return
+        return "convolutions keep their layout"
     laid = ChannelsLast(part, layout.why)
     injection = the("comfy.patcher_extension").PatcherInjection(inject=laid.inject, eject=laid.eject)
     clone.set_injections(KEY, [injection])
     report.sources.append(laid.notes)
+    return None
 
 
 def _use_library(clone: Any, report: PatchReport) -> None:
