@@ -15,10 +15,12 @@ import pytest
 import torch
 from misbehaving import CANDIDATES
 
+from rocm_sd.ops import linear_geglu
 from rocm_sd.tuning.database import Database
 from rocm_sd.tuning.search.candidates import Candidate
 from rocm_sd.tuning.search.halving import strategy
 from rocm_sd.tuning.search.tuner import Tuner, TunerOptions
+from rocm_sd.tuning.search.watching import Watched, watched
 from rocm_sd.workers import Worker
 
 CPU = torch.device("cpu")
@@ -317,3 +319,26 @@ def test_on_a_gpu_every_candidate_of_an_op_is_right_or_skipped(database, geglu_c
     (outcome,) = Tuner(torch.device("cuda"), database, TunerOptions(60, jobs=2)).run([traced])
     assert outcome.measured > 1
     assert outcome.times_stock >= 1
+
+
+def test_what_calls_other_ops_is_judged_once_more_after_them(database, monkeypatch):
+    """`library_geglu` calls `geglu`, which costs less and is searched later."""
+    seen, asked = Watched(), []
+    with torch.no_grad(), watched(seen, answer_stock=True):
+        linear_geglu(torch.randn(64, 32), torch.randn(64, 32), torch.randn(64))
+    measured = Tuner.measured
+
+    def noted(self, search, candidate, *rest):
+        asked.append((search.op.name, candidate.implementation))
+        return measured(self, search, candidate, *rest)
+
+    monkeypatch.setattr(Tuner, "measured", noted)
+    outcomes = Tuner(CPU, database, TunerOptions(60, confirmed=4)).run(seen.traced())
+    assert {each.op for each in outcomes} == {"linear_geglu", "linear_residual", "geglu"}
+    assert all(each.complete for each in outcomes)
+    assert asked[-2:] == [("linear_geglu", "library_geglu"), ("linear_geglu", "torch")]
+    assert asked.count(("linear_geglu", "library_geglu")) > 1
+    # Nothing is left for a second run.
+    asked.clear()
+    Tuner(CPU, database, TunerOptions(60, confirmed=4)).run(seen.traced())
+    assert asked == []

@@ -20,10 +20,12 @@ from rocm_sd.tuning.search.workbench import variants_of
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from rocm_sd.ops.registry import Op
     from rocm_sd.tuning.search.calls import OpCall
     from rocm_sd.tuning.search.candidates import Candidate
+    from rocm_sd.tuning.search.problems import ProblemSearch
 
-__all__ = ["CompilingBeside"]
+__all__ = ["CompilingBeside", "first_of_each", "heads", "is_compiled_apart", "is_composed", "is_plain"]
 
 log = logging.getLogger("rocm_sd")
 
@@ -112,3 +114,36 @@ class CompilingBeside(AbstractContextManager["CompilingBeside"]):
             "%d of %d candidates, %d of %d variants compiled in %.1f s, noted in %.1f s",
             *counts, time.monotonic() - begun - noted, noted,
         )  # fmt: skip
+
+
+def is_compiled_apart(op: Op, candidate: Candidate) -> bool:
+    """Whether a process that has no card compiles it: what Triton compiles."""
+    known = op.verification
+    return known is not None and bool(known.kernels) and candidate.implementation in known.proven
+
+
+def is_composed(op: Op, candidate: Candidate) -> bool:
+    return op.has(candidate.implementation) and op.implementation(candidate.implementation).composed
+
+
+def is_plain(op: Op, candidate: Candidate) -> bool:
+    """A library's own, which can be tried at once."""
+    return not candidate.config and not is_compiled_apart(op, candidate) and not is_composed(op, candidate)
+
+
+def heads(search: ProblemSearch, compiling: CompilingBeside) -> list[Candidate]:
+    """Of what is being compiled, what says most of a problem: all that has no config, and one that has."""
+    could = [c for c in search.others if is_compiled_apart(search.op, c) and not compiling.has_failed(search.call, c)]
+    configured = [c for c in could if c.config]
+    tried = any(search.entry(c) is not None for c in configured)
+    found = [*(c for c in could if not c.config), *([] if tried else configured[:1])]
+    return [] if search.unchecked else [c for c in found if search.entry(c) is None]
+
+
+def first_of_each(search: ProblemSearch) -> set[Candidate]:
+    """Of implementations that are compiled where they run, one by one: the config that comes first."""
+    found: dict[str, Candidate] = {}
+    for candidate in search.others:
+        if candidate.config and not is_compiled_apart(search.op, candidate):
+            found.setdefault(candidate.implementation, candidate)
+    return set(found.values())

@@ -20,7 +20,14 @@ from rocm_sd.tuning.choice import STOCK
 from rocm_sd.tuning.entries import Entry, now, text
 from rocm_sd.tuning.resolve import preferred, user_database
 from rocm_sd.tuning.search import ahead
-from rocm_sd.tuning.search.beside import CompilingBeside
+from rocm_sd.tuning.search.beside import (
+    CompilingBeside,
+    first_of_each,
+    heads,
+    is_compiled_apart,
+    is_composed,
+    is_plain,
+)
 from rocm_sd.tuning.search.candidates import Candidate, candidates, hash_of, operations
 from rocm_sd.tuning.search.halving import Halving, Strategy
 from rocm_sd.tuning.search.problems import Failure, Key, Neighbour, ProblemSearch, TuningResult, fast_nearby, weight
@@ -33,7 +40,6 @@ if TYPE_CHECKING:
 
     import torch
 
-    from rocm_sd.ops.registry import Op
     from rocm_sd.tuning.database import Database
     from rocm_sd.tuning.search.calls import OpCall, Traced
 
@@ -162,6 +168,17 @@ class Tuner:
             search.candidates[:] = [c for c in search.candidates if ready(search, c)]
             self._put_in_order(search, searches)
             self._search(search, worker, self._allotted(waiting[number:]))
+        for search in waiting:
+            self._judge_composed_anew(search, worker)
+
+    def _judge_composed_anew(self, search: ProblemSearch, worker: Worker) -> None:
+        """What it calls may have been searched after it, and is faster by now."""
+        composed = [c for c in search.others if is_composed(search.op, c) and search.entry(c) is not None]
+        measure, complete = _Measure(self, search, worker, self.left_s), search.is_complete
+        for candidate in composed:
+            measure.anew(candidate, self.options.confirmed)
+        if composed and complete:
+            measure.anew(Candidate(STOCK), self.options.confirmed)
 
     def _search_while_compiling(
         self, waiting: Sequence[ProblemSearch], searches: Sequence[ProblemSearch], worker: Worker
@@ -173,7 +190,7 @@ class Tuner:
         wanted = [
             (
                 each.call,
-                [c for c in each.others if _is_compiled_apart(each.op, c) and not each.is_known(c)],
+                [c for c in each.others if is_compiled_apart(each.op, c) and not each.is_known(c)],
                 each.weight,
             )
             for each in waiting
@@ -183,19 +200,19 @@ class Tuner:
 
             def ready(search: ProblemSearch, candidate: Candidate) -> bool:
                 compiled = not candidate.config or compiling.is_ready(search.call, candidate)
-                return compiled or search.is_known(candidate) or candidate in _first_of_each(search)
+                return compiled or search.is_known(candidate) or candidate in first_of_each(search)
 
             for search in waiting:
-                self._try(search, [c for c in search.others if _is_plain(search.op, c)], worker)
+                self._try(search, [c for c in search.others if is_plain(search.op, c)], worker)
             over = False
             while not over and self.left_s > 0:
-                heads = [(search, _heads(search, compiling)) for search in waiting]
-                over = compiling.is_over or not any(each for _, each in heads)
-                for search, each in heads:
+                first = [(search, heads(search, compiling)) for search in waiting]
+                over = compiling.is_over or not any(each for _, each in first)
+                for search, each in first:
                     self._try(search, [c for c in each if compiling.is_ready(search.call, c)], worker)
                 time.sleep(_POLL_S)
             for search in waiting:
-                self._try(search, [c for c in search.others if _is_composed(search.op, c)], worker)
+                self._try(search, [c for c in search.others if is_composed(search.op, c)], worker)
             by_cost = sorted(waiting, key=lambda search: (search.op.composed, -search.cost))
             self._search_all(by_cost, searches, worker, ready)
 
@@ -366,39 +383,6 @@ class _Measure:
         if self._search.unchecked or not self._seconds:
             return 0.0
         return min(1 - (time.monotonic() - self._begun) / self._seconds, self._tuner.left_s / self._seconds)
-
-
-def _is_compiled_apart(op: Op, candidate: Candidate) -> bool:
-    """Whether a process that has no card compiles it: what Triton compiles."""
-    known = op.verification
-    return known is not None and bool(known.kernels) and candidate.implementation in known.proven
-
-
-def _is_composed(op: Op, candidate: Candidate) -> bool:
-    return op.has(candidate.implementation) and op.implementation(candidate.implementation).composed
-
-
-def _is_plain(op: Op, candidate: Candidate) -> bool:
-    """A library's own, which can be tried at once."""
-    return not candidate.config and not _is_compiled_apart(op, candidate) and not _is_composed(op, candidate)
-
-
-def _heads(search: ProblemSearch, compiling: CompilingBeside) -> list[Candidate]:
-    """Of what is being compiled, what says most of a problem: all that has no config, and one that has."""
-    could = [c for c in search.others if _is_compiled_apart(search.op, c) and not compiling.has_failed(search.call, c)]
-    configured = [c for c in could if c.config]
-    tried = any(search.entry(c) is not None for c in configured)
-    heads = [*(c for c in could if not c.config), *([] if tried else configured[:1])]
-    return [] if search.unchecked else [c for c in heads if search.entry(c) is None]
-
-
-def _first_of_each(search: ProblemSearch) -> set[Candidate]:
-    """Of implementations that are compiled where they run, one by one: the config that comes first."""
-    found: dict[str, Candidate] = {}
-    for candidate in search.others:
-        if candidate.config and not _is_compiled_apart(search.op, candidate):
-            found.setdefault(candidate.implementation, candidate)
-    return set(found.values())
 
 
 def _score(entry: Entry | None) -> float | None:
