@@ -7,7 +7,7 @@ rules fits the model: it stands above this package. The mode is `captured`, or `
 from __future__ import annotations
 
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -77,9 +77,10 @@ def get_ready(modules: Sequence[str], device: torch.device | None, skeleton: Ske
         import_module(name)
     if device is not None and device.type == "cuda" and skeleton is not None:
         start_compiling(device, tests=False)
-        with torch.no_grad():
+        # What keeps it from being rebuilt is said when it is timed, and of that model alone.
+        with suppress(Exception), torch.no_grad():
             _opened(skeleton, device)
-        torch.cuda.synchronize(device)
+            torch.cuda.synchronize(device)
 
 
 def time_plan(
