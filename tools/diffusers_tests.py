@@ -113,6 +113,10 @@ def run_tests(checkout: Path, tests: str, when: str, *, only: str = "", hub: Pat
             finally:
                 process.kill()
                 process.wait()
+        # Where a file cannot be imported, pytest runs no test at all.
+        unread = next((test for test in done.by_test if "::" not in test), None)
+        if unread is not None:
+            done.broken = f"no test ran, because {unread} cannot be imported: {done.why[unread]}"
         if not done.by_test or done.broken is not None:
             done.broken = done.broken or "\n".join(said.read_text(encoding="utf-8").splitlines()[-5:])
     return done

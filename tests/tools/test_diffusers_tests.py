@@ -74,6 +74,16 @@ def test_what_differs_is_printed_and_the_exit_code_says_so(checkout, tmp_path, m
     assert record["only_stock"] == []
 
 
+def test_a_file_that_cannot_be_imported_is_no_test_that_fails_both_ways(checkout, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", f"{TOOL.parents[1] / 'tests'}:{TOOL.parents[1] / 'src'}")
+    (checkout / "tests/pipelines/some/test_other.py").write_text("import a_package_that_is_not_there\n")
+    done = run(checkout, "some", **os.environ)
+    assert done.returncode == 1, done.stdout + done.stderr
+    said = " ".join(done.stdout.split())
+    assert "no test ran, because tests/pipelines/some/test_other.py cannot be imported" in said
+    assert "No module named 'a_package_that_is_not_there'" in said
+
+
 def test_help_has_examples_and_a_folder_without_tests_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", str(TOOL.parents[1] / "src"))
     assert "examples:" in run("--help", **os.environ).stdout
