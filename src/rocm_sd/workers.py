@@ -121,11 +121,6 @@ class Worker(AbstractContextManager["Worker"]):
         value: T = answer[0]
         return value
 
-    @property
-    def is_up(self) -> bool:
-        """Whether its process has begun a function: a call has no start to wait for."""
-        return self._is_up
-
     def start(self) -> None:
         """Start the process, where none runs; the first call would start it else. It ends with this thread."""
         if self._process is not None and self._process.poll() is not None:
