@@ -196,6 +196,52 @@ def test_a_backend_says_which_heads_it_cannot_take(device):
     assert "d=512" in OP.implementation("sdpa_flash").why_not(problem, device)
 
 
+def cut_from_wider(shape, dtype, device):
+    """Rows of 8 bytes more than they have: every other one begins between two vectors of 16."""
+    more = 8 // dtype.itemsize
+    return [t[..., : shape[-1]] for t in inputs((*shape[:-1], shape[-1] + more), dtype, device)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("implementation", ["triton", *GPU_ONLY])
+@pytest.mark.parametrize("shape", [(2, 40, 40, 10, 160), (4, 134, 779, 20, 48), (2, 77, 300, 8, 64)], ids=shape_id)
+@pytest.mark.usefixtures("poison_memory")
+def test_rows_between_two_vectors(shape, implementation, device):
+    """cuDNN's own answer is wrong by the size of the result, and the efficient kernel is not found."""
+    check(*cut_from_wider(shape, torch.bfloat16, device), implementation)
+
+
+def test_no_fused_kernel_of_torch_is_given_rows_between_two_vectors(monkeypatch):
+    given = []
+
+    def attend(*heads, scale):
+        given.extend(heads)
+        return heads[0]
+
+    monkeypatch.setattr(attention_op.F, "scaled_dot_product_attention", attend)
+    wide = cut_from_wider((1, 3, 5, 2, 16), torch.float16, "cpu")
+    whole = inputs((1, 3, 5, 2, 16), torch.float16, "cpu")
+    for heads in (wide, whole):
+        for name in GPU_ONLY:
+            OP.implementation(name).run(*heads, None)
+    for t in given:
+        assert t.data_ptr() % 16 == 0
+        assert not any(stride * t.element_size() % 16 for stride in t.stride()[:3])
+    # What lies well is read where it is.
+    assert [t.data_ptr() for t in given[-3:]] == [t.data_ptr() for t in whole]
+
+
+def test_unfused_attention_in_float32_is_less_exact_than_a_fused_kernel(monkeypatch):
+    asked = {"b": 4, "s": 103, "t": 10101, "h": 2, "d": 64, "dtype": "float32"}
+    why_not = OP.implementation("sdpa_math").why_not
+    monkeypatch.setattr(attention_op, "_is_fused", lambda *_sizes, **_named: True)
+    assert "more than twice" in why_not(asked, HOPPER)
+    assert why_not(asked | {"dtype": "float16"}, HOPPER) is None
+    # Where there is no fused kernel it is what stock runs.
+    monkeypatch.setattr(attention_op, "_is_fused", lambda *_sizes, **_named: False)
+    assert why_not(asked, HOPPER) is None
+
+
 HOPPER = torch.device("cuda", 7)
 SPLIT_HEAD = AttentionConfig(128, 64, 8, 3, programs_per_cu=0)
 

@@ -94,6 +94,9 @@ def _stock(q: Tensor, k: Tensor, v: Tensor, scale: float | None, *, backend: SDP
     q, scale = _positive(q, scale)
     if backend is None and _keeps_scores(q, k):
         return _in_slices(q, k, v, scale)
+    if backend in _CAN_USE:
+        # Where they are not, cuDNN's result is wrong and the efficient kernel is not found (torch 2.11 on an H200).
+        q, k, v = map(_in_whole_vectors, (q, k, v))
     heads = (q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))
     if backend is None:
         return _dense(F.scaled_dot_product_attention(*heads, scale=scale))
@@ -169,13 +172,16 @@ def _is_fused(
     return any(_backend_takes.__wrapped__(backend, b, s, t, h, d, dtype, device) for backend in _CAN_USE)
 
 
+def _has_fused(problem: Problem, device: torch.device) -> bool:
+    sizes = {name: int(problem[name]) for name in ("b", "s", "t", "h", "d")}
+    return _is_fused(**sizes, dtype=str(problem["dtype"]), device=device, _switches=_switches())
+
+
 def _instead_of_stock(problem: Problem, device: torch.device) -> tuple[str, ...]:
     """What keeps no scores, or few, where torch would write out more than are bounded; then comes stock, in slices."""
-    sizes = {name: int(problem[name]) for name in ("b", "s", "t", "h", "d")}
-    if device.type not in _MAY_BE_UNFUSED or sizes["b"] * sizes["h"] * sizes["s"] * sizes["t"] <= _SCORES:
+    if device.type not in _MAY_BE_UNFUSED or _scores(problem) <= _SCORES:
         return ()
-    kept = _kept_from_fused(sizes["d"], device)
-    if not kept and _is_fused(**sizes, dtype=str(problem["dtype"]), device=device, _switches=_switches()):
+    if not _kept_from_fused(int(problem["d"]), device) and _has_fused(problem, device):
         return ()
     return "hip", "triton", "gemm_softmax"
 
@@ -192,6 +198,13 @@ def _unless(takes: Callable[..., bool], by: Any, problem: Problem, device: torch
     if takes(by, **sizes, dtype=str(problem["dtype"]), device=device):
         return None
     return f"{', '.join(f'{name}={value}' for name, value in problem.items())}: {missing} for it on this GPU"
+
+
+def _math_why_not(problem: Problem, device: torch.device) -> str | None:
+    """In half precision it computes in float32 within, and is the more exact for it."""
+    if problem["dtype"] != "float32" or device.type not in _MAY_BE_UNFUSED or not _has_fused(problem, device):
+        return None
+    return "float32: its error can be more than twice that of torch's fused kernel"
 
 
 def _backend(name: str, backend: SDPBackend) -> Implementation:
@@ -277,9 +290,13 @@ def _gemm_softmax_why_not(problem: Problem, device: torch.device) -> str | None:
     return reason
 
 
+def _scores(problem: Problem) -> int:
+    return int(problem["b"]) * int(problem["h"]) * int(problem["s"]) * int(problem["t"])
+
+
 def _scores_bytes(problem: Problem, *, at_most: int | None = None) -> int:
     """What torch's unfused attention keeps of scores, in float32 at least: before the softmax and after it."""
-    scores = int(problem["b"]) * int(problem["h"]) * int(problem["s"]) * int(problem["t"])
+    scores = _scores(problem)
     return (scores if at_most is None else min(scores, at_most)) * (8 if problem["dtype"] != "float64" else 16)
 
 
@@ -287,9 +304,7 @@ def _fused_bytes(problem: Problem, device: torch.device) -> int:
     """Nothing where one of torch's fused kernels takes it, all scores where none does."""
     if device.type not in _MAY_BE_UNFUSED:
         return 0
-    sizes = {name: int(problem[name]) for name in ("b", "s", "t", "h", "d")}
-    fused = _is_fused(**sizes, dtype=str(problem["dtype"]), device=device, _switches=_switches())
-    return 0 if fused else _scores_bytes(problem)
+    return 0 if _has_fused(problem, device) else _scores_bytes(problem)
 
 
 def stock_module_bytes(problem: Problem, device: torch.device) -> int:
@@ -338,18 +353,18 @@ def _hip(q: Tensor, k: Tensor, v: Tensor, scale: float | None, *, config: HipCon
     out = _allocate(q)
     if q.numel():
         q, scale = _positive(q, scale)
-        q, k, v = (t if _in_whole_vectors(t) else t.clone(memory_format=torch.contiguous_format) for t in (q, k, v))
+        q, k, v = map(_in_whole_vectors, (q, k, v))
         hip.launch_op("attention", q.device, q, k, v, out, scale, config)
     return out
 
 
-def _in_whole_vectors(t: Tensor) -> bool:
-    """Columns side by side, and every row at a multiple of 16 bytes, as the kernel reads them."""
-    return (
-        t.stride(-1) == 1
-        and not any(stride * t.element_size() % 16 for stride in t.stride()[:3])
-        and (t.data_ptr() % 16 == 0)
-    )
+def _in_whole_vectors(t: Tensor) -> Tensor:
+    """With columns side by side, and every row at a multiple of 16 bytes, as kernels read them: itself or a copy."""
+    size = t.element_size()
+    rows = (t.data_ptr(), *(stride * size for stride in t.stride()[:3]))
+    if t.stride(-1) == 1 and not any(place % 16 for place in rows):
+        return t
+    return t.clone(memory_format=torch.contiguous_format)
 
 
 def _no_such_head(problem: Problem) -> str | None:
@@ -395,7 +410,7 @@ OP = define(
             Implementation(each.name, partial(_library, library=each), partial(_library_why_not, library=each))
             for each in libraries.LIBRARIES
         ),
-        Implementation("sdpa_math", partial(_stock, backend=SDPBackend.MATH), scratch_bytes=_math_bytes),
+        Implementation("sdpa_math", partial(_stock, backend=SDPBackend.MATH), _math_why_not, scratch_bytes=_math_bytes),
     ),
     allocate=_allocate,
     backward=_backward,
