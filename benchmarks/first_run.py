@@ -37,7 +37,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PROCESSES = ROOT / "benchmarks" / "first_run_processes.py"
-TUNE = "import sys; from rocm_sd.cli.main import run; sys.exit(run())"
+TUNE = """
+import logging, sys
+logging.basicConfig(format="%(relativeCreated)7.0f ms %(message)s")
+logging.getLogger("rocm_sd").setLevel(logging.INFO)
+from rocm_sd.cli.main import run
+sys.exit(run())
+"""
 STEPS = ("plans", "eager", "faults", "contiguous", "tune", "shipped", "fuzz")
 # Milliseconds of a picture at most, by workload and batch.
 PICTURES = {("sd15-512", 1): 300, ("sd15-512", 8): 1700, ("sdxl-mlperf", 1): 660}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path  # noqa: TC003 -- typer reads the annotations
 from typing import TYPE_CHECKING, Annotated, Any
@@ -66,7 +67,9 @@ def tune(
     out: Annotated[
         Path | None, typer.Option(help="--static: folder for GFX/OP.json. (default: the data of this installation)")
     ] = None,
-    jobs: Annotated[int | None, typer.Option(min=1, help="Compilers at once. (default: as many as fit)")] = None,
+    jobs: Annotated[
+        int | None, typer.Option(min=1, help="--static: compilers at once. (default: as many as fit)")
+    ] = None,
     device: Device = None,
     as_json: Annotated[bool, typer.Option("--json", help="Every figure, machine-readable.")] = False,
 ) -> None:
@@ -94,7 +97,7 @@ def tune(
     if static:
         _tune_static(names or [], arch, out, jobs, as_json=as_json)
         return
-    given = [option for option, value in (("--arch", arch), ("--out", out)) if value is not None]
+    given = [option for option, value in (("--arch", arch), ("--out", out), ("--jobs", jobs)) if value is not None]
     if given:
         raise InvalidOption(given[0], "without --static", [], hint="A search runs on this card: leave it out.")
     if names and len(names) > 1:
@@ -108,12 +111,12 @@ def tune(
         _list(database, device, as_json=as_json)
     else:
         from rocm_sd.integrations.diffusers.loading import default_device
-        from rocm_sd.tuning.search import ahead, halving
+        from rocm_sd.tuning.search import halving
         from rocm_sd.tuning.search.tuner import TunerOptions
 
         asked = (names[0] if names else None, _sizes(sizes), batch_sizes(batch), parts(ops))
         seconds, on, chosen = _seconds(budget), default_device(device), halving.strategy(strategy)
-        options = TunerOptions(seconds, timeout, jobs or ahead.default_jobs(on), chosen, fresh)
+        options = TunerOptions(seconds, timeout, chosen, fresh)
         _search(database, on, options, begun, *asked, as_json=as_json)
 
 
@@ -130,31 +133,38 @@ def _search(
     as_json: bool,
 ) -> None:
     from rocm_sd.integrations.diffusers.loading import hush
-    from rocm_sd.tuning.search import candidates
+    from rocm_sd.tuning.search import candidates, workbench
     from rocm_sd.tuning.search.tuner import Tuner, TunerProgress
+    from rocm_sd.workers import Worker, WorkerFailed
 
     hush()
-    with bar("loading the model", share=True) as update:
-        for name in ops:
-            candidates.operation(name)
-        found = _traced(device, model, sizes, batches, lambda what: update(description=what)).of(ops)
-    for_plans = min(_FOR_A_MODEL_S * len(found.models), _FOR_PLANS * options.budget_s)
-    with bar("tuning", 1.0, share=True) as update:
+    with Worker(imports=(workbench.__name__,)) as measuring:
+        # It imports while the model is loaded. Whoever asks it for something meets what keeps it from starting.
+        with suppress(WorkerFailed):
+            measuring.start()
+        with bar("loading the model", share=True) as update:
+            for name in ops:
+                candidates.operation(name)
+            found = _traced(device, model, sizes, batches, lambda what: update(description=what)).of(ops)
+        for_plans = min(_FOR_A_MODEL_S * len(found.models), _FOR_PLANS * options.budget_s)
+        with bar("tuning", 1.0, share=True) as update:
 
-        def show(step: TunerProgress) -> None:
-            described = f"{step.what} ({step.best})" if step.best else step.what
-            update(completed=step.share, description=described)
+            def show(step: TunerProgress) -> None:
+                described = f"{step.what} ({step.best})" if step.best else step.what
+                update(completed=step.share, description=described)
 
-        tuner = Tuner(device, database, replace(options, budget_s=options.budget_s - for_plans), show)
-        searching = time.monotonic()
-        outcomes = tuner.run(found.problems, begun)
-        plans, interrupted = [], tuner.interrupted
-        try:
-            if not interrupted:
-                plans = _plans(device, found.models, lambda what: update(description=what))
-        except KeyboardInterrupt:
-            interrupted = True
-        took = time.monotonic() - searching
+            tuner = Tuner(device, database, replace(options, budget_s=options.budget_s - for_plans), show)
+            searching = time.monotonic()
+            outcomes = tuner.run(found.problems, begun, measuring)
+            plans, interrupted = [], tuner.interrupted
+            try:
+                if not interrupted:
+                    # The card is theirs alone.
+                    measuring.stop()
+                    plans = _plans(device, found.models, lambda what: update(description=what))
+            except KeyboardInterrupt:
+                interrupted = True
+            took = time.monotonic() - searching
     if as_json:
         typer.echo(json.dumps([outcome.to_dict() for outcome in outcomes], indent=2))
     else:

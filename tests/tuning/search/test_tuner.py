@@ -17,6 +17,8 @@ from misbehaving import CANDIDATES
 
 from rocm_sd.ops import linear_geglu
 from rocm_sd.tuning.database import Database
+from rocm_sd.tuning.search import beside
+from rocm_sd.tuning.search import tuner as tuner_module
 from rocm_sd.tuning.search.candidates import Candidate
 from rocm_sd.tuning.search.halving import strategy
 from rocm_sd.tuning.search.tuner import Tuner, TunerOptions
@@ -138,17 +140,79 @@ def test_a_second_run_measures_nothing_and_fresh_measures_all(plugged, database,
 
 
 def test_what_was_fast_at_another_size_is_tried_first_and_timed_here(plugged, database, geglu_call):
-    """The sizes of an earlier search are neighbours, too: of nine configs the two that were best there are tried."""
+    """The sizes of an earlier search are neighbours, too: of nine configs the two that were best there come first."""
     plugged("[of('sleeps', sleeps, tuple({'ms': ms} for ms in (9, 7, 3, 8, 5, 1, 6, 4, 2)))]")
     (first,) = Tuner(CPU, database, TunerOptions(60)).run([geglu_call(8, 8)])
     assert first.candidates == 10
-    (second,) = Tuner(CPU, database, TunerOptions(60, shortlist=2)).run([geglu_call(16, 8)])
-    tried = {entry.config["ms"] for entry in database.all() if entry.problem["m"] == 16 and entry.config}
-    assert tried == {1, 2}
-    assert (second.candidates, second.measured) == (3, 3)
+
+    def in_order(options, call):
+        tuner = Tuner(CPU, database, options)
+        searches = tuner._searches([call])
+        return [candidate.config.to_dict()["ms"] for candidate in tuner._in_order(searches[0], searches)]
+
+    quick, near, other = TunerOptions(60, shortlist=2), geglu_call(16, 8), geglu_call(16, 8, torch.float64)
+    assert in_order(quick, near) == [1, 2]
+    assert in_order(TunerOptions(60), near) == [1, 2, 9, 7, 3, 8, 5, 6, 4]
     # Another dtype is no neighbour: all are tried.
-    (third,) = Tuner(CPU, database, TunerOptions(60, shortlist=2)).run([geglu_call(16, 8, torch.float64)])
-    assert third.candidates == 10
+    assert in_order(quick, other) == [9, 7, 3, 8, 5, 1, 6, 4, 2]
+    # What is compiled where it runs costs seconds: in a quick search one of its configs is tried, the best there.
+    (second,) = Tuner(CPU, database, quick).run([near])
+    tried = {entry.config["ms"] for entry in database.all() if entry.problem["m"] == 16 and entry.config}
+    assert tried == {1}
+    assert (second.candidates, second.measured > 0, second.complete) == (10, True, False)
+    # The rest is left to a search that goes through all, and measures no more than that.
+    (third,) = Tuner(CPU, database, TunerOptions(60)).run([near])
+    assert (third.candidates, third.complete) == (10, True)
+
+
+class CompilesOneAtALook:
+    """Instead of a compiler's processes: with each look at what is ready one more is, in the order that was asked for.
+
+    Of the last, which is refused, a look is told, too.
+    """
+
+    def __init__(self, wanted, _device, _seconds):
+        longest = max(len(candidates) for _, candidates, _ in wanted)
+        several = [(call, c) for place in range(longest) for call, found, _ in wanted for c in found[place : place + 1]]
+        self.waiting, self.done = several, []
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def is_ready(self, call, candidate):
+        if len(self.waiting) > 1:
+            self.done.append(self.waiting.pop(0))
+        return (call, candidate) in self.done
+
+    def has_failed(self, call, candidate):
+        return self.is_over and (call, candidate) in self.waiting
+
+    @property
+    def is_over(self):
+        return len(self.waiting) == 1
+
+
+def test_a_search_looks_at_every_problem_first_and_then_goes_through_all(plugged, database, geglu_call, monkeypatch):
+    plugged("[of('sleeps', sleeps, tuple({'ms': ms} for ms in (5, 4, 3, 2, 1)))]")
+    for module in (tuner_module, beside):
+        monkeypatch.setattr(module, "is_compiled_apart", lambda _op, candidate: candidate.implementation == "sleeps")
+    monkeypatch.setattr(tuner_module, "CompilingBeside", CompilesOneAtALook)
+    order, measured = [], Tuner.measured
+
+    def noted(self, search, candidate, *rest):
+        order.append((search.call.problem, candidate.config.to_dict().get("ms")))
+        return measured(self, search, candidate, *rest)
+
+    monkeypatch.setattr(Tuner, "measured", noted)
+    outcomes = Tuner(CPU, database, TunerOptions(120)).run([geglu_call(8, 8), geglu_call(16, 8)])
+    # One config of each problem, then others; all of them in the end, that which was refused, too.
+    assert order[0][0] != order[1][0]
+    assert [ms for _, ms in order[:2]] == [5, 5]
+    assert [(each.complete, each.candidates) for each in outcomes] == [(True, 6), (True, 6)]
+    assert {ms for _, ms in order} == {None, 1, 2, 3, 4, 5}
 
 
 SLOW = "[of('sleeps', sleeps, tuple({'ms': ms} for ms in range(1, 13)))]"
@@ -281,17 +345,14 @@ def test_ctrl_c_keeps_what_was_measured(plugged, database, geglu_call):
     assert outcome.measured == len(database.all()) == 3
 
 
-@pytest.mark.parametrize("jobs", [1, 2])
-def test_a_worker_that_cannot_start_is_held_against_no_candidate(
-    plugged, database, geglu_call, tmp_path, monkeypatch, jobs
-):
+def test_a_worker_that_cannot_start_is_held_against_no_candidate(plugged, database, geglu_call, tmp_path, monkeypatch):
     plugged("[of('sleeps', sleeps, ({'ms': 1}, {'ms': 2}))]")
     broken = tmp_path / "python"
     broken.write_text("#!/bin/sh\necho 'libamdhip64.so: no such file' >&2\nexit 127\n")
     broken.chmod(0o755)
     monkeypatch.setattr("sys.executable", str(broken))
     begun = time.monotonic()
-    (outcome,) = Tuner(CPU, database, TunerOptions(60, jobs=jobs)).run([geglu_call(8, 8)])
+    (outcome,) = Tuner(CPU, database, TunerOptions(60)).run([geglu_call(8, 8)])
     assert outcome.unchecked == (
         "a worker could not be started: crashed with exit status 127; it last said: libamdhip64.so: no such file"
     )
@@ -316,7 +377,7 @@ def test_the_example_in_the_documents_works(installed, database, geglu_call):
 @pytest.mark.gpu
 def test_on_a_gpu_every_candidate_of_an_op_is_right_or_skipped(database, geglu_call):
     traced = geglu_call(4096, 1280, torch.float16)
-    (outcome,) = Tuner(torch.device("cuda"), database, TunerOptions(60, jobs=2)).run([traced])
+    (outcome,) = Tuner(torch.device("cuda"), database, TunerOptions(60)).run([traced])
     assert outcome.measured > 1
     assert outcome.times_stock >= 1
 

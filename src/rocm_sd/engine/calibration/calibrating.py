@@ -22,7 +22,6 @@ from rocm_sd.engine.memory import is_out_of_memory
 from rocm_sd.ops.registry import forget_choices
 from rocm_sd.tuning.resolve import user_database
 from rocm_sd.tuning.search import workbench
-from rocm_sd.tuning.search.halving import Halving
 from rocm_sd.tuning.search.tuner import Tuner, TunerOptions
 from rocm_sd.tuning.search.watching import Watched
 from rocm_sd.workers import Worker
@@ -65,12 +64,6 @@ class Calibration:
     interrupted: bool
     phases: Mapping[str, float] = field(default_factory=dict)
     left_out: Mapping[str, str] = field(default_factory=dict)
-
-
-def _quick(budget_s: float) -> TunerOptions:
-    """For a search that a user waits for at a first picture."""
-    strategy = Halving(first=4, growth=3, last=8, share=0.8)
-    return TunerOptions(budget_s, timeout_s=_CANDIDATE_S, strategy=strategy, confirmed=8, shortlist=4)
 
 
 def calibrate(
@@ -125,7 +118,8 @@ def _ops(
         with clock.phase("tracing", _TRACED_S):
             traced, call_s = _traced(outlines)
         for_plans = min(max(_FOR_PLANS_S, _CALLS_OF_PLANS * call_s), _MOST_FOR_PLANS * BUDGET_S)
-        tuner = Tuner(device, user_database(), _quick(BUDGET_S - for_plans), lambda step: say(step.what))
+        options = TunerOptions(BUDGET_S - for_plans, timeout_s=_CANDIDATE_S).quick()
+        tuner = Tuner(device, user_database(), options, lambda step: say(step.what))
         with clock.phase("ops"):
             return tuner.run(traced, clock.begun + clock.searched_s, measuring), tuner.interrupted
 

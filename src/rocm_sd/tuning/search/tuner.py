@@ -6,9 +6,11 @@ problem is complete, so a problem is complete where stock's is the newest of its
 
 from __future__ import annotations
 
+import logging
 import math
 import time
-from dataclasses import dataclass, field
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -19,7 +21,6 @@ from rocm_sd.tuning import environment
 from rocm_sd.tuning.choice import STOCK
 from rocm_sd.tuning.entries import Entry, now, text
 from rocm_sd.tuning.resolve import preferred, user_database
-from rocm_sd.tuning.search import ahead
 from rocm_sd.tuning.search.beside import (
     CompilingBeside,
     first_of_each,
@@ -41,9 +42,13 @@ if TYPE_CHECKING:
     import torch
 
     from rocm_sd.tuning.database import Database
-    from rocm_sd.tuning.search.calls import OpCall, Traced
+    from rocm_sd.tuning.search.calls import Traced
+
+    Ready = Callable[[ProblemSearch, Candidate], bool]
 
 __all__ = ["Failure", "Tuner", "TunerOptions", "TunerProgress", "TuningResult"]
+
+log = logging.getLogger("rocm_sd")
 
 _LAST = 0.1  # of the budget: no candidate begins in it, the one under way may take it
 _SEARCHED = 0.5  # of the budget: what is left to the search, however long it took to get there
@@ -63,11 +68,18 @@ class TunerOptions:
 
     budget_s: float
     timeout_s: float = 60.0
-    jobs: int = 1
     strategy: Strategy = field(default_factory=Halving)
     fresh: bool = False
     confirmed: int = 24
     shortlist: int | None = None
+
+    def quick(self) -> TunerOptions:
+        """For a first look at every problem, or for all that a user waits for at a first picture."""
+        return replace(self, strategy=Halving(first=4, growth=3, last=8, share=0.8), confirmed=8, shortlist=4)
+
+    @property
+    def is_quick(self) -> bool:
+        return self.shortlist is not None
 
 
 @dataclass(frozen=True)
@@ -90,6 +102,7 @@ class Tuner:
         progress: Callable[[TunerProgress], object] = lambda _: None,
     ) -> None:
         self.device, self.database, self.options, self.progress = device, database, options, progress
+        self._now = options  # of the pass under way
         self.environment = environment.current(device)
         self.interrupted = False
         self._lost: set[tuple[str, Candidate]] = set()
@@ -102,28 +115,25 @@ class Tuner:
     ) -> list[TuningResult]:
         """`begun`, by the monotonic clock: since when the budget is being spent; now, unless given.
 
-        `worker`: one that is there already, and stays. Then configs are compiled by processes that have no card, while
-        others are measured, and those that are not compiled in time are left out.
+        `worker`: one that is there already, and stays.
         """
         self._begun = time.monotonic()
         if begun is not None:
             self._begun = max(begun, self._begun - (1 - _SEARCHED) * self.options.budget_s)
         searches = self._searches(traced)
         waiting = [search for search in searches if self.options.fresh or not search.is_settled]
-        for search in waiting:
-            self._put_in_order(search, searches)
         self._total = sum(len(search.candidates) for search in waiting)
+        self._done = sum(self.is_known(search, c) for search in waiting for c in search.candidates)
         try:
-            if worker is not None:
-                self._search_while_compiling(waiting, searches, worker)
-            else:
-                if self.options.jobs > 1:
-                    self._compile_ahead(waiting)
-                with Worker() as measuring:
-                    self._search_all(waiting, searches, measuring)
+            with Worker() if worker is None else nullcontext(worker) as measuring:
+                self._search_while_compiling(waiting, searches, measuring)
         except KeyboardInterrupt:
             self.interrupted = True
         return [self._outcome(search) for search in searches]
+
+    def is_known(self, search: ProblemSearch, candidate: Candidate) -> bool:
+        """Whether it need not be measured in this run."""
+        return search.is_known(candidate) and (candidate in search.turns or not self.options.fresh)
 
     @property
     def left_s(self) -> float:
@@ -157,43 +167,17 @@ class Tuner:
         ]
         return sorted(found, key=lambda search: (search.op.composed, -search.weight))
 
-    def _search_all(
-        self, waiting: Sequence[ProblemSearch], searches: Sequence[ProblemSearch], worker: Worker,
-        ready: Callable[[ProblemSearch, Candidate], bool] = lambda _search, _candidate: True,
-    ) -> None:  # fmt: skip
-        """`ready`: which candidates can be tried by now; the others are left out."""
-        for number, search in enumerate(waiting):
-            if self.left_s <= 0:
-                break
-            search.candidates[:] = [c for c in search.candidates if ready(search, c)]
-            self._put_in_order(search, searches)
-            self._search(search, worker, self._allotted(waiting[number:]))
-        for search in waiting:
-            self._judge_composed_anew(search, worker)
-
-    def _judge_composed_anew(self, search: ProblemSearch, worker: Worker) -> None:
-        """What it calls may have been searched after it, and is faster by now."""
-        composed = [c for c in search.others if is_composed(search.op, c) and search.entry(c) is not None]
-        measure, complete = _Measure(self, search, worker, self.left_s), search.is_complete
-        for candidate in composed:
-            measure.anew(candidate, self.options.confirmed)
-        if composed and complete:
-            measure.anew(Candidate(STOCK), self.options.confirmed)
-
     def _search_while_compiling(
         self, waiting: Sequence[ProblemSearch], searches: Sequence[ProblemSearch], worker: Worker
     ) -> None:
-        """First each problem by what needs no compiler, then by what has no config and by one that has, as they are
-        compiled. After that what a picture spends on each is known, and those that it spends most on are searched
-        first.
+        """Kernels are compiled by processes that have no card, while others are measured.
+
+        After a look at every problem, and a quick search of those that a picture spends most on, all of it is searched
+        through, unless the search is to be quick: what has no time left is near its best already.
         """
         wanted = [
-            (
-                each.call,
-                [c for c in each.others if is_compiled_apart(each.op, c) and not each.is_known(c)],
-                each.weight,
-            )
-            for each in waiting
+            (search.call, [c for c in self._in_order(search, searches) if _is_to_compile(search, c)], search.weight)
+            for search in waiting
         ]
         self.progress(TunerProgress(self._share(), "compiling"))
         with CompilingBeside(wanted, self.device, self.left_s) as compiling:
@@ -202,35 +186,94 @@ class Tuner:
                 compiled = not candidate.config or compiling.is_ready(search.call, candidate)
                 return compiled or search.is_known(candidate) or candidate in first_of_each(search)
 
-            for search in waiting:
-                self._try(search, [c for c in search.others if is_plain(search.op, c)], worker)
-            over = False
-            while not over and self.left_s > 0:
-                first = [(search, heads(search, compiling)) for search in waiting]
-                over = compiling.is_over or not any(each for _, each in first)
-                for search, each in first:
-                    self._try(search, [c for c in each if compiling.is_ready(search.call, c)], worker)
-                time.sleep(_POLL_S)
-            for search in waiting:
-                self._try(search, [c for c in search.others if is_composed(search.op, c)], worker)
-            by_cost = sorted(waiting, key=lambda search: (search.op.composed, -search.cost))
-            self._search_all(by_cost, searches, worker, ready)
+            if self.options.is_quick or any(candidates for _, candidates, _ in wanted):
+                self._now = self.options if self.options.is_quick else self.options.quick()
+                # Of no weight is what a library may search for minutes.
+                weighty = [search for search in waiting if search.weight]
+                self._look_over(weighty, worker, compiling)
+                self._say_how_far("looked over", waiting)
+                self._search_each(_by_cost(weighty), searches, worker, ready)
+                self._say_how_far("searched quickly", waiting)
+            self._now = self.options
+            if not self.options.is_quick:
+                self._search_through(waiting, searches, worker, compiling)
+                self._say_how_far("searched through", waiting)
+
+    def _look_over(self, waiting: Sequence[ProblemSearch], worker: Worker, compiling: CompilingBeside) -> None:
+        """Each problem by what needs no compiler, then by what has no config and by one that has, as they are compiled:
+        after that what a picture spends on each is known.
+        """
+        for search in waiting:
+            self._try(search, [c for c in search.others if is_plain(search.op, c)], worker)
+        over = False
+        while not over and self.left_s > 0:
+            first = [(search, heads(search, compiling)) for search in waiting]
+            over = compiling.is_over or not any(each for _, each in first)
+            for search, each in first:
+                self._try(search, [c for c in each if compiling.is_ready(search.call, c)], worker)
+            time.sleep(_POLL_S)
+        for search in waiting:
+            self._try(search, [c for c in search.others if is_composed(search.op, c)], worker)
+
+    def _search_through(
+        self, waiting: Sequence[ProblemSearch], searches: Sequence[ProblemSearch], worker: Worker,
+        compiling: CompilingBeside,
+    ) -> None:  # fmt: skip
+        """All candidates, in the order in which they are compiled; what could not be compiled ahead comes last."""
+        todo, over = list(waiting), False
+
+        def ready(search: ProblemSearch, candidate: Candidate) -> bool:
+            return over or not _is_to_compile(search, candidate) or compiling.is_ready(search.call, candidate)
+
+        while self.left_s > 0:
+            over = compiling.is_over
+            self._search_each(_by_cost(todo), searches, worker, ready)
+            todo = [each for each in waiting if not all(self.is_known(each, c) for c in each.others)]
+            if over or not todo:
+                return
+            todo = [each for each in todo if any(ready(each, c) and not self.is_known(each, c) for c in each.others)]
+            time.sleep(_POLL_S)
+
+    def _search_each(
+        self, waiting: Sequence[ProblemSearch], searches: Sequence[ProblemSearch], worker: Worker, ready: Ready
+    ) -> None:
+        """`ready`: which candidates can be tried by now; the others are left out."""
+        for number, search in enumerate(waiting):
+            if self.left_s <= 0:
+                break
+            others = self._in_order(search, searches, ready)
+            self._search(search, others, worker, self._allotted(waiting[number:]))
+        for search in waiting:
+            self._judge_composed_anew(search, worker)
+
+    def _judge_composed_anew(self, search: ProblemSearch, worker: Worker) -> None:
+        """What it calls may have been searched after it, and is faster by now."""
+        composed = [c for c in search.others if is_composed(search.op, c) and search.entry(c) is not None]
+        measure, complete = _Measure(self, search, worker, self.left_s), search.is_complete
+        for candidate in composed:
+            measure.anew(candidate, self._now.confirmed)
+        if composed and complete:
+            measure.anew(Candidate(STOCK), self._now.confirmed)
 
     def _try(self, search: ProblemSearch, several: Sequence[Candidate], worker: Worker) -> None:
         measure = _Measure(self, search, worker, self.left_s)
         for candidate in several:
-            if self.left_s > 0 and not search.is_known(candidate):
+            if self.left_s > 0 and not self.is_known(search, candidate):
                 measure.anew(candidate, LEAST_TURNS)
 
-    def _put_in_order(self, search: ProblemSearch, all_searches: Sequence[ProblemSearch]) -> None:
-        """What is fast at neighbours comes first, after stock and what the data name."""
+    def _in_order(
+        self, search: ProblemSearch, all_searches: Sequence[ProblemSearch], ready: Ready = lambda _search, _c: True
+    ) -> list[Candidate]:
+        """What is to be tried, stock apart: what is fast at neighbours comes first, after what the data name."""
         near = fast_nearby(search, [*(other.as_neighbour for other in all_searches), *self._elsewhere])
         first = dict.fromkeys([Candidate(STOCK), *([search.shipped] if search.shipped else []), *near])
         found = [*(c for c in first if c in search.candidates), *(c for c in search.candidates if c not in first)]
-        if near and self.options.shortlist is not None:
-            configured = [c for c in found if c.config][: self.options.shortlist]
-            found = [c for c in found if not c.config or c in configured]
         search.candidates[:] = found
+        others = [c for c in search.others if ready(search, c)]
+        if near and self._now.shortlist is not None:
+            configured = [c for c in others if c.config][: self._now.shortlist]
+            others = [c for c in others if not c.config or c in configured]
+        return others
 
     def _allotted(self, waiting: Sequence[ProblemSearch]) -> float:
         """Seconds for the first of those that wait: its share of what they cost, and at least half an equal one."""
@@ -238,36 +281,33 @@ class Tuner:
         share = costs[0] / sum(costs) if sum(costs) else 1.0
         return self.left_s * max(share, 0.5 / len(waiting))
 
-    def _search(self, search: ProblemSearch, worker: Worker, seconds: float) -> None:
+    def _search(self, search: ProblemSearch, others: Sequence[Candidate], worker: Worker, seconds: float) -> None:
         measure = _Measure(self, search, worker, seconds)
-        done_before = self._done
         stock = Candidate(STOCK)
-        others = search.others
         if others:
-            self.options.strategy.search(others, measure)
+            self._now.strategy.search(others, measure)
             self._confirm(search, measure)
             self._compare_with_shipped(search, measure)
-        complete = all(search.entry(candidate) is not None for candidate in others)
+        complete = all(search.entry(candidate) is not None for candidate in search.others)
         if complete and not search.unchecked and self._spent_s < self.options.budget_s:
             # Whatever was measured before: it must be the newest now.
-            measure.anew(stock, self.options.confirmed)
-        self._done = done_before + len(search.candidates)
+            measure.anew(stock, self._now.confirmed)
 
     def _confirm(self, search: ProblemSearch, measure: _Measure) -> None:
         """Time the best again until it is one that was timed often: the least of many few turns is mostly luck."""
         for _ in range(_MOST_CONFIRMED):
             best = search.fastest()
-            if best is None or search.turns.get(best, 0) >= self.options.confirmed or self.left_s <= 0:
+            if best is None or search.turns.get(best, 0) >= self._now.confirmed or self.left_s <= 0:
                 return
-            measure.anew(best, self.options.confirmed)
+            measure.anew(best, self._now.confirmed)
 
     def _compare_with_shipped(self, search: ProblemSearch, measure: _Measure) -> None:
         """What the data name stays unless another is faster beyond doubt: its time has to be as sure as the best's."""
         shipped = search.shipped
-        if shipped is None or search.turns.get(shipped, 0) >= self.options.confirmed or self.left_s <= 0:
+        if shipped is None or search.turns.get(shipped, 0) >= self._now.confirmed or self.left_s <= 0:
             return
         if search.fastest() != shipped:
-            measure.anew(shipped, self.options.confirmed)
+            measure.anew(shipped, self._now.confirmed)
 
     def measured(self, search: ProblemSearch, candidate: Candidate, worker: Worker, turns: int) -> Entry | None:
         """One candidate, stored at once; None where its time was cut by the end of the budget."""
@@ -293,6 +333,7 @@ class Tuner:
         search.unchecked = answer.get("unchecked", search.unchecked)
         if not answer or search.unchecked:
             return None
+        self._done += not self.is_known(search, candidate)
         search.turns[candidate] = turns
         search.measured += 1
         if str(answer.get("failed")).startswith((HUNG, "crashed")):
@@ -312,28 +353,14 @@ class Tuner:
             self_test.passed(search.op, candidate.implementation, entry.problem, candidate.config, self.device)
         return entry
 
-    def _compile_ahead(self, waiting: Sequence[ProblemSearch]) -> None:
-        wanted = [
-            (search.call, [c for c in search.others if c.config and not search.is_known(c)]) for search in waiting
-        ]
-        by_call = {search.call: search for search in waiting}
-
-        def failed(call: OpCall, candidate: Candidate, reason: str) -> None:
-            self.store(by_call[call], candidate, {"failed": reason})
-
-        compiled = ahead.compile_all(
-            wanted, self.device, jobs=self.options.jobs, seconds=ahead.SHARE * self.left_s,
-            timeout_s=self.options.timeout_s, on_failed=failed,
-            on_progress=lambda what: self.progress(TunerProgress(self._share(), what)),
-        )  # fmt: skip
-        for search in waiting:
-            # Those that are compiled can be timed at once.
-            slow = {c for c in search.others[1:] if c.config and (search.call, c) not in compiled}
-            search.candidates.sort(key=lambda candidate, slow=slow: candidate in slow)  # type: ignore[misc]
-
     def _share(self) -> float:
         by_time = self._spent_s / self.options.budget_s
         return min(1.0, max(by_time, self._done / self._total if self._total else 1.0))
+
+    def _say_how_far(self, done: str, waiting: Sequence[ProblemSearch]) -> None:
+        picture_ms = 1e3 * sum(search.cost for search in waiting)
+        counts = len(waiting), self._done, self._total
+        log.info("%s after %.1f s: %d problems, %d of %d candidates, %.2f ms", done, self._spent_s, *counts, picture_ms)
 
     def _report(self, search: ProblemSearch, candidate: Candidate) -> None:
         best = search.fastest()
@@ -366,7 +393,7 @@ class _Measure:
     def __init__(self, tuner: Tuner, search: ProblemSearch, worker: Worker, seconds: float) -> None:
         self._tuner, self._search, self._worker, self._seconds = tuner, search, worker, seconds
         self._begun = time.monotonic()
-        self._known = set() if tuner.options.fresh else {c for c in search.candidates if search.is_known(c)}
+        self._known = {c for c in search.candidates if tuner.is_known(search, c)}
 
     def __call__(self, candidate: Candidate, turns: int) -> float | None:
         if candidate in self._known:
@@ -383,6 +410,15 @@ class _Measure:
         if self._search.unchecked or not self._seconds:
             return 0.0
         return min(1 - (time.monotonic() - self._begun) / self._seconds, self._tuner.left_s / self._seconds)
+
+
+def _is_to_compile(search: ProblemSearch, candidate: Candidate) -> bool:
+    return is_compiled_apart(search.op, candidate) and not search.is_known(candidate)
+
+
+def _by_cost(searches: Sequence[ProblemSearch]) -> list[ProblemSearch]:
+    """Those that a picture spends most on first; what is composed of others after them."""
+    return sorted(searches, key=lambda search: (search.op.composed, -search.cost))
 
 
 def _score(entry: Entry | None) -> float | None:

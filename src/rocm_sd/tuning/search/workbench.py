@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from rocm_sd.workers import Worker
 
 __all__ = [
-    "HUNG", "OK", "Answer", "Workbench", "ask", "compile_candidate", "measure_candidate", "open_call", "variants_of",
+    "HUNG", "OK", "Answer", "Workbench", "ask", "measure_candidate", "open_call", "variants_of",
 ]  # fmt: skip
 
 Answer = dict[str, Any]  # of a worker process, about one candidate
@@ -100,12 +100,6 @@ class Workbench:
 
     def stock(self) -> Callable[[], Any]:
         return self.call(Candidate(self.op.implementations[0].name))
-
-    def compile(self, candidate: Candidate) -> Answer:
-        """Once, so that a compiler's cache has it when it is timed."""
-        self.call(candidate)()
-        self._synchronize()
-        return {"compiled": True}
 
     def measure(self, candidate: Candidate, turns: int) -> Answer:
         """Right first, then milliseconds in turns with stock, then right still: a race may show under load only."""
@@ -243,10 +237,6 @@ def _empty(arguments: tuple[Any, ...], device: torch.device) -> tuple[Any, ...]:
         return made if argument.is_floating_point() else made.zero_()
 
     return tuple(map(like, arguments))
-
-
-def compile_candidate(call: OpCall, device: torch.device, candidate: Candidate) -> Answer:
-    return _answer(call, device, lambda bench: bench.compile(candidate))
 
 
 def measure_candidate(call: OpCall, device: torch.device, candidate: Candidate, turns: int) -> Answer:
