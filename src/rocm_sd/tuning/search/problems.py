@@ -15,6 +15,7 @@ import torch
 
 from rocm_sd.tuning import lookup
 from rocm_sd.tuning.choice import STOCK
+from rocm_sd.tuning.resolve import preferred
 from rocm_sd.tuning.search.calls import make
 from rocm_sd.tuning.search.candidates import Candidate, hash_of
 from rocm_sd.tuning.search.pipeline_settings import CONVOLUTION_LIBRARY
@@ -156,6 +157,22 @@ class ProblemSearch:
             if (entry := self.entry(candidate)) is not None and entry.numerics == OK
         }
         return min(times, key=times.__getitem__, default=None)
+
+    def outcome(self) -> TuningResult:
+        entries = {c: e for c in self.candidates if (e := self.entry(c)) is not None}
+        failures = tuple(Failure(str(c), e.numerics) for c, e in entries.items() if e.numerics != OK)
+        usable = {c: e for c, e in entries.items() if e.clearly_faster and not c.is_stock}
+        chosen = min(usable, key=lambda c: usable[c].median_us) if usable else Candidate(STOCK)
+        shipped = self.shipped
+        if usable and shipped in usable and preferred(usable[chosen], usable[shipped]) is usable[shipped]:
+            chosen = shipped
+        stock = entries.get(Candidate(STOCK))
+        stock_us = next((e.stock_us for e in (entries.get(chosen), stock, *entries.values()) if e and e.stock_us), None)
+        return TuningResult(
+            self.op.name, dict(self.call.problem), self.traced.count, chosen,
+            entries[chosen].median_us if chosen in usable else stock_us, stock_us, len(self.candidates), len(entries),
+            self.measured, self.is_complete, failures, self.unchecked,
+        )  # fmt: skip
 
 
 def distance(one: Problem, other: Problem) -> float | None:

@@ -7,20 +7,18 @@ problem is complete, so a problem is complete where stock's is the newest of its
 from __future__ import annotations
 
 import logging
-import math
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from statistics import median
 from typing import TYPE_CHECKING
 
 from rocm_sd import arch
-from rocm_sd.measuring import LEAST_TURNS, interval
+from rocm_sd.measuring import LEAST_TURNS
 from rocm_sd.ops import self_test
 from rocm_sd.tuning import environment
 from rocm_sd.tuning.choice import STOCK
 from rocm_sd.tuning.entries import Entry, now, text
-from rocm_sd.tuning.resolve import preferred, user_database
+from rocm_sd.tuning.resolve import user_database
 from rocm_sd.tuning.search.beside import (
     CompilingBeside,
     first_of_each,
@@ -32,7 +30,7 @@ from rocm_sd.tuning.search.beside import (
 from rocm_sd.tuning.search.candidates import Candidate, candidates, hash_of, operations
 from rocm_sd.tuning.search.halving import Halving, Strategy
 from rocm_sd.tuning.search.problems import Failure, Key, Neighbour, ProblemSearch, TuningResult, fast_nearby, weight
-from rocm_sd.tuning.search.workbench import HUNG, OK, ask, measure_candidate, open_call
+from rocm_sd.tuning.search.workbench import HUNG, OK, ask, measure_candidate, open_call, times_of
 from rocm_sd.workers import Worker
 
 if TYPE_CHECKING:
@@ -129,7 +127,7 @@ class Tuner:
                 self._search_while_compiling(waiting, searches, measuring)
         except KeyboardInterrupt:
             self.interrupted = True
-        return [self._outcome(search) for search in searches]
+        return [search.outcome() for search in searches]
 
     def is_known(self, search: ProblemSearch, candidate: Candidate) -> bool:
         """Whether it need not be measured in this run."""
@@ -186,7 +184,9 @@ class Tuner:
                 compiled = not candidate.config or compiling.is_ready(search.call, candidate)
                 return compiled or search.is_known(candidate) or candidate in first_of_each(search)
 
-            if self.options.is_quick or any(candidates for _, candidates, _ in wanted):
+            # What is compiled where it runs (HIP) is looked at first, too: each config takes seconds.
+            on_gpu = self.device.type != "cpu"
+            if self.options.is_quick or on_gpu or any(candidates for _, candidates, _ in wanted):
                 self._now = self.options if self.options.is_quick else self.options.quick()
                 # Of no weight is what a library may search for minutes.
                 weighty = [search for search in waiting if search.weight]
@@ -342,7 +342,7 @@ class Tuner:
 
     def store(self, search: ProblemSearch, candidate: Candidate, answer: Mapping[str, Any]) -> Entry:
         key = search.key(candidate)
-        times = _times(answer)
+        times = times_of(answer)
         entry = Entry(
             search.op.name, dict(search.call.problem), self.environment, key[0], candidate.implementation,
             candidate.config.to_dict(), *times, answer.get("failed") or answer["numerics"], now(),
@@ -369,22 +369,6 @@ class Tuner:
         if best is not None and entry is not None and entry.stock_us:
             so_far = f"best: {best.implementation} {entry.median_us:.1f} us, stock {entry.stock_us:.1f} us"
         self.progress(TunerProgress(self._share(), f"{search.op.name}: {candidate.implementation}", so_far))
-
-    def _outcome(self, search: ProblemSearch) -> TuningResult:
-        entries = {c: e for c in search.candidates if (e := search.entry(c)) is not None}
-        failures = tuple(Failure(str(c), e.numerics) for c, e in entries.items() if e.numerics != OK)
-        usable = {c: e for c, e in entries.items() if e.clearly_faster and not c.is_stock}
-        chosen = min(usable, key=lambda c: usable[c].median_us) if usable else Candidate(STOCK)
-        shipped = search.shipped
-        if usable and shipped in usable and preferred(usable[chosen], usable[shipped]) is usable[shipped]:
-            chosen = shipped
-        stock = entries.get(Candidate(STOCK))
-        stock_us = next((e.stock_us for e in (entries.get(chosen), stock, *entries.values()) if e and e.stock_us), None)
-        return TuningResult(
-            search.op.name, dict(search.call.problem), search.traced.count, chosen,
-            entries[chosen].median_us if chosen in usable else stock_us, stock_us, len(search.candidates), len(entries),
-            search.measured, search.is_complete, failures, search.unchecked,
-        )  # fmt: skip
 
 
 class _Measure:
@@ -425,19 +409,3 @@ def _score(entry: Entry | None) -> float | None:
     if entry is None or entry.numerics != OK or not entry.stock_us:
         return None
     return entry.median_us / entry.stock_us
-
-
-def _times(answer: Mapping[str, Any]) -> tuple[float, float, float, float | None]:
-    """Median, its interval, and stock's median, in microseconds.
-
-    The interval is that of the ratio to stock, turn by turn, at stock's median: what slows both is not in it, so it is
-    below stock's time exactly where the candidate is faster beyond doubt.
-    """
-    if answer.get("numerics") != OK:
-        return math.inf, math.inf, math.inf, None
-    ours, stock = ([1e3 * ms for ms in answer[who]] for who in ("ours", "stock"))
-    if ours == stock:
-        return median(ours), min(ours), max(ours), median(ours)
-    least, most = interval(ours, stock)
-    middle = median(stock)
-    return median(ours), middle / most, middle / least, middle

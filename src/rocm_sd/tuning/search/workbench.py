@@ -5,15 +5,17 @@ Whatever a candidate raises is its answer; what it does to the process (a crash,
 
 from __future__ import annotations
 
+import math
 import traceback
 from contextlib import suppress
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from rocm_sd import numerics
 from rocm_sd.errors import RocmSdError
-from rocm_sd.measuring import Stopwatch, as_graph, interleaved
+from rocm_sd.measuring import Stopwatch, as_graph, interleaved, interval
 from rocm_sd.numerics import in_float64, outputs
 from rocm_sd.ops.registry import forget_choices
 from rocm_sd.tuning.search.calls import OpCall, make
@@ -22,12 +24,12 @@ from rocm_sd.tuning.search.pipeline_settings import PreparedImplementation
 from rocm_sd.workers import OutOfTime, WorkerFailed, WorkerLost
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from rocm_sd.workers import Worker
 
 __all__ = [
-    "HUNG", "OK", "Answer", "Workbench", "ask", "measure_candidate", "open_call", "variants_of",
+    "HUNG", "OK", "Answer", "Workbench", "ask", "measure_candidate", "open_call", "times_of", "variants_of",
 ]  # fmt: skip
 
 Answer = dict[str, Any]  # of a worker process, about one candidate
@@ -197,6 +199,22 @@ def open_call(call: OpCall, device: torch.device) -> Answer:
         return {"opened": True}
 
     return _answer(call, device, prepare)
+
+
+def times_of(answer: Mapping[str, Any]) -> tuple[float, float, float, float | None]:
+    """Median, its interval, and stock's median, in microseconds.
+
+    The interval is that of the ratio to stock, turn by turn, at stock's median: what slows both is not in it, so it is
+    below stock's time exactly where the candidate is faster beyond doubt.
+    """
+    if answer.get("numerics") != OK:
+        return math.inf, math.inf, math.inf, None
+    ours, stock = ([1e3 * ms for ms in answer[who]] for who in ("ours", "stock"))
+    if ours == stock:
+        return median(ours), min(ours), max(ours), median(ours)
+    least, most = interval(ours, stock)
+    middle = median(stock)
+    return median(ours), middle / most, middle / least, middle
 
 
 def variants_of(
