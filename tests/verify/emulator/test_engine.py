@@ -125,6 +125,31 @@ def run_scalar(op: str, rows: list[tuple[int, int, int]]) -> list[tuple[int, int
     return [(int(value), int(scc)) for value, scc in results]
 
 
+def test_scalar_loads_of_less_than_a_dword():
+    """gfx12 has them: a kernel that reads one half from a place that all lanes share."""
+    body = """
+      s_load_b128 s[4:7], s[0:1], 0x0
+      s_wait_kmcnt 0x0
+      s_load_u8 s8, s[4:5], 0x3
+      s_load_i8 s9, s[4:5], 0x3
+      s_load_u16 s10, s[4:5], 0x6
+      s_load_i16 s11, s[4:5], 0x6
+      s_wait_kmcnt 0x0
+      s_mov_b32 exec_lo, 1
+      v_mov_b32 v5, 0
+      v_mov_b32 v1, s8
+      v_mov_b32 v2, s9
+      v_mov_b32 v3, s10
+      v_mov_b32 v4, s11
+      global_store_b128 v5, v[1:4], s[6:7]
+      s_endpgm
+    """
+    given, found = np.array([0xF1234567, 0x89ABCDEF], np.uint32), np.zeros(4, np.uint32)
+    buffers = [Buffer(given), Buffer(found, initialised=False, must_write=True)]
+    launch(kernel(body, "gfx1201", pointers=2), 1, buffers)
+    assert [int(each) for each in found] == [0xF1, 0xFFFFFFF1, 0x89AB, 0xFFFF89AB]
+
+
 ROWS = st.lists(st.tuples(WORDS, WORDS, st.integers(0, 1)), min_size=1, max_size=24)
 QUICK = settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 

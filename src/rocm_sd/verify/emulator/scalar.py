@@ -150,11 +150,17 @@ def _bind_immediate(inst: Decoded, name: str) -> tuple[Run, int]:
 
 _SIZES = {"b32": 1, "b64": 2, "b96": 3, "b128": 4, "b256": 8, "b512": 16, "dword": 1}
 _SIZES |= {f"dwordx{n}": n for n in (2, 4, 8, 16)}
+# From gfx12 on, one of these fills a register: bytes, and as what they are read.
+_NARROW = {"u8": (1, np.uint8), "i8": (1, np.int8), "u16": (2, np.uint16), "i16": (2, np.int16)}
 
 
 def bind_scalar_load(inst: Decoded, memory: Memory, counter: str) -> tuple[Run, int]:
-    """s_load_*: dwords at a scalar address. Buffer forms are not used by compilers for these kernels."""
-    size = _SIZES.get(inst.name.removeprefix("s_load_"))
+    """s_load_*: dwords at a scalar address, or less than one. Buffer forms are not used by compilers for these
+    kernels.
+    """
+    kind = inst.name.removeprefix("s_load_")
+    element, read_as = _NARROW.get(kind, (4, np.uint32))
+    size = 1 if kind in _NARROW else _SIZES.get(kind)
     if not inst.name.startswith("s_load_") or size is None:
         raise UnknownInstruction(inst.name, inst.address)
     target = inst.get("sdata")
@@ -166,8 +172,9 @@ def bind_scalar_load(inst: Decoded, memory: Memory, counter: str) -> tuple[Run, 
 
     def run(g: Group) -> None:
         address = read_base(g) + np.uint64(offset & 0xFFFFFFFFFFFFFFFF) + read_offset(g)
-        address = np.broadcast_to(address & ~np.uint64(3), (g.width,))
-        g.s[target : target + size] = memory.load(np.ascontiguousarray(address), 4, size, inst.address)
+        address = np.broadcast_to(address & ~np.uint64(element - 1), (g.width,))
+        found = memory.load(np.ascontiguousarray(address), element, size, inst.address)
+        g.s[target : target + size] = found if element == 4 else found.view(read_as).astype(np.int64) & 0xFFFFFFFF
         g.issue(counter, Outstanding(inst.name, inst.address, filled, in_order=False))
 
     return run, touched | more | filled
