@@ -12,6 +12,7 @@ from rocm_sd.bench import workloads
 from rocm_sd.cli import main
 from rocm_sd.cli.tune_tables import show_known, show_outcomes
 from rocm_sd.engine import calibration, optimize, report
+from rocm_sd.engine.calibration import plan_times
 from rocm_sd.kernels.config import OpenConfig
 from rocm_sd.ops import OPS
 from rocm_sd.tuning import database_file, resolve
@@ -128,6 +129,11 @@ def test_with_no_argument_what_was_drawn_with_is_tuned(own_cache, capsys, monkey
         noted_only.setattr(calibration, "wanted", lambda _device, **_named: False)
         made.picture(optimize(made.pipeline()), 1)
     arguments = ("tune", "--ops", "attention", "--budget", "60s", "--device", "cpu")
+    # Two that measure one card would measure one another: its ops are stored, its plans are not.
+    with plan_times.alone():
+        assert rocm_sd(*arguments) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "Whole models were not timed: another process measures its card now." in shown
     assert rocm_sd(*arguments) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "b=2 s=64" in shown

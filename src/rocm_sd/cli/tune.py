@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path  # noqa: TC003 -- typer reads the annotations
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,7 +19,7 @@ from rocm_sd.cli.terminal import Device, bar, batch_sizes, parts, say
 from rocm_sd.errors import InvalidOption, RocmSdError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     import torch
 
@@ -155,15 +155,17 @@ def _search(
 
             tuner = Tuner(device, database, replace(options, budget_s=options.budget_s - for_plans), show)
             searching = time.monotonic()
-            outcomes = tuner.run(found.problems, begun, measuring)
-            plans, interrupted = [], tuner.interrupted
-            try:
-                if not interrupted:
-                    # The card is theirs alone.
-                    measuring.stop()
-                    plans = _plans(device, found.models, lambda what: update(description=what))
-            except KeyboardInterrupt:
-                interrupted = True
+            plans: list[str] = []
+            with _timing(device, found.models) as time_plans:
+                outcomes = tuner.run(found.problems, begun, measuring)
+                interrupted = tuner.interrupted
+                try:
+                    if not interrupted:
+                        # The card is theirs alone.
+                        measuring.stop()
+                        plans = time_plans(lambda what: update(description=what))
+                except KeyboardInterrupt:
+                    interrupted = True
             took = time.monotonic() - searching
     if as_json:
         typer.echo(json.dumps([outcome.to_dict() for outcome in outcomes], indent=2))
@@ -194,23 +196,41 @@ def _traced(
     return tracing.trace(tracing.workload(model, device), sizes, batches, on_progress)
 
 
-def _plans(device: torch.device, models: Sequence[Outline], say_what: Callable[[str], object]) -> list[str]:
-    """Whole models with the ops as they were found: what is the fastest for each, in a sentence."""
+@contextmanager
+def _timing(
+    device: torch.device, models: Sequence[Outline]
+) -> Iterator[Callable[[Callable[[str], object]], list[str]]]:
+    """What times whole models, with the ops as they were found, and says what is the fastest for each, in a sentence.
+
+    Its worker starts now.
+    """
     from rocm_sd.engine import calibration, graphs_wanted, prepare_plan
 
-    if not models:
-        return []
     graphs = graphs_wanted(device, allowed=True)
-    try:
-        left_out = calibration.time_plans(models, device, prepare_plan, graphs=graphs, say=say_what)
-    except calibration.NotMeasured as reason:
-        return [f"Whole models were not timed: {reason}."]
-    found = []
-    for each in models:
-        plan = calibration.measured(each.key, device, graphs=graphs, call=each.call)
-        said = plan or f"not timed as a whole: {left_out.get(each.key, 'no plan could be compared with stock')}"
-        found.append(f"{each.key.split()[0]} ({each.call}): {said}")
-    return found
+    with ExitStack() as stack:
+        why_not, time_them = None, None
+        try:
+            if models:
+                timing = calibration.timing_plans(models, device, prepare_plan, graphs=graphs)
+                time_them = stack.enter_context(timing)
+        except calibration.NotMeasured as reason:
+            why_not = reason
+
+        def plans(say_what: Callable[[str], object]) -> list[str]:
+            if time_them is None:
+                return [] if why_not is None else [f"Whole models were not timed: {why_not}."]
+            try:
+                left_out = time_them(say_what)
+            except calibration.NotMeasured as reason:
+                return [f"Whole models were not timed: {reason}."]
+            found = []
+            for each in models:
+                plan = calibration.measured(each.key, device, graphs=graphs, call=each.call)
+                said = plan or f"not timed as a whole: {left_out.get(each.key, 'no plan could be compared with stock')}"
+                found.append(f"{each.key.split()[0]} ({each.call}): {said}")
+            return found
+
+        yield plans
 
 
 def _moved(database: Database, import_: Path | None, export: Path | None) -> None:

@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
     _Answers = dict[str, dict[str, Any]]  # by plan: milliseconds, or why there are none
 
-__all__ = ["Clock", "PlanTimer", "alone", "time_plans"]
+__all__ = ["Clock", "PlanTimer", "alone", "timing_plans"]
 
 log = logging.getLogger("rocm_sd")
 
@@ -91,20 +91,22 @@ class Clock:
             self.searched_s += max(0.0, taken - stock_s)
 
 
-def time_plans(
-    outlines: Sequence[Outline],
-    device: torch.device,
-    prepare: Prepare,
-    *,
-    graphs: bool,
-    say: Callable[[str], object] = lambda _what: None,
-) -> dict[str, str]:
-    """Time and store the plans of each, with the ops as they are known by now. By key: why one has none."""
+@contextmanager
+def timing_plans(
+    outlines: Sequence[Outline], device: torch.device, prepare: Prepare, *, graphs: bool
+) -> Iterator[Callable[[Callable[[str], object]], dict[str, str]]]:
+    """A worker gets ready while others work. What is handed out, called with one who is told what is done, times and
+    stores the plans of each, with the ops as they are known by then; by key: why one has none. Raises `NotMeasured`.
+    """
     clock = Clock(_THOROUGH_S * len(outlines))
-    with alone(), PlanTimer(device, prepare, clock, say, graphs).started(outlines) as timer:
-        left_out = timer.all(outlines)[1]
-    forget_choices()
-    return left_out
+    with alone(), PlanTimer(device, prepare, clock, lambda _what: None, graphs).started(outlines) as timer:
+
+        def time_them(say: Callable[[str], object]) -> dict[str, str]:
+            left_out = replace(timer, clock=Clock(clock.budget_s), say=say).all(outlines)[1]
+            forget_choices()
+            return left_out
+
+        yield time_them
 
 
 @dataclass(frozen=True)
