@@ -98,6 +98,8 @@ def timing_plans(
     """A worker gets ready while others work. What is handed out, called with one who is told what is done, times and
     stores the plans of each, with the ops as they are known by then; by key: why one has none. Raises `NotMeasured`.
     """
+    # The worker looks for a database once, and reads what others find: it has to be there by then.
+    user_database().why_not_kept()
     clock = Clock(_THOROUGH_S * len(outlines))
     with alone(), PlanTimer(device, prepare, clock, lambda _what: None, graphs).started(outlines) as timer:
 
