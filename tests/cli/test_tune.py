@@ -87,6 +87,7 @@ def own_cache(monkeypatch, tmp_path):
         (["--ops", "no_such_op"], "op 'no_such_op' is not known"),
         (["--strategy", "guessing"], "Use one of: halving"),
         (["--arch", "gfx1100"], "A search runs on this card"),
+        (["--jobs", "2"], "compiles on all cores but two"),
         (["--import", "no-such-file.json"], "It cannot be read"),
         (["--export", "no-such-folder/tuned.json"], "It cannot be written"),
     ],

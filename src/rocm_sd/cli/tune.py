@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = ["tune"]
 
+_WITHOUT_STATIC = "A search runs on this card, and compiles on all cores but two: leave it out."
 INTERRUPTED = 130  # what a shell returns for a program that Ctrl-C ended
 _FOR_A_MODEL_S, _FOR_PLANS = 6.0, 0.25  # of the budget, the lesser: for whole models, after their ops
 
@@ -99,7 +100,7 @@ def tune(
         return
     given = [option for option, value in (("--arch", arch), ("--out", out), ("--jobs", jobs)) if value is not None]
     if given:
-        raise InvalidOption(given[0], "without --static", [], hint="A search runs on this card: leave it out.")
+        raise InvalidOption(given[0], "without --static", [], hint=_WITHOUT_STATIC)
     if names and len(names) > 1:
         raise InvalidOption("model", " ".join(names), [], hint="Give one model; ops are named by --ops.")
     from rocm_sd.tuning.resolve import user_database
