@@ -69,6 +69,31 @@ def _best_of(path: Path) -> Entry | None:
     return best(Database(path))
 
 
+def test_questions_within_a_block_see_one_state_and_what_is_written_there_is_kept(database, path):
+    first, second = entry(candidate="first"), entry(candidate="second")
+    database.put([first])
+    with database.reading(), database.reading():
+        assert len(database.all()) == 1
+        Database(path).put([second])
+        assert len(database.all()) == 1, "another process writes, and the block has begun"
+        database.put([entry(candidate="third")])
+    assert {each.candidate for each in Database(path).all()} == {"first", "second", "third"}
+    with pytest.raises(ZeroDivisionError), database.reading():
+        _ = database.count() / 0
+    assert database.count() == 3, "nothing is left open"
+
+
+def test_damage_found_within_a_block_is_met_as_ever(database, path):
+    database.put([entry()])
+    with sqlite3.connect(path) as connection:
+        connection.execute("UPDATE measurements SET config = 'no JSON'")
+    with database.reading():
+        assert database.all() == ()
+    assert database.why_lost() is not None
+    database.put([entry()])
+    assert database.count() == 1
+
+
 def test_the_order_of_a_problem_does_not_matter(database):
     database.put([entry()])
     assert best(database, problem=dict(reversed(PROBLEM.items()))) == entry()

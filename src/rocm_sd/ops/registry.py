@@ -27,8 +27,9 @@ from rocm_sd.tuning.choice import STOCK
 from rocm_sd.tuning.environment import current
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
+    from rocm_sd.kernels.config import Config
     from rocm_sd.tuning.database import Entry
 
 __all__ = [
@@ -143,19 +144,24 @@ class Op(OpCandidates):
         if not resolve.has_database():
             return self.lookup(architecture, problem)
         here = current(device)
-        plugged = self._plugged(problem, device, resolve.user_database().by_others(self.name, problem, here, self.own))
-        defaults = {
-            **self.defaults,
-            **{entry.candidate: self.implementation(entry.candidate).default for entry in plugged},
-        }
-        return resolve.choose(
-            self.name, architecture, problem, here, self.kernel_hashes(), tuple(self.own), plugged, defaults
-        )
+        database = resolve.user_database()
+
+        def chosen(plugged: Sequence[Entry], defaults: Mapping[str, Config]) -> Choice:
+            return resolve.choose(
+                self.name, architecture, problem, here, self.kernel_hashes(), tuple(self.own), plugged, defaults
+            )
+
+        with database.reading():
+            measured = database.by_others(self.name, problem, here, self.own)
+            if not measured:
+                return chosen((), self.defaults)
+        # Not within: a plug-in is tested at its first use, and that is written down.
+        plugged = self._plugged(problem, device, measured)
+        theirs = {entry.candidate: self.implementation(entry.candidate).default for entry in plugged}
+        return chosen(plugged, self.defaults | theirs)
 
     def _plugged(self, problem: Problem, device: torch.device, measured: Sequence[Entry]) -> Sequence[Entry]:
-        """Of measurements of plug-ins those that hold; where there are none, no package is looked for."""
-        if not measured:
-            return ()
+        """Of measurements of plug-ins those that hold."""
         holding, notes = plugins.usable(self.name, measured, problem, device)
         for note in notes:
             _say_once(f"{self.name}: {note}")

@@ -156,11 +156,12 @@ def _passed_as(trial: Trial) -> str:
 
 def _remembered(key: _Key, op: OpCandidates, trial: Trial) -> SelfTestVerdict | None:
     database = user_database()
-    reason = database.why_quarantined(*key)
-    if reason is not None:
-        return SelfTestVerdict("failed", reason)
-    whole = op.name, trial.candidate, *key[2:]
-    return _PASSED if database.has_passed(*whole, _passed_as(trial)) else None
+    with database.reading():
+        reason = database.why_quarantined(*key)
+        if reason is not None:
+            return SelfTestVerdict("failed", reason)
+        whole = op.name, trial.candidate, *key[2:]
+        return _PASSED if database.has_passed(*whole, _passed_as(trial)) else None
 
 
 def _now(op: OpCandidates, trial: Trial) -> SelfTestVerdict:

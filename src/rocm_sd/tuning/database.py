@@ -12,6 +12,7 @@ import os
 import socket
 import sqlite3
 import threading
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -22,7 +23,7 @@ from rocm_sd.tuning.exports import read_export, write_export
 from rocm_sd.tuning.location import default_path
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 
     from rocm_sd.tuning.environment import Environment
 
@@ -73,6 +74,22 @@ class Database:
         with self._lock:
             self._open()
             return self._lost
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """Within, questions of this thread see one state of the file, whose lock is taken once for all of them."""
+        with self._lock:
+            opened = self._open()
+            outermost = not opened.connection.in_transaction
+            if outermost:
+                # It reads nothing yet: a file that fails does so at the first question, which knows what to do.
+                opened.connection.execute("BEGIN")
+            try:
+                yield
+            finally:
+                # A file that failed meanwhile was closed, and another one took its place.
+                if outermost and self._opened is opened and opened.connection.in_transaction:
+                    opened.connection.rollback()
 
     def put(self, entries: Iterable[Entry]) -> None:
         """All of them or none; of two measurements of the same key the newer one is kept."""
@@ -266,6 +283,8 @@ class Database:
                 try:
                     if not writes:
                         return what(opened.connection)
+                    if opened.connection.in_transaction:
+                        opened.connection.rollback()  # of reading: what is written is not held back by it
                     with opened.connection as connection:
                         # Before anything is read: of two writers that both read first, one could not go on.
                         connection.execute("BEGIN IMMEDIATE")
