@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Iterable, Iterator, Sequence
 
 __all__ = ["CLASS", "WHATEVER", "Difference", "Held", "States", "bare", "equal"]
 
@@ -28,9 +28,8 @@ class _Whatever:
     """Equal to all: in place of a value that may be any."""
 
     __hash__ = None  # type: ignore[assignment]
-
-    def __eq__(self, other: object) -> bool:
-        return True
+    # In C, and True of anything: hundreds of these are compared before each call of a model.
+    __eq__ = object.__instancecheck__
 
 
 WHATEVER = _Whatever()
@@ -131,7 +130,7 @@ class States:
         self._children = [] if strongly else [_Children(vars(module)["_modules"]) for _, module in found]
         self._names = [name for children in self._children for name in children.names]
         self._places = [place for children in self._children for place in children.places]
-        self._empty = self._places.count(_none)
+        self._child_kinds = [type(place()) for place in self._places]
         self._methods: list[tuple[Any, str]] = []
         if methods is not None:
             self._methods = [*methods, *_methods(module for _, module in found)]
@@ -146,18 +145,20 @@ class States:
             return False
         # Tensors and arrays that are compared have no one answer.
         try:
-            if self._states != list(map(vars, modules)):
+            own = list(map(vars, modules))
+            if self._states != own:
                 return False
         except (RuntimeError, ValueError, TypeError):
             return False
-        if not self._strongly and not self._same_children(modules):
+        if not self._strongly and not self._same_children(own):
             return False
         return [getattr(kind, name) for kind, name in self._methods] == self._functions
 
-    def _same_children(self, modules: list[Any]) -> bool:
-        now = [module.__dict__["_modules"] for module in modules]
-        found = [place() for place in self._places]
-        if found != list(chain.from_iterable(map(dict.values, now))) or found.count(None) != self._empty:
+    def _same_children(self, own: Sequence[Mapping[str, Any]]) -> bool:
+        now = [each["_modules"] for each in own]
+        found = list(chain.from_iterable(map(dict.values, now)))
+        # A reference to a module that is gone gives None, as an empty place does: their types differ.
+        if [place() for place in self._places] != found or list(map(type, found)) != self._child_kinds:
             return False
         return self._names == list(chain.from_iterable(now))
 
