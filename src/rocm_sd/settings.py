@@ -85,6 +85,12 @@ VARIABLES: tuple[Variable, ...] = (
         _flag,
         "0 measures nothing at the first picture of a model on a card; 1 measures on any device.",
     ),
+    Variable(
+        "ROCM_SD_EMULATE",
+        "emulate",
+        str,
+        "An AMD card that is not there, e.g. gfx1100: kernels run as its machine code on the CPU, very slowly.",
+    ),
     Variable("ROCM_SD_CACHE", "cache_dir", Path, "Folder for compiled code and measurements."),
     Variable(
         "ROCM_SD_DATA",
@@ -113,6 +119,7 @@ class Settings:
     implementations: tuple[tuple[str, str], ...] = ()
     step_graph: bool | None = None
     calibrate: bool | None = None
+    emulate: str | None = None
     cache_dir: Path | None = None
     data_dir: Path | None = None
     torch_build: str | None = None

@@ -10,7 +10,15 @@
 
 from __future__ import annotations
 
-from rocm_sd.arch.detect import DeviceFacts, arch_from_properties, detect, device_facts
+from rocm_sd.arch.detect import (
+    DeviceFacts,
+    arch_from_properties,
+    computes_on_gpu,
+    detect,
+    device_facts,
+    emulated,
+    emulating,
+)
 from rocm_sd.arch.kfd import FoundGpu, find_gpus
 from rocm_sd.arch.occupancy import Occupancy, occupancy
 from rocm_sd.arch.roofline import Roofline, roofline
@@ -29,8 +37,11 @@ __all__ = [
     "Roofline",
     "Vendor",
     "arch_from_properties",
+    "computes_on_gpu",
     "detect",
     "device_facts",
+    "emulated",
+    "emulating",
     "find_gpus",
     "get",
     "occupancy",

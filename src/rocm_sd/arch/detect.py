@@ -7,17 +7,26 @@ built for it; `find_gpus` reports the real one.
 from __future__ import annotations
 
 import os
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rocm_sd.arch.kfd import find_gpus
 from rocm_sd.arch.table import CPU, get, unknown
 from rocm_sd.arch.types import Arch, Vendor
 from rocm_sd.errors import DeviceUnavailable
 
-__all__ = ["DeviceFacts", "arch_from_properties", "detect", "device_facts"]
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = [
+    "DeviceFacts", "arch_from_properties", "computes_on_gpu", "detect", "device_facts", "emulated", "emulating",
+]  # fmt: skip
+
+# The card that CPU tensors are taken to be on, while machine code for it is emulated.
+_emulated: Arch | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +44,31 @@ class DeviceFacts:
     memory_bytes: int | None
 
 
+@contextmanager
+def emulating(arch: Arch) -> Iterator[None]:
+    """Within, in all threads, the CPU is taken for the product that the architecture describes (verify/device.py)."""
+    global _emulated  # noqa: PLW0603 -- one for the process: a pipeline's threads share its card
+    before, _emulated = _emulated, arch
+    try:
+        yield
+    finally:
+        _emulated = before
+
+
+def emulated() -> Arch | None:
+    """What the CPU is taken for; None where it is itself."""
+    return _emulated
+
+
+def computes_on_gpu(device: Any) -> bool:
+    """Whether kernels for a GPU compute what lies on this torch.device: a GPU's own, or a CPU that is taken for one."""
+    return bool(device.type != "cpu") or _emulated is not None
+
+
 def detect(device: object = None) -> Arch:
     """The architecture of `device` ("cuda:1", torch.device, "cpu"); None means torch's current GPU, or else the CPU."""
+    if _emulated is not None and (device is None or str(device).startswith("cpu")):
+        return _emulated
     torch = _torch()
     if torch is None:
         return _detect_without_torch(device)
@@ -56,6 +88,8 @@ def device_facts(device: object = None) -> DeviceFacts:
 def _facts(device: object) -> DeviceFacts:
     torch = _torch()
     arch = detect(device)
+    if arch is _emulated:
+        return DeviceFacts(arch.product or arch.name, arch, arch.compute_units, multiprocessors=None, memory_bytes=None)
     if arch is CPU or torch is None:
         return _host_facts(arch)
     kind, index = _resolve(torch, device)

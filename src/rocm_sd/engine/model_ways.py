@@ -63,7 +63,7 @@ def standing(key: str, device: torch.device, *, graphs: bool) -> str | None:
 
 
 def _by_plan(plan: calibration.Plan, why: str, device: torch.device, *notes: str) -> ModelWay:
-    rules = tuple(rule for rule in (*RULES, *RULES_FOR_GRAPHS) if rule.on_cpu or device.type != "cpu")
+    rules = tuple(rule for rule in (*RULES, *RULES_FOR_GRAPHS) if rule.on_cpu or arch.computes_on_gpu(device))
     layout = Choice(convolutions.CHANNELS_LAST if plan.channels_last else STOCK, source="measured here", why=why)
     kept = None if plan.channels_last else f"its convolutions keep their layout ({why})"
     return ModelWay(rules if plan.rules else (), layout, kept, plan.captured, notes)
@@ -71,7 +71,7 @@ def _by_plan(plan: calibration.Plan, why: str, device: torch.device, *notes: str
 
 def _as_shipped(name: str, module: nn.Module, device: torch.device, parts: Parts, *, graphs: bool) -> ModelWay:
     available = _available(parts, graphs=graphs)
-    rules = tuple(rule for rule in available if rule.on_cpu or device.type != "cpu")
+    rules = tuple(rule for rule in available if rule.on_cpu or arch.computes_on_gpu(device))
     layout = _layout(name, module, device, one_by_one=not graphs and parts.rules is None)
     kept = None
     if layout.implementation != convolutions.CHANNELS_LAST or not parts.channels_last:

@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary, finalize, ref
 import torch
 from torch import nn
 
-from rocm_sd import arch
+from rocm_sd import arch, settings
 from rocm_sd.engine import calibration, convolutions, denoising, levels, vae
 from rocm_sd.engine.capture import graphs_wanted, start_compiling
 from rocm_sd.engine.denoisers import denoiser
@@ -72,6 +72,10 @@ def optimize_with(target: Target, level: str, quality: str, parts: Parts) -> Tar
     require_one_of("level", level, LEVELS)
     require_one_of("quality", quality, QUALITIES)
     require_named()
+    if settings.current().emulate is not None:
+        from rocm_sd.verify import device as emulated_device  # noqa: PLC0415 -- needs Triton and tinygrad
+
+        emulated_device.start_if_asked()
     modules = _modules(target)
     restore(target)
     decision = levels.decide(target, level)

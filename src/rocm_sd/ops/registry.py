@@ -40,6 +40,7 @@ __all__ = [
     "forget_choices",
     "note_self_tests",
     "observed",
+    "preferring",
     "register",
     "require_named",
 ]
@@ -70,6 +71,23 @@ def observed(observer: Observer) -> Iterator[None]:
         yield
     finally:
         _observers.remove(observer)
+
+
+_preferred: list[str] = []
+
+
+@contextmanager
+def preferring(implementation: str) -> Iterator[None]:
+    """Within, in all threads, ops choose it wherever they have it and it can do the problem, with the config that the
+    data have for it. Asked for by name, another still runs.
+    """
+    _preferred.append(implementation)
+    forget_choices()
+    try:
+        yield
+    finally:
+        _preferred.remove(implementation)
+        forget_choices()
 
 
 @dataclass(frozen=True)
@@ -103,6 +121,8 @@ class Op(OpCandidates):
                 raise Unsupported(f"{self.name} ({name})", reason)
             config = self.config_at(name, choice, problem, device)
             return Choice(name, config, "forced", "asked for by name"), True
+        if _preferred and self.has(_preferred[-1]) and self.own[_preferred[-1]].why_not(problem, device) is None:
+            return Choice(_preferred[-1], self.config_of(_preferred[-1], choice), "forced", "preferred here"), True
         instead = self._instead_of_stock(choice, problem, device, architecture)
         if instead is not None:
             return instead

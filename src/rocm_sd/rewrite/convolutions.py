@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from rocm_sd import settings
+from rocm_sd import arch, settings
 from rocm_sd.errors import Unsupported
 from rocm_sd.ops import OPS, conv2d, group_norm_silu
 from rocm_sd.ops.conv2d.workload import problem
@@ -62,7 +62,7 @@ def through_op(name: str, x: torch.Tensor) -> bool:
     """Whether to ask the op of that name. On a CPU each is stock torch unless the settings name another, and asking
     costs 15 us a call, which the small blocks of a small model feel.
     """
-    if x.device.type != "cpu":
+    if arch.computes_on_gpu(x.device):
         return True
     return not torch.compiler.is_compiling() and settings.implementation_for(name) is not None
 
@@ -250,7 +250,7 @@ def plain_convolution_and_add(
 def fuses_adds(layer: nn.Conv2d, x: torch.Tensor) -> bool:
     """Whether `conv2d` of a plain layer adds bias and time embedding in its own pass over the picture, now."""
     # What an op chooses cannot be asked for while it is traced; in place is then the better guess for any device.
-    if x.device.type == "cpu" or torch.compiler.is_compiling():
+    if not arch.computes_on_gpu(x.device) or torch.compiler.is_compiling():
         return True
     asked: Problem = problem(x, layer.weight, stride=layer.stride[0], padding=int(layer.padding[0]))
     return OPS["conv2d"].fuses_adds(asked, x.device)

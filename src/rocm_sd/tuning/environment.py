@@ -83,11 +83,11 @@ def current(device: object = None) -> Environment:
     asked = torch.device(device)  # type: ignore[call-overload]
     if asked.type == "cuda" and asked.index is None:
         asked = torch.device("cuda", torch.cuda.current_device())
-    return _current(asked)
+    return _current(asked, arch.emulated())
 
 
 @cache
-def _current(device: torch.device) -> Environment:
+def _current(device: torch.device, _emulated: object) -> Environment:
     import torch  # noqa: PLC0415
 
     facts = arch.device_facts(device)

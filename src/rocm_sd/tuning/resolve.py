@@ -9,6 +9,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
+from rocm_sd import arch
 from rocm_sd.kernels.config import NO_CONFIG, OpenConfig
 from rocm_sd.tuning.choice import STOCK, Choice, Problem, lookup
 from rocm_sd.tuning.location import default_path
@@ -30,8 +31,11 @@ def user_database() -> Database:
 
 
 def has_database() -> bool:
-    """Whether there was one at the first question: a file system may take longer to answer than a kernel to run."""
-    return _exists(default_path())
+    """Whether there was one at the first question: a file system may take longer to answer than a kernel to run.
+
+    Of a card that is emulated nothing was ever measured.
+    """
+    return arch.emulated() is None and _exists(default_path())
 
 
 def forget() -> None:

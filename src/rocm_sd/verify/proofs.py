@@ -53,7 +53,7 @@ def proofs() -> tuple[Proof, ...]:
 @cache
 def recorded() -> tuple[Proof, ...]:
     """The runs on cards."""
-    text = files("rocm_sd.verify").joinpath("proofs.json").read_text(encoding="utf-8")
+    text = files(__package__).joinpath("proofs.json").read_text(encoding="utf-8")
     return tuple(Proof(**entry) for entry in json.loads(text))
 
 

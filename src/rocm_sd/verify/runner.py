@@ -44,8 +44,8 @@ if TYPE_CHECKING:
     Launch = Callable[[Any, Any, tuple[Any, ...], Mapping[str, Any]], None]
 
 __all__ = [
-    "Call", "EmulatedLauncher", "ModuleKernels", "Run", "emulated", "emulated_hip", "facts_of", "hip_code", "memory_of",
-    "specialise", "total",
+    "Call", "EmulatedLauncher", "ModuleKernels", "Run", "emulated", "emulated_hip", "facts_of", "grid_of", "hip_code",
+    "memory_of", "specialise", "total",
 ]  # fmt: skip
 
 BUDGET = 50_000_000  # wave instructions a launch; 16 waves in an endless loop are given up after 20 s
@@ -259,21 +259,26 @@ class Run:
         with self._kernels.as_they_were() if self._kernels else nullcontext():
             code = compile_for(self.arch, kernel, config)
         code = self.edit(code) if self.edit else code
-        size = _grid(grid, dict(config.constants) | {a.name: a.value for a in arguments})
+        size = grid_of(grid, dict(config.constants) | {a.name: a.value for a in arguments})
         self._record(code, size, config, arguments)
 
     def launch_code(self, code: CodeObject, grid: tuple[int, int, int], values: Sequence[Any]) -> None:
         """As `launch`, of machine code that is there: of another language than Triton's."""
-        arguments = [_Argument(f"argument {place}", "", value) for place, value in enumerate(values)]
-        self._record(self.edit(code) if self.edit else code, grid, KernelConfig(()), arguments)
+        self._record(self.edit(code) if self.edit else code, grid, KernelConfig(()), self.named(values))
+
+    @staticmethod
+    def named(values: Sequence[Any]) -> list[_Argument]:
+        """Arguments of a kernel that has no names for them."""
+        return [_Argument(f"argument {place}", "", value) for place, value in enumerate(values)]
 
     def _record(
         self, code: CodeObject, grid: tuple[int, int, int], config: KernelConfig, arguments: list[_Argument]
     ) -> None:
-        counters = self._execute(code, grid, arguments) if self.execute else None
+        counters = self.executed(code, grid, arguments) if self.execute else None
         self.calls.append(Call(code.name, grid, config, code, counters))
 
-    def _execute(self, code: CodeObject, grid: tuple[int, int, int], arguments: list[_Argument]) -> Counters:
+    def executed(self, code: CodeObject, grid: tuple[int, int, int], arguments: list[_Argument]) -> Counters:
+        """On the tensors' memory."""
         from rocm_sd.verify.emulator import launch  # noqa: PLC0415 -- needs tinygrad
 
         buffers: dict[tuple[int, int], Buffer] = {}
@@ -315,7 +320,7 @@ class Run:
                 )
 
 
-def _grid(grid: Any, constants: Mapping[str, Any]) -> tuple[int, int, int]:
+def grid_of(grid: Any, constants: Mapping[str, Any]) -> tuple[int, int, int]:
     sizes = grid(constants) if callable(grid) else grid
     x, y, z = (*((sizes,) if isinstance(sizes, int) else sizes), 1, 1)[:3]
     return int(x), int(y), int(z)

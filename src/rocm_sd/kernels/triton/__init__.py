@@ -56,12 +56,13 @@ def why_not(device: torch.device) -> str | None:
     """The reason that Triton kernels cannot run on this device, or None if they can."""
     if device.type == "cuda":
         return why_not_compiled(device) or _why_not_driven()
+    if arch.computes_on_gpu(device):
+        return why_not_compiled(device)
     if not settings.current().triton_interpret:
         return f"Triton has no code for a tensor on {device.type}"
     return _why_not_imported()
 
 
-@cache
 def why_not_compiled(device: torch.device) -> str | None:
     """The reason that Triton cannot compile for this GPU, or None if it may; its driver is not asked, nor built."""
     # Before Triton is tried: a compiler that does not know the architecture prints pages, or ends the process.
