@@ -202,3 +202,70 @@ def test_stores_count_apart_from_loads_on_gfx11_and_with_them_on_gfx942():
         else:
             with pytest.raises(MissingWait, match="v1"):
                 execute(gfx, body)
+
+
+REFILL = """
+  {scalar} s[4:7], s[0:1], 0x0
+  v_lshlrev_b32 v9, 2, v0
+  v_mov_b32 v2, 5
+  {wait_scalar0}
+  scratch_store_{word} off, v0, off
+  scratch_store_{word} off, v2, off offset:4
+  {wait_store}
+  {earlier}
+  scratch_load_{word} v1, off, off offset:4
+  {wait_load0}
+  {store} v9, v1, s[6:7]
+  s_endpgm
+"""
+
+
+def refill(gfx: str, earlier: str) -> np.ndarray:
+    names = NAMES[gfx]
+    word = "dword" if gfx == "gfx942" else "b32"
+    wait_store = {"gfx1100": "s_waitcnt_vscnt null, 0x0", "gfx1201": "s_wait_storecnt 0x0"}.get(
+        gfx, "s_waitcnt vmcnt(0)"
+    )
+    waits = {f"wait_{what}0": names[f"wait_{what}"].format(0) for what in ("scalar", "load")}
+    text = REFILL.format(**names, **waits, wait_store=wait_store, word=word, earlier=earlier.format(**names, word=word))
+    return execute(gfx, text, scratch=16, lds=256)
+
+
+IN_ORDER = ["scratch_load_{word} v1, off, off", "scratch_load_{word}x2 v[0:1], off, off", "{load} v1, v9, s[4:5]"]
+
+
+@pytest.mark.parametrize("gfx", ["gfx1100", "gfx942"])
+@pytest.mark.parametrize("earlier", IN_ORDER)
+def test_a_later_load_of_the_same_kind_is_the_later_to_write(gfx, earlier):
+    earlier = earlier.replace("{word}x2", "b64" if gfx == "gfx1100" else "dwordx2")
+    assert (refill(gfx, earlier) == 5).all()
+
+
+@pytest.mark.parametrize("earlier", ["scratch_load_b32 v1, off, off", "global_load_b32 v1, v9, s[4:5]"])
+def test_gfx12_may_write_the_registers_of_loads_in_any_order(earlier):
+    with pytest.raises(MissingWait, match="v1"):
+        refill("gfx1201", earlier)
+
+
+@every_gfx
+def test_loads_of_two_counters_may_not_fill_one_register_at_once(gfx):
+    with pytest.raises(MissingWait, match=r"scratch_load.* uses v1 while ds_"):
+        refill(gfx, "{lds_store} v9, v0\n {lds_load} v1, v9")
+
+
+@pytest.mark.parametrize("gfx", ["gfx1100", "gfx942"])
+def test_a_load_whose_address_is_still_being_loaded(gfx):
+    with pytest.raises(MissingWait, match="uses v9"):
+        refill(gfx, "{load} v9, v9, s[4:5]\n {load} v9, v9, s[4:5]")
+
+
+def test_a_load_of_half_a_register_reads_the_other_half_on_cdna():
+    with pytest.raises(MissingWait, match="v1"):
+        refill("gfx942", "{load} v1, v9, s[4:5]\n global_load_short_d16 v1, v9, s[4:5]")
+
+
+@every_gfx
+def test_scalar_loads_may_not_fill_one_register_at_once(gfx):
+    again = "{scalar} s[4:7], s[0:1], 0x0".format(**NAMES[gfx])
+    with pytest.raises(MissingWait, match="s4"):
+        execute(gfx, f"{again}\n {again}\n s_endpgm")

@@ -124,7 +124,7 @@ class _Scheduler:
         while limit is None or pc < limit:
             operation = operations.get(pc) or bind(pc)
             if group.pending & operation.touched:
-                group.check(operation.touched, operation.name, operation.address)
+                group.check(operation.touched, operation.name, operation.address, operation.refilled)
             operation.executed += width
             self.budget -= width
             if self.budget < 0:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rocm_sd.verify.emulator import control
 from rocm_sd.verify.emulator.decode import Decoded, Decoder
@@ -47,7 +47,10 @@ _CACHE_CONTROL = {
 
 @dataclass(slots=True)
 class Operation:
-    """`flow` is None for an instruction that goes on to the next; else it says how control goes on."""
+    """`flow` is None for an instruction that goes on to the next; else it says how control goes on.
+
+    `refilled` is for `Group.check`: what a load may fill while an earlier one is still filling it.
+    """
 
     name: str
     address: int
@@ -59,6 +62,17 @@ class Operation:
     flow: control.Flow | None = None
     executed: int = 0
     flops: int = 0
+    refilled: tuple[str, int] = ("", 0)
+
+
+class _Semantics(NamedTuple):
+    """What an instruction does and uses; the fields are those of `Operation`."""
+
+    run: Any
+    touched: int
+    kind: str
+    flops: int = 0
+    refilled: tuple[str, int] = ("", 0)
 
 
 class Machine:
@@ -96,39 +110,40 @@ class Machine:
         flow = control.flow_of(inst, offset, following)
         if flow is not None:
             return Operation(inst.name, inst.address, offset, following, flow.kind, None, flow.touched, flow)
-        run, touched, kind, flops = self._semantics(inst)
+        run, touched, kind, flops, refilled = self._semantics(inst)
         if touched & self._undeclared:
             raise EmulationError(
                 f"{inst.name} uses a vector register beyond the {self.code.vgprs} that the kernel declares.",
                 address=inst.address,
             )
-        return Operation(inst.name, inst.address, offset, following, kind, run, touched, None, 0, flops)
+        return Operation(inst.name, inst.address, offset, following, kind, run, touched, None, 0, flops, refilled)
 
-    def _semantics(self, inst: Decoded) -> tuple[Run, int, str, int]:  # noqa: PLR0911 - one a form
+    def _semantics(self, inst: Decoded) -> _Semantics:  # noqa: PLR0911 - one a form
         name, form = inst.name, inst.form
         if name in _CACHE_CONTROL:
-            return (*self._cache_control(inst), 0)
+            return _Semantics(*self._cache_control(inst))
         waiting = control.bind_wait(inst)
         if waiting is not None:
-            return waiting, 0, "wait", 0
+            return _Semantics(waiting, 0, "wait")
         if form in ("SOP1", "SOP2", "SOPC", "SOPK"):
-            return (*bind_scalar(inst), "salu", 0)
+            return _Semantics(*bind_scalar(inst), "salu")
         if form == "SMEM":
             counter = self._memory_binder.counters["smem"]
-            return (*bind_scalar_load(inst, self.memory, counter), "smem", 0)
+            return _Semantics(*bind_scalar_load(inst, self.memory, counter), "smem")
         if form == "DS":
-            return (*self._ds.bind(inst), 0)
+            return _Semantics(*self._ds.bind(inst))
         if form in ("GLOBAL", "FLAT", "SCRATCH", "MUBUF", "VGLOBAL", "VFLAT", "VSCRATCH", "VBUFFER"):
-            return (*self._memory_binder.bind(inst), 0)
+            run, touched, kind, refilled = self._memory_binder.bind(inst)
+            return _Semantics(run, touched, kind, refilled=(self._memory_binder.counters["load"], refilled))
         if is_matrix(name):
             run, touched, flops = bind_matrix(inst, self.code.arch.name, self.wave_size)
-            return run, touched, "matrix", flops
+            return _Semantics(run, touched, "matrix", flops)
         if form.startswith("VOP"):
             special = bind_lane_operation(inst)
             if special is not None:
-                return (*special, "valu", 0)
+                return _Semantics(*special, "valu")
             run, touched = self._vector.bind(inst)
-            return run, touched, "trans" if name.startswith(_TRANSCENDENTAL) else "valu", 0
+            return _Semantics(run, touched, "trans" if name.startswith(_TRANSCENDENTAL) else "valu")
         raise UnknownInstruction(name, inst.address)
 
     def _cache_control(self, inst: Decoded) -> tuple[Run, int, str]:

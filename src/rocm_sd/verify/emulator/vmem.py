@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     Array = NDArray[Any]
     Run = Callable[[Group], None]
     Addresses = Callable[[Group], Array]
+    Bound = tuple[Run, int, str, int]
 
 __all__ = ["MemoryBinder", "extend", "put", "take"]
 
@@ -33,6 +34,9 @@ _COUNTERS = {
     "gfx94x": {"load": "vmcnt", "store": "vmcnt", "lds": "lgkmcnt", "smem": "lgkmcnt"},
     "gfx12": {"load": "loadcnt", "store": "storecnt", "lds": "dscnt", "smem": "kmcnt"},
 }
+# Here a load may aim at a register that an earlier load is still filling. gfx12 counts loads in order and may write
+# their registers in another (LLVM, SIInsertWaitcnts: hasVmemWriteVgprInOrder).
+_WRITES_IN_ORDER = frozenset({"gfx11", "gfx94x"})
 
 
 def extend(found: Array, transfer: Transfer) -> Array:
@@ -79,8 +83,8 @@ class MemoryBinder:
         self.machine = machine
         self.counters = _COUNTERS[machine.family]
 
-    def bind(self, inst: Decoded) -> tuple[Run, int, str]:
-        """What it does, the registers it touches, and its class."""
+    def bind(self, inst: Decoded) -> Bound:
+        """What it does, the registers it touches, its class, and which an earlier load may still be filling."""
         space, verb, words = (*inst.name.split("_", 2), "", "")[:3]
         if verb == "atomic" and space in ("global", "buffer"):
             return self._atomic(inst, words)
@@ -120,7 +124,7 @@ class MemoryBinder:
         touched: int,
         load: Callable[[Group], Array],
         store: Callable[[Group, Array], None],
-    ) -> tuple[Run, int, str]:
+    ) -> Bound:
         """`load` gives the elements that the active lanes ask for, `store` takes them: [count, active lanes]."""
         register = self._data_register(inst, verb)
         registers = transfer.registers(register, inst.family)
@@ -133,9 +137,12 @@ class MemoryBinder:
                 store(g, take(g, register, transfer))
             issue(g)
 
-        return run, touched | registers, f"vmem_{verb}"
+        # FLAT may come from LDS as well and passes others; CDNA keeps the other half of a register, which it reads.
+        plain = not inst.name.startswith("flat") and (transfer.half is None or inst.family != "gfx94x")
+        refilled = registers & ~touched if verb == "load" and plain and inst.family in _WRITES_IN_ORDER else 0
+        return run, touched | registers, f"vmem_{verb}", refilled
 
-    def _global(self, inst: Decoded, verb: str, transfer: Transfer) -> tuple[Run, int, str]:
+    def _global(self, inst: Decoded, verb: str, transfer: Transfer) -> Bound:
         place, touched = self._global_place(inst, transfer, verb)
         memory = self.machine.memory
 
@@ -247,7 +254,7 @@ class MemoryBinder:
         touched |= sgpr_bits(resource, 4)
         return place, touched if number is None else touched | vgpr_bits(number)
 
-    def _buffer(self, inst: Decoded, verb: str, transfer: Transfer) -> tuple[Run, int, str]:
+    def _buffer(self, inst: Decoded, verb: str, transfer: Transfer) -> Bound:
         """What lies beyond the descriptor reads as zero and is not written: that is how masks are compiled."""
         place, touched = self._buffer_place(inst, transfer, verb)
         memory, element = self.machine.memory, transfer.element
@@ -264,7 +271,7 @@ class MemoryBinder:
 
         return self._transfer(inst, verb, transfer, touched, load, store)
 
-    def _atomic(self, inst: Decoded, words: str) -> tuple[Run, int, str]:
+    def _atomic(self, inst: Decoded, words: str) -> Bound:
         atomic = parse_atomic(words)
         if atomic is None:
             raise UnknownInstruction(inst.name, inst.address)
@@ -296,9 +303,9 @@ class MemoryBinder:
             issue(g)
 
         kind = "vmem_load" if returns else "vmem_store"
-        return run, touched | vgpr_bits(data, operands) | filled, kind
+        return run, touched | vgpr_bits(data, operands) | filled, kind, 0
 
-    def _scratch(self, inst: Decoded, verb: str, transfer: Transfer) -> tuple[Run, int, str]:
+    def _scratch(self, inst: Decoded, verb: str, transfer: Transfer) -> Bound:
         number, base, offset = self._address_fields(inst)
         # 128 is the constant zero.
         read, touched = scalar_source(inst, 128 if base is None else base, 32)

@@ -137,11 +137,17 @@ class Group:
                 kept.append(entry)
         return kept[::-1]
 
-    def check(self, touched: int, name: str, address: int) -> None:
-        """Raise for the first register that is used before its load was waited for."""
+    def check(self, touched: int, name: str, address: int, refilled: tuple[str, int] = ("", 0)) -> None:
+        """Raise for the first register that is used before its load was waited for.
+
+        `refilled`: a counter, and registers that may be filled again while a load of that counter fills them, because
+        the later load is also the later one to write.
+        """
         for counter, queue in self.queues.items():
             for entry in queue:
                 both = entry.registers & touched
+                if both and counter == refilled[0] and entry.in_order:
+                    both &= ~refilled[1]
                 if both:
                     raise MissingWait(
                         f"{name} uses {_register(both)} while {entry.name} at {entry.address:#x} is still filling it: "
