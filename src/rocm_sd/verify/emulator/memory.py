@@ -1,7 +1,8 @@
-"""Global memory: buffers at spaced addresses in one backing array, with a shadow byte for each byte.
+"""Global memory: buffers far apart in the address space, their bytes close together in one backing array.
 
-The gaps between buffers are mapped nowhere, so that an index one past the end is an error and not a neighbour's value.
-Every access is one fancy-index operation over all lanes of all waves at hand.
+The high bits of an address name the buffer, so that an index which runs out of one never lands in another, however far
+it runs. Buffers whose arrays overlap share their bytes, and each keeps its own bounds. Every access is one fancy-index
+operation over all lanes of all waves at hand.
 """
 
 from __future__ import annotations
@@ -11,20 +12,30 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rocm_sd.verify.emulator.errors import MisalignedAccess, OutOfBounds, UninitialisedRead, UnwrittenOutput
+from rocm_sd.verify.emulator.errors import (
+    EmulationError,
+    MisalignedAccess,
+    OutOfBounds,
+    UninitialisedRead,
+    UnwrittenOutput,
+)
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["BASE_ADDRESS", "REPEAT", "Buffer", "Memory", "Region", "views"]
+__all__ = ["REPEAT", "Buffer", "Memory", "Region", "views"]
 
-# Far from zero, so that a pointer that was never filled in does not land in a buffer.
-BASE_ADDRESS = 0x7F00_0000_0000
-_GAP = 1 << 16
+# 2^40 bytes from one buffer to the next: no 32-bit index reaches that far, times any element size. User addresses have
+# 47 bits, and slot 0 stays empty, so that a pointer that was never filled in does not land in a buffer.
+_SLOT_BITS = 40
+_SLOTS = 1 << 47 - _SLOT_BITS
+# A buffer begins a little below a multiple of 4 GiB: a sum whose carry into the upper half is lost goes astray.
+_BEGINS = (1 << 32) - 4096
 _ALIGNMENT = 256
+# What an allocation of torch or numpy is a multiple of at least. Views that begin elsewhere are as misaligned here.
+_HOST_ALIGNMENT = 16
 
-_MAPPED, _INITIALISED, _WRITTEN = 1, 2, 4
-_ALL = _MAPPED | _INITIALISED | _WRITTEN
+_INITIALISED, _WRITTEN = 1, 2
 REPEAT = {1: 0x01, 2: 0x0101, 4: 0x01010101}
 """A byte in every byte of an element, by the size of the element."""
 
@@ -53,51 +64,105 @@ class Buffer:
                 f"The array of buffer {self.name!r} is not contiguous. Type: numpy.ascontiguousarray(array)"
             )
 
+    @property
+    def span(self) -> tuple[int, int]:
+        """First and last byte, the latter excluded, in the memory of this process."""
+        first: int = self.array.__array_interface__["data"][0]
+        return first, first + self.array.nbytes
 
-@dataclass
-class Region:
-    """Where a buffer lies in the backing array."""
 
-    name: str
+@dataclass(eq=False)
+class Chunk:
+    """Bytes that lie together in the backing array: those of one buffer, or of several that overlap."""
+
     start: int
     size: int
+    # Whether every byte held a value from the start: then no load of it need be looked at.
+    complete: bool = True
+
+
+@dataclass(eq=False)
+class Region:
+    """A buffer: its addresses, and where its bytes lie in the backing array."""
+
+    name: str
+    address: int
+    start: int
+    size: int
+    chunk: Chunk
     buffer: Buffer | None = field(default=None, repr=False)
 
     @property
-    def address(self) -> int:
-        return BASE_ADDRESS + self.start
+    def place(self) -> slice:
+        return slice(self.start, self.start + self.size)
 
 
 class Memory:
     """The address space of one launch."""
 
     def __init__(self, buffers: list[Buffer], kernarg_size: int) -> None:
+        if len(buffers) > _SLOTS - 2:
+            raise EmulationError(f"A launch with {len(buffers)} buffers: the emulator has room for {_SLOTS - 2}.")
         self.regions: list[Region] = []
-        place = _GAP
-        for number, buffer in enumerate(buffers):
-            region = Region(buffer.name or f"argument {number}", place, buffer.array.nbytes, buffer)
-            self.regions.append(region)
-            place += _up(buffer.array.nbytes, _ALIGNMENT) + _GAP
-        self.kernarg = Region("kernel arguments", place, kernarg_size)
-        self.regions.append(self.kernarg)
-        self.size = place + _up(kernarg_size, _ALIGNMENT) + _GAP
-        self.data = np.zeros(self.size, np.uint8)
-        self.shadow = np.zeros(self.size, np.uint8)
+        self._slots: dict[int, Region] = {}
+        self.size = 0
+        for chunk, members in self._chunks(buffers):
+            begins = min((buffer.span[0] for _, buffer in members), default=0)
+            for number, buffer in members:
+                self._map(buffer.name or f"argument {number}", chunk, buffer.span[0] - begins, buffer)
+        kernarg = Chunk(self._room(kernarg_size), kernarg_size)
+        self.kernarg = self._map("kernel arguments", kernarg, 0, None)
+        self.data = np.zeros(_up(self.size, _ALIGNMENT), np.uint8)
+        self.shadow = np.zeros(len(self.data), np.uint8)
         self._data, self._shadow = views(self.data), views(self.shadow)
         for region in self.regions:
-            self._place(region)
+            self._fill(region)
+        for region in self.regions:
+            chunk = region.chunk
+            chunk.complete = bool((self.shadow[chunk.start : chunk.start + chunk.size] & _INITIALISED).all())
+        # By slot, for lanes that go to several buffers at once: first and last address, and the way to the bytes.
+        self._bounds = np.zeros((3, _SLOTS), np.int64)
+        for slot, region in self._slots.items():
+            self._bounds[:, slot] = region.address, region.address + region.size, region.start - region.address
 
-    def _place(self, region: Region) -> None:
-        span = slice(region.start, region.start + region.size)
+    def _chunks(self, buffers: list[Buffer]) -> list[tuple[Chunk, list[tuple[int, Buffer]]]]:
+        """Buffers with their numbers, those together whose arrays share bytes."""
+        together: list[tuple[int, int, list[tuple[int, Buffer]]]] = []
+        for number, buffer in sorted(enumerate(buffers), key=lambda each: each[1].span):
+            first, last = buffer.span
+            if together and first < together[-1][1]:
+                before, end, members = together[-1]
+                together[-1] = before, max(end, last), [*members, (number, buffer)]
+            else:
+                together.append((first, last, [(number, buffer)]))
+        together.sort(key=lambda each: min(each[2])[0])
+        return [
+            (Chunk(self._room(last - first) + first % _HOST_ALIGNMENT, last - first), members)
+            for first, last, members in together
+        ]
+
+    def _room(self, size: int) -> int:
+        place = self.size
+        self.size += _up(size + _HOST_ALIGNMENT, _ALIGNMENT)
+        return place
+
+    def _map(self, name: str, chunk: Chunk, offset: int, buffer: Buffer | None) -> Region:
+        slot, start = len(self.regions) + 1, chunk.start + offset
+        size = chunk.size if buffer is None else buffer.array.nbytes
+        address = (slot << _SLOT_BITS) + _BEGINS + start % _ALIGNMENT
+        region = Region(name, address, start, size, chunk, buffer)
+        self.regions.append(region)
+        self._slots[slot] = region
+        return region
+
+    def _fill(self, region: Region) -> None:
         buffer = region.buffer
         if buffer is not None and buffer.known is not None:
-            self.shadow[span] = _MAPPED | _INITIALISED * buffer.known.astype(np.uint8)
+            self.shadow[region.place] |= _INITIALISED * buffer.known.astype(np.uint8)
         elif buffer is None or buffer.initialised:
-            self.shadow[span] = _MAPPED | _INITIALISED
-        else:
-            self.shadow[span] = _MAPPED
+            self.shadow[region.place] |= _INITIALISED
         if buffer is not None:
-            self.data[span] = buffer.array.reshape(-1).view(np.uint8)
+            self.data[region.place] = buffer.array.reshape(-1).view(np.uint8)
 
     def address_of(self, buffer: Buffer) -> int:
         return next(region.address for region in self.regions if region.buffer is buffer)
@@ -111,12 +176,11 @@ class Memory:
         for region in self.regions:
             if region.buffer is None:
                 continue
-            span = slice(region.start, region.start + region.size)
-            written = self.shadow[span] & _WRITTEN
+            written = self.shadow[region.place] & _WRITTEN
             if region.buffer.known is not None:
                 region.buffer.known |= written != 0
             if written.any():
-                region.buffer.array.reshape(-1).view(np.uint8)[:] = self.data[span]
+                region.buffer.array.reshape(-1).view(np.uint8)[:] = self.data[region.place]
             if region.buffer.must_write and not written.all():
                 missing = np.flatnonzero(written == 0)
                 raise UnwrittenOutput(
@@ -127,63 +191,81 @@ class Memory:
 
     def load(self, addresses: NDArray[np.uint64], element: int, count: int, where: int) -> NDArray[np.unsignedinteger]:
         """Elements of 1, 2 or 4 bytes at `addresses` (any shape); the answer has a leading axis of `count`."""
-        index = self._index(addresses, element, count, where)
+        offsets, chunk = self._locate(addresses, element, count, where)
+        index = _elements(offsets, element, count)
+        if chunk is None or not chunk.complete:
+            wanted = REPEAT[element] * _INITIALISED
+            missing = (self._shadow[element][index] & wanted) != wanted
+            if missing.any():
+                raise self._uninitialised(addresses[missing.any(axis=0)], element * count, where)
         found: NDArray[Any] = self._data[element][index]
-        wanted = REPEAT[element] * _INITIALISED
-        shadow = self._shadow[element][index]
-        if ((shadow & wanted) != wanted).any():
-            self._explain(addresses, element, count, where, "reads")
         return found
 
     def store(self, addresses: NDArray[np.uint64], values: NDArray[Any], element: int, where: int) -> None:
         """`values` has a leading axis: consecutive elements from each address on."""
-        index = self._index(addresses, element, len(values), where)
-        wanted = REPEAT[element] * _MAPPED
-        if ((self._shadow[element][index] & wanted) != wanted).any():
-            self._explain(addresses, element, len(values), where, "writes")
+        offsets, _ = self._locate(addresses, element, len(values), where)
+        index = _elements(offsets, element, len(values))
         self._data[element][index] = values
-        self._shadow[element][index] = REPEAT[element] * _ALL
+        self._shadow[element][index] = REPEAT[element] * (_INITIALISED | _WRITTEN)
 
-    def _index(self, addresses: NDArray[np.uint64], element: int, count: int, where: int) -> NDArray[np.int64]:
-        offsets: NDArray[np.int64] = addresses.view(np.int64) - BASE_ADDRESS
-        if not offsets.size:
-            return np.zeros((count, 0), np.int64)
-        if offsets.min() < 0 or offsets.max() + element * count > self.size:
-            bad = offsets[(offsets < 0) | (offsets + element * count > self.size)]
-            raise self._outside(int(bad[0]), element * count, where)
-        if element > 1:
-            if (offsets & (element - 1)).any():
-                bad = addresses[(offsets & (element - 1)) != 0]
-                raise MisalignedAccess(
-                    f"An access of {element * count} bytes at {int(bad[0]):#x} is not aligned to {element} bytes.",
-                    address=where,
-                )
-            offsets = offsets >> (element.bit_length() - 1)
-        if count == 1:
-            return offsets[None]
-        return offsets + np.arange(count, dtype=np.int64).reshape(-1, *([1] * offsets.ndim))
+    def _locate(
+        self, addresses: NDArray[np.uint64], element: int, count: int, where: int
+    ) -> tuple[NDArray[np.int64], Chunk | None]:
+        """Where the bytes are in the backing array, and the chunk where all are of one."""
+        places, size = addresses.view(np.int64), element * count
+        if not places.size:
+            return places, None
+        low, high = int(places.min()), int(places.max())
+        region = self._slots.get(low >> _SLOT_BITS)
+        chunk: Chunk | None
+        if region is not None and region.address <= low and high + size <= region.address + region.size:
+            offsets, chunk = places - (region.address - region.start), region.chunk
+        else:
+            offsets, chunk = self._locate_in_several(places, size, where), None
+        if element > 1 and int(np.bitwise_or.reduce(offsets, axis=None)) & (element - 1):
+            bad = addresses[(offsets & (element - 1)) != 0]
+            raise MisalignedAccess(
+                f"An access of {size} bytes at {int(bad[0]):#x} is not aligned to {element} bytes.", address=where
+            )
+        return offsets, chunk
 
-    def _outside(self, offset: int, size: int, where: int) -> OutOfBounds:
-        nearest = min(self.regions, key=lambda r: max(r.start - offset, offset - (r.start + r.size - 1), 0))
+    def _locate_in_several(self, places: NDArray[np.int64], size: int, where: int) -> NDArray[np.int64]:
+        slots = places >> _SLOT_BITS
+        first, last, way = self._bounds[:, np.where((slots > 0) & (slots < _SLOTS), slots, 0)]
+        outside = (places < first) | (places + size > last)
+        if outside.any():
+            raise self._outside(int(places[outside][0]), size, where)
+        offsets: NDArray[np.int64] = places + way
+        return offsets
+
+    def _outside(self, address: int, size: int, where: int) -> OutOfBounds:
+        nearest = min(
+            self.regions, key=lambda r: max(r.address - address, address - (r.address + max(r.size, 1) - 1), 0)
+        )
         return OutOfBounds(
-            f"An access of {size} bytes at {BASE_ADDRESS + offset:#x} lies in no buffer: the nearest is {nearest.name} "
-            f"({nearest.size} bytes), and the access is at offset {offset - nearest.start} of it.",
+            f"An access of {size} bytes at {address:#x} lies in no buffer: the nearest is {nearest.name} "
+            f"({nearest.size} bytes), and the access is at offset {address - nearest.address} of it.",
             address=where,
             hint="Look for an index that runs past the end, or a mask that is missing.",
         )
 
-    def _explain(self, addresses: NDArray[np.uint64], element: int, count: int, where: int, verb: str) -> None:
-        for address in addresses.reshape(-1).tolist():
-            offset = address - BASE_ADDRESS
-            shadow = self.shadow[offset : offset + element * count]
-            if not (shadow & _MAPPED).all():
-                raise self._outside(offset, element * count, where)
-            if not (shadow & _INITIALISED).all() and verb == "reads":
-                region = next(r for r in self.regions if r.start <= offset < r.start + r.size)
-                raise UninitialisedRead(
-                    f"The kernel reads byte {offset - region.start} of {region.name}, which nothing has written.",
-                    address=where,
-                )
+    def _uninitialised(self, addresses: NDArray[np.uint64], size: int, where: int) -> UninitialisedRead:
+        address = int(addresses.reshape(-1)[0])
+        region = self._slots[address >> _SLOT_BITS]
+        start = address - region.address
+        known = self.shadow[region.place][start : start + size] & _INITIALISED
+        return UninitialisedRead(
+            f"The kernel reads byte {start + int(np.argmin(known))} of {region.name}, which nothing has written.",
+            address=where,
+        )
+
+
+def _elements(offsets: NDArray[np.int64], element: int, count: int) -> NDArray[np.int64]:
+    """Indices into a view of the backing array as elements: [count, ...]."""
+    index: NDArray[np.int64] = offsets >> (element.bit_length() - 1) if element > 1 else offsets
+    if count == 1:
+        return index[None]
+    return index + np.arange(count, dtype=np.int64).reshape(-1, *([1] * index.ndim))
 
 
 def _up(value: int, step: int) -> int:
