@@ -22,6 +22,7 @@ EXCHANGE = """
   ds_load_b32 v1, v8
   s_waitcnt lgkmcnt(0)
   {after}
+  {place}
   global_store_b32 v9, v1, s[4:5]
   s_endpgm
 """
@@ -29,8 +30,10 @@ WAIT = "s_waitcnt lgkmcnt(0)"
 
 
 def exchange(wait: str = WAIT, barrier: str = "s_barrier", after: str = "", grid: int = 1) -> np.ndarray:
-    out = np.zeros(64, np.uint32)
-    text = EXCHANGE.format(wait=wait, barrier=barrier, after=after)
+    out = np.zeros((grid, 64), np.uint32)
+    text = EXCHANGE.format(
+        wait=wait, barrier=barrier, after=after, place="s_lshl_b32 s8, s2, 8\n v_add_nc_u32 v9, s8, v9"
+    )
     launch(kernel(text, waves=2, lds=256), grid, [Buffer(out, initialised=False, must_write=True)])
     return out
 
@@ -40,7 +43,9 @@ def test_a_barrier_makes_stores_visible():
 
 
 def test_gfx12_signals_and_waits():
-    text = EXCHANGE.format(wait="s_wait_dscnt 0x0", barrier="s_barrier_signal -1\n s_barrier_wait -1", after="")
+    text = EXCHANGE.format(
+        wait="s_wait_dscnt 0x0", barrier="s_barrier_signal -1\n s_barrier_wait -1", after="", place=""
+    )
     text = text.replace(WAIT, "s_wait_dscnt 0x0\n s_wait_kmcnt 0x0")
     out = np.zeros(64, np.uint32)
     launch(kernel(text, "gfx1201", waves=2, lds=256), 1, [Buffer(out, must_write=True)])
@@ -54,7 +59,9 @@ def test_gfx12_signals_and_waits():
 
 
 def test_gfx12_orders_what_was_finished_before_the_signal_and_no_more():
-    text = EXCHANGE.format(wait="", barrier="s_barrier_signal -1\n s_wait_dscnt 0x0\n s_barrier_wait -1", after="")
+    text = EXCHANGE.format(
+        wait="", barrier="s_barrier_signal -1\n s_wait_dscnt 0x0\n s_barrier_wait -1", after="", place=""
+    )
     text = text.replace(WAIT, "s_wait_dscnt 0x0\n s_wait_kmcnt 0x0")
     with pytest.raises(LdsRace, match="wrote with no barrier"):
         launch(kernel(text, "gfx1201", waves=2, lds=256), 1, [Buffer(np.zeros(64, np.uint32))])

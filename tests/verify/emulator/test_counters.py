@@ -17,9 +17,12 @@ from rocm_sd.verify.emulator.counters import bank_conflicts, cache_lines
 ALL = np.ones((1, 32), np.bool_)
 LANE = np.arange(32)[None]
 
+# Each workgroup has its own part of the buffer.
 LOAD = """
   s_load_b64 s[4:5], s[0:1], 0x0
-  v_lshlrev_b32 v9, {shift}, v0
+  s_mul_i32 s8, s2, {lanes}
+  v_add_nc_u32 v9, s8, v0
+  v_lshlrev_b32 v9, {shift}, v9
   s_waitcnt lgkmcnt(0)
   global_load_b32 v1, v9, s[4:5]
   s_waitcnt vmcnt(0)
@@ -30,16 +33,16 @@ LOAD = """
 
 
 def run(shift: int, waves: int = 2, grid: int = 3) -> Counters:
-    data = np.zeros(32 * waves << max(shift - 2, 0), np.uint32)
-    return launch(kernel(LOAD.format(shift=shift), waves=waves), grid, [Buffer(data)])
+    data = np.zeros(grid * 32 * waves << max(shift - 2, 0), np.uint32)
+    return launch(kernel(LOAD.format(shift=shift, lanes=32 * waves), waves=waves), grid, [Buffer(data)])
 
 
 def test_instructions_by_class_and_by_name():
     counters = run(2)
     assert counters.waves == 6
     assert counters.workgroups == 3
-    assert counters.wave_instructions == 6 * 8
-    expected = {"smem": 6, "valu": 6, "wait": 12, "vmem_load": 6, "vmem_store": 6, "trans": 6, "branch": 6}
+    assert counters.wave_instructions == 6 * 10
+    expected = {"smem": 6, "salu": 6, "valu": 12, "wait": 12, "vmem_load": 6, "vmem_store": 6, "trans": 6, "branch": 6}
     assert {name: count for name, count in counters.by_class.items() if count} == expected
     assert counters.by_name["v_exp_f32"] == 6
     assert counters.seconds > 0

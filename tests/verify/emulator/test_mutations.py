@@ -85,6 +85,9 @@ IN_SOURCE = {
     "unwritten_tail": emulator.UnwrittenOutput,
     "sum_into_empty_memory": emulator.UninitialisedRead,
     "endless_loop": emulator.BudgetExceeded,
+    "lost_update": emulator.GlobalRace,
+    "blocks_that_overlap": emulator.GlobalRace,
+    "reads_what_another_program_writes": emulator.GlobalRace,
 }
 
 

@@ -50,3 +50,26 @@ def endless_loop(x, y, z, n, BLOCK: tl.constexpr):
         total += tl.load(x + at, mask=inside, other=0.0)
         step = step * 1
     tl.store(z + at, total, mask=inside)
+
+
+@triton.jit
+def lost_update(x, y, z, n, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < n
+    tl.store(z + at, tl.load(x + at, mask=inside) + tl.load(y + at, mask=inside), mask=inside)
+    tl.store(y, tl.load(y) + 1)
+
+
+@triton.jit
+def blocks_that_overlap(x, y, z, n, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * (BLOCK - 1) + tl.arange(0, BLOCK)
+    inside = at < n
+    tl.store(z + at, tl.load(x + at, mask=inside) + tl.load(y + at, mask=inside), mask=inside)
+
+
+@triton.jit
+def reads_what_another_program_writes(x, y, z, n, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < n
+    before = tl.load(x + at - BLOCK, mask=inside & (at >= BLOCK), other=0.0)
+    tl.store(x + at, before + tl.load(y + at, mask=inside), mask=inside)

@@ -4,9 +4,9 @@
 >>> counters = launch(code, (blocks,), [Buffer(x), Buffer(y, must_write=True), n])
 
 It finds what a test on real hardware can miss: out-of-bounds and misaligned accesses, reads of memory nothing wrote,
-outputs left unwritten, loads that were not waited for, LDS races, divergent barriers and deadlocks. It does not model
-time: delays that some instructions need after others (s_nop, s_delay_alu), caches, and races on global memory between
-workgroups are not checked. Results agree with independent statements in numpy; none was compared with real hardware.
+outputs left unwritten, loads that were not waited for, races in LDS and in global memory, divergent barriers and
+deadlocks. It does not model time: delays that some instructions need after others (s_nop, s_delay_alu) and caches are
+not checked. Results agree with independent statements in numpy; none was compared with real hardware.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from rocm_sd.verify.emulator.errors import (
     Deadlock,
     DivergentBarrier,
     EmulationError,
+    GlobalRace,
     LdsRace,
     MisalignedAccess,
     MissingWait,
@@ -35,6 +36,7 @@ __all__ = [
     "Deadlock",
     "DivergentBarrier",
     "EmulationError",
+    "GlobalRace",
     "LdsRace",
     "MisalignedAccess",
     "MissingWait",

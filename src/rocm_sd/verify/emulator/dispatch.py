@@ -60,12 +60,13 @@ def launch(
     with np.errstate(all="ignore"):
         for start in range(0, total, at_once):
             numbers = np.arange(start, min(start + at_once, total))
-            machine.begin(len(numbers), len(numbers) * per_workgroup)
+            machine.begin(numbers, per_workgroup)
             group = start_group(code, machine.family, memory, sizes, numbers, per_workgroup)
             _Scheduler(machine, group, per_workgroup, budget).run()
     counters.seconds = time.perf_counter() - began
     counters.workgroups, counters.waves = total, total * per_workgroup
     _collect(counters, machine)
+    memory.races.finish()
     memory.finish()
     return counters
 
@@ -202,7 +203,9 @@ class _Scheduler:
                 )
         groups, self.waiting = self.waiting, []
         unfinished = [access for group in groups for access in _unfinished(group)]
-        self.machine.lds.barrier(np.concatenate([group.workgroups for group in groups]), unfinished)
+        workgroups = np.concatenate([group.workgroups for group in groups])
+        self.machine.lds.barrier(workgroups, unfinished)
+        self.machine.memory.races.barrier(workgroups)
         for group in groups:
             group.signalled[:] = False
             group.carried = []

@@ -9,6 +9,7 @@ __all__ = [
     "Deadlock",
     "DivergentBarrier",
     "EmulationError",
+    "GlobalRace",
     "LdsRace",
     "MisalignedAccess",
     "MissingWait",
@@ -59,6 +60,10 @@ class MissingWait(EmulationError):
 
 class LdsRace(EmulationError):
     """Two waves of a workgroup use the same LDS bytes, one of them writing, with no barrier between."""
+
+
+class GlobalRace(EmulationError):
+    """Two waves touch the same byte of global memory, one of them writing, and nothing orders them."""
 
 
 class DivergentBarrier(EmulationError):

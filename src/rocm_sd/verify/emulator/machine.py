@@ -21,6 +21,9 @@ from rocm_sd.verify.emulator.wave import Outstanding, vgpr_bits
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    import numpy as np
+    from numpy.typing import NDArray
+
     from rocm_sd.verify.code_object import CodeObject
     from rocm_sd.verify.emulator.counters import Counters
     from rocm_sd.verify.emulator.memory import Memory
@@ -92,10 +95,11 @@ class Machine:
         self._vector = VectorBinder(code.arch.name, code.wave_size)
         self._ds = DsBinder(self, self._memory_binder.counters["lds"])
 
-    def begin(self, workgroups: int, waves: int) -> None:
+    def begin(self, workgroups: NDArray[np.int64], waves_per_workgroup: int) -> None:
         """Fresh LDS and scratch; operations hold on to the objects, so these are emptied and not replaced."""
-        self.lds.reset(workgroups)
-        self.scratch.reset(waves * self.wave_size)
+        self.lds.reset(len(workgroups))
+        self.scratch.reset(len(workgroups) * waves_per_workgroup * self.wave_size)
+        self.memory.races.begin(workgroups, waves_per_workgroup)
 
     def operation(self, offset: int) -> Operation:
         found = self.operations.get(offset)

@@ -19,6 +19,7 @@ from rocm_sd.verify.emulator.errors import (
     UninitialisedRead,
     UnwrittenOutput,
 )
+from rocm_sd.verify.emulator.races import ATOMIC, READ, WRITE, Lanes, Races
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -103,6 +104,7 @@ class Memory:
     def __init__(self, buffers: list[Buffer], kernarg_size: int) -> None:
         if len(buffers) > _SLOTS - 2:
             raise EmulationError(f"A launch with {len(buffers)} buffers: the emulator has room for {_SLOTS - 2}.")
+        self.races = Races(self._byte)
         self.regions: list[Region] = []
         self._slots: dict[int, Region] = {}
         self.size = 0
@@ -189,9 +191,12 @@ class Memory:
                     hint="Look for a mask or a grid that misses the tail.",
                 )
 
-    def load(self, addresses: NDArray[np.uint64], element: int, count: int, where: int) -> NDArray[np.unsignedinteger]:
-        """Elements of 1, 2 or 4 bytes at `addresses` (any shape); the answer has a leading axis of `count`."""
+    def load(
+        self, addresses: NDArray[np.uint64], element: int, count: int, where: int, lanes: Lanes | None = None
+    ) -> NDArray[np.unsignedinteger]:
+        """`count` elements of 1, 2 or 4 bytes from each address on: [count, lanes]. `lanes`: whose, to find races."""
         offsets, chunk = self._locate(addresses, element, count, where)
+        self._note(chunk, offsets, element, count, READ, lanes, where)
         index = _elements(offsets, element, count)
         if chunk is None or not chunk.complete:
             wanted = REPEAT[element] * _INITIALISED
@@ -201,12 +206,50 @@ class Memory:
         found: NDArray[Any] = self._data[element][index]
         return found
 
-    def store(self, addresses: NDArray[np.uint64], values: NDArray[Any], element: int, where: int) -> None:
-        """`values` has a leading axis: consecutive elements from each address on."""
-        offsets, _ = self._locate(addresses, element, len(values), where)
+    def store(
+        self,
+        addresses: NDArray[np.uint64],
+        values: NDArray[Any],
+        element: int,
+        where: int,
+        lanes: Lanes | None = None,
+    ) -> None:
+        """`values` is [count, lanes]: consecutive elements from each address on."""
+        offsets, chunk = self._locate(addresses, element, len(values), where)
+        self._note(chunk, offsets, element, len(values), WRITE, lanes, where)
         index = _elements(offsets, element, len(values))
         self._data[element][index] = values
         self._shadow[element][index] = REPEAT[element] * (_INITIALISED | _WRITTEN)
+
+    def note_atomic(self, addresses: NDArray[np.uint64], dwords: int, where: int, lanes: Lanes) -> None:
+        """An atomic operation is a load and a store that no other comes between."""
+        offsets, chunk = self._locate(addresses, 4, dwords, where)
+        self._note(chunk, offsets, 4, dwords, ATOMIC, lanes, where)
+
+    def _note(
+        self,
+        chunk: Chunk | None,
+        offsets: NDArray[np.int64],
+        element: int,
+        count: int,
+        kind: int,
+        lanes: Lanes | None,
+        where: int,
+    ) -> None:
+        if lanes is None or chunk is self.kernarg.chunk or not offsets.size:
+            return
+        if chunk is not None:
+            self.races.note(chunk.start, offsets, element, count, kind, lanes, where)
+            return
+        starts = np.array(sorted({region.chunk.start for region in self.regions}))
+        of = starts[np.searchsorted(starts, offsets, "right") - 1]
+        for start in np.unique(of).tolist():
+            keep = of == start
+            self.races.note(start, offsets[keep], element, count, kind, lanes.only(keep), where)
+
+    def _byte(self, offset: int) -> str:
+        region = next(r for r in self.regions if r.start <= offset < r.start + r.size)
+        return f"byte {offset - region.start} of {region.name}"
 
     def _locate(
         self, addresses: NDArray[np.uint64], element: int, count: int, where: int

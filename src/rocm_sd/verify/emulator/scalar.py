@@ -8,6 +8,7 @@ import numpy as np
 
 from rocm_sd.verify.emulator.errors import UnknownInstruction
 from rocm_sd.verify.emulator.operands import scalar_source, scalar_target, signed_field
+from rocm_sd.verify.emulator.races import lanes_of
 from rocm_sd.verify.emulator.scalar_tables import ALIASES, COMPARES, LOGIC, ONE_SOURCE, TWO_SOURCES, add_signed, fused
 from rocm_sd.verify.emulator.wave import EXEC, Outstanding, sgpr_bits
 
@@ -173,7 +174,7 @@ def bind_scalar_load(inst: Decoded, memory: Memory, counter: str) -> tuple[Run, 
     def run(g: Group) -> None:
         address = read_base(g) + np.uint64(offset & 0xFFFFFFFFFFFFFFFF) + read_offset(g)
         address = np.broadcast_to(address & ~np.uint64(element - 1), (g.width,))
-        found = memory.load(np.ascontiguousarray(address), element, size, inst.address)
+        found = memory.load(np.ascontiguousarray(address), element, size, inst.address, lanes_of(g, scalar=True))
         g.s[target : target + size] = found if element == 4 else found.view(read_as).astype(np.int64) & 0xFFFFFFFF
         g.issue(counter, Outstanding(inst.name, inst.address, filled, in_order=False))
 

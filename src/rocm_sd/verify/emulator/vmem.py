@@ -11,6 +11,7 @@ from rocm_sd.verify.emulator.counters import CACHE_LINE, cache_lines
 from rocm_sd.verify.emulator.errors import OutOfBounds, UnknownInstruction
 from rocm_sd.verify.emulator.lds import LdsAccess
 from rocm_sd.verify.emulator.operands import scalar_source, signed_field
+from rocm_sd.verify.emulator.races import lanes_of
 from rocm_sd.verify.emulator.wave import ACC_BASE, Outstanding, sgpr_bits, vgpr_bits
 
 if TYPE_CHECKING:
@@ -147,10 +148,10 @@ class MemoryBinder:
         memory = self.machine.memory
 
         def load(g: Group) -> Array:
-            return memory.load(place(g), transfer.element, transfer.count, inst.address)
+            return memory.load(place(g), transfer.element, transfer.count, inst.address, lanes_of(g))
 
         def store(g: Group, values: Array) -> None:
-            memory.store(place(g), values, transfer.element, inst.address)
+            memory.store(place(g), values, transfer.element, inst.address, lanes_of(g))
 
         return self._transfer(inst, verb, transfer, touched, load, store)
 
@@ -261,13 +262,18 @@ class MemoryBinder:
 
         def load(g: Group) -> Array:
             address, inside = place(g)
+            if inside.all():
+                return memory.load(address[0], element, transfer.count, inst.address, lanes_of(g))
             found = np.zeros(inside.shape, np.uint8 if element == 1 else np.uint16 if element == 2 else np.uint32)
-            found[inside] = memory.load(address[inside], element, 1, inst.address)[0]
+            found[inside] = memory.load(address[inside], element, 1, inst.address, lanes_of(g, inside))[0]
             return found
 
         def store(g: Group, values: Array) -> None:
             address, inside = place(g)
-            memory.store(address[inside], values[inside][None], element, inst.address)
+            if inside.all():
+                memory.store(address[0], values, element, inst.address, lanes_of(g))
+            else:
+                memory.store(address[inside], values[inside][None], element, inst.address, lanes_of(g, inside))
 
         return self._transfer(inst, verb, transfer, touched, load, store)
 
@@ -297,6 +303,7 @@ class MemoryBinder:
             chosen: Array = np.atleast_1d(inside.all(axis=0))
             given = g.v[data : data + operands][:, g.exec]
             before = np.zeros((dwords, len(chosen)), np.uint32)
+            memory.note_atomic(address[0][chosen], dwords, inst.address, lanes_of(g, chosen))
             before[:, chosen] = atomic.apply(memory, address[0][chosen], given[:, chosen], inst.address)
             if returns:
                 g.v[target : target + dwords][:, g.exec] = before
