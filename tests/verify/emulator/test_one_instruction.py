@@ -5,21 +5,17 @@ Encodings, operands, modifiers and semantics are checked together, on random reg
 
 from __future__ import annotations
 
-import functools
 import zlib
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from fractions import Fraction
 
 import numpy as np
 import pytest
+from one_instruction import execute
 from plain import decode, encode, fma, signed, ulps_apart
 
 from rocm_sd import arch
-from rocm_sd.kernels.elf import Sections
-from rocm_sd.verify.code_object import CodeObject, EntryState
-from rocm_sd.verify.emulator.counters import Counters
 from rocm_sd.verify.emulator.matrix import MATRIX, MatrixModifiers
-from rocm_sd.verify.emulator.memory import Memory
 
 pytest.importorskip("triton", reason="its wheel carries LLVM's AMD assembler")
 pytest.importorskip("tinygrad", reason="AMD code is decoded by tinygrad")
@@ -31,35 +27,6 @@ MASK32, MASK64 = (1 << 32) - 1, (1 << 64) - 1
 
 
 # --- the machine ------------------------------------------------------------------------------------------------------
-
-
-@functools.cache
-def machine_code(gfx: str, source: str) -> bytes:
-    from triton.backends.amd.compiler import assemble_amdgcn
-
-    return Sections(assemble_amdgcn(source + "\n", gfx, "")).section(".text")[1]
-
-
-def code_object(gfx: str, text: bytes) -> CodeObject:
-    gpu = arch.get(gfx)
-    numbers = dict.fromkeys(
-        ("text_address", "entry_offset", "vgpr_spills", "sgpr_spills", "scratch", "lds", "kernarg_size"), 0
-    )
-    return CodeObject(
-        arch=gpu,
-        name="one_instruction",
-        elf=b"",
-        assembly="",
-        text=text,
-        vgprs=256,
-        agprs=256,
-        sgprs=104,
-        wave_size=gpu.wave_size,
-        workgroup_size=gpu.wave_size,
-        arguments=(),
-        entry=EntryState(**dict.fromkeys((f.name for f in fields(EntryState)), 0)),
-        **numbers,
-    )
 
 
 def registers(gfx: str, seed: int):
@@ -78,20 +45,6 @@ def registers(gfx: str, seed: int):
     # One wave with every lane, one with some, one with a single lane.
     s[EXEC : EXEC + 2] = np.array([[MASK32, 0x0F3CA596, 0x00010000], [MASK32, 0x80000001, 0]], dtype=np.uint32)
     return Group(v, s, np.zeros(WAVES, dtype=bool), np.arange(WAVES), 1, 0)
-
-
-def execute(gfx: str, source: str, group) -> None:
-    from rocm_sd.verify.emulator.machine import Machine
-
-    code = code_object(gfx, machine_code(gfx, source))
-    machine = Machine(code, Memory([], 8), Counters(code.arch, code.wave_size))
-    offset = 0
-    with np.errstate(all="ignore"):
-        while offset < len(code.text):
-            operation = machine.operation(offset)
-            operation.run(group)
-            offset = operation.following
-    assert offset == len(code.text), "the decoder and the assembler disagree about the length"
 
 
 @dataclass

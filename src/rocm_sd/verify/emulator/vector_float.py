@@ -270,8 +270,9 @@ def _subnormal(x: Array) -> Array:
 def div_scale(value: Array, denominator: Array, numerator: Array) -> tuple[Array, Array]:
     """First step of a division: `value`, one of the other two, scaled out of danger, and whether to scale back.
 
-    AMD's text differs in two places that cannot be meant: it asks whether 1 / denominator is a float64 subnormal, which
-    no float32 reaches, and where the quotient is one too it scales a denominator near the top further up.
+    AMD's text differs in three places that cannot be meant: it asks whether 1 / denominator is a float64 subnormal,
+    which no float32 reaches; where the quotient is one too it scales a denominator near the top further up; and a
+    quotient that is too small for any subnormal is not scaled.
     """
     double = value.dtype == np.float64
     near_top, scale, tiny_limit = (768, 128, 53) if double else (96, 64, 23)
