@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -31,6 +32,18 @@ def verify(
         str | None, typer.Option(help="Rungs, e.g. 3 or 1,2: see docs/verification.md. (default: all five)")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Every figure, machine-readable.")] = False,
+    picture: Annotated[
+        bool, typer.Option("--picture", help="Draw a picture by emulated cards: minutes for each. It can be resumed.")
+    ] = False,
+    prompt: Annotated[str, typer.Option(help="--picture: what emoji-sd draws.")] = "a frog on a pink background",
+    steps: Annotated[int, typer.Option(min=1, max=100, help="--picture: denoising steps.")] = 8,
+    plan: Annotated[
+        str,
+        typer.Option(
+            help="--picture: every (all rules, channels-last), transformer (layout kept) or shipped (as the data say)."
+        ),
+    ] = "every",
+    out: Annotated[Path, typer.Option(help="--picture: the folder to write to.")] = Path("out"),
 ) -> None:
     """Check every op against its reference: interpreted, compiled, emulated.
 
@@ -42,8 +55,18 @@ def verify(
 
     rocm-sd verify --rung 3 --json
 
-    Needs no AMD GPU. The exit code is 7 when a result is wrong, and 1 when machine code breaks a gate or a rule.
+    rocm-sd verify --picture --arch gfx1100 --steps 8
+
+    Needs no AMD GPU. Ctrl-C keeps the steps of a picture that are drawn, and the same command goes on there. The exit
+    code is 7 when a result is wrong, and 1 when machine code breaks a gate or a rule.
     """
+    if picture:
+        from rocm_sd.cli.verify_picture import draw_pictures
+
+        if ops or rung:
+            raise InvalidOption("--picture", " ".join(ops or [str(rung)]), [], hint="It takes no ops and no --rung.")
+        draw_pictures(parts(arch), prompt, steps, plan, out, as_json=as_json)
+        return
     from rocm_sd.verify import ladder
 
     tasks = ladder.plan(ops or (), parts(arch), _rungs(rung))

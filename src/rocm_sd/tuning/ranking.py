@@ -29,7 +29,9 @@ if TYPE_CHECKING:
     from rocm_sd.arch import Arch
     from rocm_sd.kernels.config import Config
 
-__all__ = ["Code", "CodePart", "Modelled", "Program", "RatedConfig", "model", "rank", "static_choice"]
+__all__ = [
+    "Code", "CodePart", "Modelled", "Program", "RatedConfig", "model", "rank", "seconds_at_least", "static_choice",
+]  # fmt: skip
 
 LAUNCH_S = 3e-6  # between two kernels of one stream, in a captured graph less
 LATENCY_S = 6e-7  # of a load from memory with the caches cold
@@ -192,6 +194,19 @@ def model(arch: Arch, workgroups: int, code: Code, program: Program) -> Modelled
     longest_term = max(terms.values(), default=0.0)
     seconds = LAUNCH_S + longest_term + OVERLAP * (sum(terms.values()) - longest_term)
     return Modelled(seconds, terms, tuple(not_modelled))
+
+
+def seconds_at_least(arch: Arch, workgroups: int, cycles: float, moved: float) -> float | None:
+    """Of a launch whose work was counted: `cycles` if one CU did all of it, `moved` bytes of tensors.
+
+    CUs share the workgroups, the fullest one ends last, and memory is as fast as its data sheet: latency, occupancy and
+    caches are not in it. None where a figure of `arch` is not known.
+    """
+    clock, bandwidth = _clock(arch), arch.bandwidth_gbps
+    if clock is None or bandwidth is None or not arch.compute_units:
+        return None
+    share = math.ceil(workgroups / arch.compute_units) / max(workgroups, 1)
+    return LAUNCH_S + max(cycles * share / clock, moved / (bandwidth * 1e9))
 
 
 @dataclass(frozen=True)

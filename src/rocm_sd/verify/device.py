@@ -30,6 +30,7 @@ from rocm_sd.kernels import hip as hip_kernels
 from rocm_sd.kernels.hip import toolchain
 from rocm_sd.ops import OPS
 from rocm_sd.ops.registry import forget_choices, preferring
+from rocm_sd.tuning.ranking import seconds_at_least
 from rocm_sd.verify.compiler import compile_for
 from rocm_sd.verify.proofs import EMULATED
 from rocm_sd.verify.runner import BUDGET, ModuleKernels, Run, grid_of, hip_code, specialise, total
@@ -55,14 +56,23 @@ class LaunchRefused(RocmSdError):
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch of one kernel; `seconds` are the emulator's."""
+    """One launch of one kernel; `tensors`: bytes of what it was given; `seconds` are the emulator's."""
 
     kernel: str
     grid: tuple[int, int, int]
     config: KernelConfig | None
     code: CodeObject
     counters: Counters
+    tensors: int
     seconds: float
+
+    @property
+    def modelled_us(self) -> float | None:
+        """On the card, at least: a MODEL of the counted work (`ranking.seconds_at_least`), never a measurement."""
+        moved = min(self.tensors, self.counters.bytes_loaded + self.counters.bytes_stored)
+        cycles = self.counters.modelled_cycles()
+        seconds = seconds_at_least(self.counters.arch, self.counters.workgroups, cycles, moved)
+        return None if seconds is None else seconds * 1e6
 
     @property
     def variant(self) -> tuple[str, str]:
@@ -115,10 +125,16 @@ class EmulatedCard:
             raise LaunchRefused(f"{self.arch.name} does not launch {code.name}: {reason}.")
         began = time.perf_counter()
         counters = Run(self.arch, execute=True, budget=BUDGET).executed(code, grid, arguments)
-        launch = Launch(code.name, grid, config, code, counters, time.perf_counter() - began)
+        launch = Launch(code.name, grid, config, code, counters, _bytes(arguments), time.perf_counter() - began)
         self.launches.append(launch)
         if self.on_launch is not None:
             self.on_launch(launch)
+
+
+def _bytes(arguments: Sequence[Any]) -> int:
+    """Of the tensors among them, each counted once."""
+    tensors = (each.value for each in arguments if isinstance(each.value, torch.Tensor))
+    return sum({t.data_ptr(): t.numel() * t.element_size() for t in tensors}.values())
 
 
 def _why_refused(arch: Arch, code: CodeObject, grid: tuple[int, int, int]) -> str | None:
