@@ -66,6 +66,11 @@ class Buffer:
             )
 
     @property
+    def whole(self) -> bool:
+        """Every byte holds a value."""
+        return self.initialised and self.known is None
+
+    @property
     def span(self) -> tuple[int, int]:
         """First and last byte, the latter excluded, in the memory of this process."""
         first: int = self.array.__array_interface__["data"][0]
@@ -119,8 +124,7 @@ class Memory:
         self._data, self._shadow = views(self.data), views(self.shadow)
         for region in self.regions:
             self._fill(region)
-        for region in self.regions:
-            chunk = region.chunk
+        for chunk in {region.chunk for region in self.regions if not (region.buffer is None or region.buffer.whole)}:
             chunk.complete = bool((self.shadow[chunk.start : chunk.start + chunk.size] & _INITIALISED).all())
         # By slot, for lanes that go to several buffers at once: first and last address, and the way to the bytes.
         self._bounds = np.zeros((3, _SLOTS), np.int64)
@@ -161,7 +165,7 @@ class Memory:
         buffer = region.buffer
         if buffer is not None and buffer.known is not None:
             self.shadow[region.place] |= _INITIALISED * buffer.known.astype(np.uint8)
-        elif buffer is None or buffer.initialised:
+        elif buffer is None or buffer.whole:
             self.shadow[region.place] |= _INITIALISED
         if buffer is not None:
             self.data[region.place] = buffer.array.reshape(-1).view(np.uint8)
@@ -204,6 +208,8 @@ class Memory:
             if missing.any():
                 raise self._uninitialised(addresses[missing.any(axis=0)], element * count, where)
         found: NDArray[Any] = self._data[element][index]
+        if lanes is not None and chunk is not None:
+            found = self.races.seen(found, chunk.start, offsets, lanes, where)
         return found
 
     def store(
@@ -245,7 +251,7 @@ class Memory:
         of = starts[np.searchsorted(starts, offsets, "right") - 1]
         for start in np.unique(of).tolist():
             keep = of == start
-            self.races.note(start, offsets[keep], element, count, kind, lanes.only(keep), where)
+            self.races.note(start, offsets[keep], element, count, kind, lanes.only(keep), where, fixed=True)
 
     def _byte(self, offset: int) -> str:
         region = next(r for r in self.regions if r.start <= offset < r.start + r.size)

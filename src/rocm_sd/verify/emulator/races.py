@@ -6,6 +6,10 @@ the mode that splits a workgroup over two is not told apart. Atomics do not race
 over other bytes, as a lock does, is not modelled, and such a kernel is reported. Writing the value that is there
 already counts as a write: no kernel of this project does that from two waves.
 
+Of a read that races with a write it is asked whether it matters: kernels that work in place let lanes beyond the end
+read what is another's, so that no wave parts, and forget it. The launch is executed again with other values for such
+reads; where its results stay as they are, down to the bit, there is no race.
+
 Accesses are only noted down while the kernel runs, as the arrays that were made for them anyway. They are compared when
 it has ended, and only those of buffers that were written: most loads are of inputs and cost nothing more.
 """
@@ -28,7 +32,7 @@ if TYPE_CHECKING:
 
     Array = NDArray[Any]
 
-__all__ = ["ATOMIC", "READ", "WRITE", "Lanes", "Races", "lanes_of"]
+__all__ = ["ATOMIC", "READ", "WRITE", "Doubt", "Lanes", "Races", "lanes_of"]
 
 READ, WRITE, ATOMIC = 1, 2, 4
 _VERBS = {READ: "reads", WRITE: "writes", ATOMIC: "changes atomically"}
@@ -90,6 +94,18 @@ class _Access:
     where: int
     # Wave and stretch of each lane, or what they follow from.
     codes: Array | tuple[Lanes, Array]
+    # A repeated launch cannot give it other values: it stands for several instructions, or was to several chunks.
+    fixed: bool = False
+
+
+@dataclass(slots=True)
+class Doubt:
+    """Reads that race with a write, and what to report where one of them matters."""
+
+    race: GlobalRace
+    # By chunk: the unit of its places, and numbers made of a place and a wave.
+    reads: dict[int, tuple[int, Array]]
+    instructions: set[int]
 
 
 class Races:
@@ -103,6 +119,9 @@ class Races:
         self._written: set[int] = set()
         self._late: list[tuple[int, _Access]] = []
         self._kept = 0
+        self._doubt: Doubt | None = None
+        # What doubtful reads give in place of what is there, and which those are, where a launch is repeated.
+        self._other_values: tuple[int, Doubt] | None = None
         # By stretch: the workgroup it belongs to. By workgroup at hand: the stretch it is in.
         self._owners: list[int] = []
         self._stretches = np.zeros(0, np.int64)
@@ -130,9 +149,22 @@ class Races:
             codes = self._codes((lanes, self._stretches))[keep]
             self._log[chunk].append(replace(access, offsets=access.offsets[keep], codes=codes))
 
-    def note(self, chunk: int, offsets: Array, element: int, count: int, kind: int, lanes: Lanes, where: int) -> None:
+    def note(
+        self,
+        chunk: int,
+        offsets: Array,
+        element: int,
+        count: int,
+        kind: int,
+        lanes: Lanes,
+        where: int,
+        *,
+        fixed: bool = False,
+    ) -> None:
         """All lanes' bytes are of the chunk that begins at that place of the backing array."""
-        access = _Access(offsets, element, count, kind, where, (lanes, self._stretches))
+        if self._other_values is not None:
+            return
+        access = _Access(offsets, element, count, kind, where, (lanes, self._stretches), fixed)
         self._log.setdefault(chunk, []).append(access)
         self._kept += offsets.size
         if kind != READ:
@@ -145,11 +177,35 @@ class Races:
         for chunk in sorted(self._written):
             self._check(chunk, self._log[chunk])
 
-    def finish(self) -> None:
-        """The launch has ended: check, and let the arrays go."""
+    def finish(self) -> Doubt | None:
+        """The launch has ended: check, let the arrays go, and say which reads race if they matter."""
         self.check()
         self._log.clear()
         self._late.clear()
+        return self._doubt
+
+    def repeat_with(self, pattern: int, doubt: Doubt) -> None:
+        """Repeat another launch: bytes that doubtful reads find are turned by `pattern`."""
+        self._other_values = pattern, doubt
+
+    def seen(self, found: Array, chunk: int, offsets: Array, lanes: Lanes, where: int) -> Array:
+        """What a load of [count, lanes] elements gets to see: what it found, but where a launch is repeated."""
+        if self._other_values is None or where not in self._other_values[1].instructions:
+            return found
+        pattern, doubt = self._other_values
+        unit, keys = doubt.reads.get(chunk, (1, np.zeros(0, np.int64)))
+        size = found.itemsize
+        place = offsets - chunk + size * np.arange(len(found))[:, None]
+        units = (place[:, :, None] + np.arange(size)) // unit
+        chosen = np.isin(_keys(units, self._wave_numbers(self._codes((lanes, self._stretches)))[:, None]), keys)
+        changed = np.ascontiguousarray(found)
+        changed.view(np.uint8).reshape(chosen.shape)[chosen] ^= np.uint8(pattern)
+        return changed
+
+    def _wave_numbers(self, codes: Array) -> Array:
+        """In the whole launch, whatever stretch they are in."""
+        numbers: Array = np.array(self._owners)[codes >> _WAVE_BITS] << _WAVE_BITS | codes & (1 << _WAVE_BITS) - 1
+        return numbers
 
     def _codes(self, codes: Array | tuple[Lanes, Array]) -> Array:
         if not isinstance(codes, tuple):
@@ -162,6 +218,32 @@ class Races:
     def _check(self, chunk: int, accesses: list[_Access]) -> None:
         # Bytes are looked at in the smallest elements that any access has: all are aligned to those.
         unit = min(access.element for access in accesses)
+        place, code, source = self._shared(accesses, chunk, unit)
+        kind = np.array([access.kind for access in accesses])[source]
+        stretch = code >> _WAVE_BITS
+
+        def race(first: int, second: int) -> GlobalRace:
+            pair = [(accesses[source[row]], int(code[row])) for row in (first, second)]
+            return self._race(chunk + int(place[first]) * unit, *pair)
+
+        # Between workgroups all over the launch; between waves of one, where they are in the same stretch.
+        workgroup = np.array(self._owners)[stretch]
+        for within, who in ((place, workgroup), (place * len(self._owners) + stretch, code)) if len(place) else ():
+            certain, reads = _conflicts(within, who, kind)
+            if certain is not None:
+                raise race(*certain)
+            if not len(reads):
+                continue
+            writes = np.flatnonzero((within == within[reads[0]]) & (kind == WRITE))
+            doubted = [accesses[number] for number in np.unique(source[reads]).tolist()]
+            keys = _keys(place[reads], self._wave_numbers(code[reads]))
+            doubt = Doubt(race(int(writes[0]), int(reads[0])), {chunk: (unit, keys)}, {each.where for each in doubted})
+            if any(access.fixed for access in doubted):
+                raise doubt.race
+            self._add_doubt(doubt)
+
+    def _shared(self, accesses: list[_Access], chunk: int, unit: int) -> tuple[Array, Array, Array]:
+        """Of places that are written and touched more than once: each touch, its wave and stretch, its access."""
         places = [_units(access, chunk, unit) for access in accesses]
         times = np.bincount(np.concatenate([each.reshape(-1) for each in places]))
         written = np.zeros(len(times), np.bool_)
@@ -169,23 +251,25 @@ class Races:
             if access.kind != READ:
                 written[each] = True
         shared = (times > 1) & written
-        if not shared.any():
-            return
-        rows = []
+        rows = [(np.zeros(0, np.int64),) * 3]
         for number, (access, each) in enumerate(zip(accesses, places, strict=True)):
             chosen = shared[each]
             if chosen.any():
                 codes = np.broadcast_to(self._codes(access.codes), each.shape)[chosen]
                 rows.append((each[chosen], codes, np.full(len(codes), number)))
         place, code, source = (np.concatenate(column) for column in zip(*rows, strict=True))
-        kind = np.array([access.kind for access in accesses])[source]
-        workgroup = np.array(self._owners)[code >> _WAVE_BITS]
-        # Between workgroups all over the launch; between waves of one, where they are in the same stretch.
-        for within, who in ((place, workgroup), (place * len(self._owners) + (code >> _WAVE_BITS), code)):
-            first = _first_race(within, who, kind)
-            if first is not None:
-                pair = [(accesses[source[row]], int(code[row])) for row in first]
-                raise self._race(chunk + int(place[first[0]]) * unit, *pair)
+        return place, code, source
+
+    def _add_doubt(self, more: Doubt) -> None:
+        if self._doubt is None:
+            self._doubt = more
+            return
+        self._doubt.instructions |= more.instructions
+        for chunk, (unit, keys) in more.reads.items():
+            before = self._doubt.reads.get(chunk)
+            if before is not None and before[0] != unit:
+                raise more.race
+            self._doubt.reads[chunk] = unit, keys if before is None else np.union1d(before[1], keys)
 
     def _race(self, offset: int, here: tuple[_Access, int], there: tuple[_Access, int]) -> GlobalRace:
         (access, code), (other, other_code) = here, there
@@ -218,7 +302,7 @@ class Races:
         edge = np.flatnonzero(np.diff(offsets)) + 1
         keep = np.union1d(np.append(0, edge), np.append(edge, len(offsets)) - 1)
         first = accesses[0]
-        return _Access(offsets[keep], first.element, first.count, first.kind, first.where, codes[keep])
+        return _Access(offsets[keep], first.element, first.count, first.kind, first.where, codes[keep], fixed=True)
 
 
 def _units(access: _Access, chunk: int, unit: int) -> Array:
@@ -227,18 +311,32 @@ def _units(access: _Access, chunk: int, unit: int) -> Array:
     return (access.offsets - chunk) // unit + steps[:, None]
 
 
-def _first_race(within: Array, who: Array, kind: Array) -> tuple[int, int] | None:
-    """Two rows that have the same `within`, another `who`, and a kind that may not meet; the first changes the byte."""
+def _keys(places: Array, waves: Array) -> Array:
+    # Workgroups of a launch and their waves fit 32 bits, places of what can be emulated 31.
+    keys: Array = places << 32 | waves
+    return keys
+
+
+def _conflicts(within: Array, who: Array, kind: Array) -> tuple[tuple[int, int] | None, Array]:
+    """Of rows that have the same `within` and another `who`: two that may not meet, or reads that meet one writer."""
     order = np.lexsort((who, within))
     within, who, kind = within[order], who[order], kind[order]
     edges = np.append(0, np.flatnonzero(np.diff(within)) + 1)
-    kinds = np.bitwise_or.reduceat(kind, edges)
     lasts = np.append(edges[1:], len(within)) - 1
-    may_not = ((kinds & WRITE) != 0) | (kinds == READ | ATOMIC)
-    found = np.flatnonzero((who[edges] != who[lasts]) & may_not)
-    if not len(found):
-        return None
-    rows = np.arange(edges[found[0]], lasts[found[0]] + 1)
+    kinds = np.bitwise_or.reduceat(kind, edges)
+    racing = (who[edges] != who[lasts]) & (((kinds & WRITE) != 0) | (kinds == READ | ATOMIC))
+    last_writer = np.maximum.reduceat(np.where(kind == WRITE, who, -1), edges)
+    first_writer = np.minimum.reduceat(np.where(kind == WRITE, who, np.iinfo(np.int64).max), edges)
+    certain = np.flatnonzero(racing & (((kinds & ATOMIC) != 0) | (first_writer != last_writer)))
+    if len(certain):
+        rows = np.arange(edges[certain[0]], lasts[certain[0]] + 1)
+        return _pair(rows, who, kind, order), order[:0]
+    group = np.repeat(np.arange(len(edges)), lasts - edges + 1)
+    return None, order[racing[group] & (kind == READ) & (who != last_writer[group])]
+
+
+def _pair(rows: Array, who: Array, kind: Array, order: Array) -> tuple[int, int]:
+    """Two of the rows that may not meet, one that changes the byte first."""
     changes = rows[kind[rows] == (WRITE if (kind[rows] == WRITE).any() else ATOMIC)]
     for row in changes.tolist():
         others = rows[(who[rows] != who[row]) & ((kind[rows] != ATOMIC) | (kind[row] != ATOMIC))]
