@@ -59,10 +59,15 @@ class PictureRequest:
     guidance: float = 3.0
     plan: str = "every"
 
-    def key(self) -> str:
-        """Of all that decides the picture's bits, this version's kernels included."""
+    def key(self, pipe: Any) -> str:
+        """Of all that decides the picture's bits: the model's weights and this version's kernels, too."""
         text = json.dumps([asdict(self), kernels_hash(), torch.__version__], sort_keys=True)
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
+        digest = hashlib.sha256(text.encode())
+        for model in (pipe.text_encoder, pipe.unet, pipe.vae):
+            for name, tensor in model.state_dict().items():
+                digest.update(name.encode())
+                digest.update(tensor.contiguous().view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()[:16]
 
 
 @dataclass
@@ -147,12 +152,12 @@ def draw(
     `on_launch` hears of each launch, and of the part that it is of. Raises `NumericsFailure` where the first step or
     the decoder is further from float64 than the gate allows.
     """
-    kept = _Kept(folder / request.key())
     # Not in inference mode, which hides from the count what stock's ops are made of, and weights from being packed.
     with torch.no_grad():
         stock, exact = _Model(_HALF, request), _Model(torch.float64, request)
         stock_picture = stock.decoded(stock.denoised())
         ours = _Model(_HALF, request)
+        kept = _Kept(folder / request.key(ours.pipe))
         plan, prefer = PLANS[request.plan]
         under_way = ""
 

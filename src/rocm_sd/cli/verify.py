@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from rocm_sd.cli.terminal import bar, parts
-from rocm_sd.errors import InvalidOption, NumericsFailure, RocmSdError
+from rocm_sd.errors import InvalidOption, NumericsFailure, RocmSdError, Unsupported
 
 if TYPE_CHECKING:
     from rocm_sd.verify.ladder import Outcome
@@ -64,7 +64,7 @@ def verify(
         from rocm_sd.cli.verify_picture import draw_pictures
 
         if ops or rung:
-            raise InvalidOption("--picture", " ".join(ops or [str(rung)]), [], hint="It takes no ops and no --rung.")
+            raise Unsupported("verify --picture", "ops by name or --rung", hint="Leave them out: it runs all ops.")
         draw_pictures(parts(arch), prompt, steps, plan, out, as_json=as_json)
         return
     from rocm_sd.verify import ladder
