@@ -8,11 +8,13 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import typer
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from rocm_sd.cli.pictures import difference, save_png, save_text, sheet, writable_folder
-from rocm_sd.cli.terminal import bar, say
+from rocm_sd.cli.terminal import bar, printable, say
 from rocm_sd.errors import require_known, require_one_of
 
 if TYPE_CHECKING:
@@ -23,6 +25,12 @@ if TYPE_CHECKING:
     from rocm_sd.verify.device import Launch
 
 __all__ = ["draw_pictures"]
+
+_LEGEND = (
+    "M instr.: million instructions of waves; MB: asked for by lanes; conflicts: extra cycles for banks of LDS.",
+    "Counts are exact for the code that ran. ms are modelled, never measured: the least that such a card could take,",
+    "by the counted work and its data sheet. Nothing here ran on AMD silicon.",
+)
 
 
 def draw_pictures(
@@ -42,11 +50,13 @@ def draw_pictures(
         drawn.append(_drawn(PictureRequest(name, prompt, steps, plan=plan), out, console))
         if not as_json:
             console.print(_table(drawn[-1]))
+            for part in ("step 1", "decode"):
+                say(console, f"numerics gate of {part}, passed: {drawn[-1].parts[part].gate}")
     if as_json:
         typer.echo(json.dumps([_plain(each) for each in drawn], indent=2))
     else:
-        console.print("Counts are exact for the code that ran. Times are modelled, never measured: the least that such")
-        console.print("a card could take, by counted work and its data sheet. Nothing here ran on AMD silicon.")
+        for line in _LEGEND:
+            say(console, line)
 
 
 def _drawn(request: PictureRequest, out: Path, console: Console) -> Drawn:
@@ -84,10 +94,11 @@ def _drawn(request: PictureRequest, out: Path, console: Console) -> Drawn:
 
 def _table(drawn: Drawn) -> Table:
     request = drawn.request
-    table = Table(title=f"{request.arch}, plan {request.plan}: {request.prompt}", title_justify="left")
+    title = f"{request.arch}, plan {request.plan}: {printable(request.prompt)}"
+    table = Table(title=escape(title), title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("kernel", no_wrap=True)
-    for heading in ("launches", "variants", "wave instr.", "MB asked for", "LDS conflicts", "modelled ms"):
-        table.add_column(heading, justify="right")
+    for heading in ("launches", "variants", "M instr.", "MB", "conflicts", "ms"):
+        table.add_column(heading, justify="right", no_wrap=True)
     for name in ("step 1", "decode"):
         part = drawn.parts[name]
         for row in sorted(part.rows, key=lambda row: -row.modelled_us):
@@ -98,7 +109,6 @@ def _table(drawn: Drawn) -> Table:
         stock_ms = part.stock_modelled_us / 1e3
         table.add_row(f"{name}: stock torch", str(part.stock_calls), "", "", "", "", f"{stock_ms:.2f}")
         table.add_section()
-    table.caption = f"gate, step 1: {drawn.parts['step 1'].gate}\ngate, decode: {drawn.parts['decode'].gate}"
     return table
 
 
@@ -107,9 +117,9 @@ def _cells(row: KernelRow) -> list[str]:
         row.kernel,
         str(row.launches),
         str(row.variants),
-        f"{row.wave_instructions:,}",
+        f"{row.wave_instructions / 1e6:.2f}",
         f"{row.bytes / 1e6:.1f}",
-        f"{row.lds_bank_conflicts:,}",
+        f"{row.lds_bank_conflicts / 1e3:.0f}k" if row.lds_bank_conflicts else "0",
         f"{row.modelled_us / 1e3:.2f}",
     ]
 
