@@ -10,7 +10,6 @@ import numpy as np
 from rocm_sd import arch
 from rocm_sd.kernels.elf import Sections
 from rocm_sd.verify.code_object import CodeObject, EntryState
-from rocm_sd.verify.emulator.counters import Counters
 from rocm_sd.verify.emulator.memory import Memory
 
 
@@ -47,9 +46,9 @@ def execute(gfx: str, source: str, group) -> None:
     from rocm_sd.verify.emulator.machine import Machine
 
     code = code_object(gfx, machine_code(gfx, source))
-    machine = Machine(code, Memory([], 8), Counters(code.arch, code.wave_size))
+    machine = Machine(code)
     offset = 0
-    with np.errstate(all="ignore"):
+    with machine.launched(Memory([], 8)), np.errstate(all="ignore"):
         while offset < len(code.text):
             operation = machine.operation(offset)
             operation.run(group)

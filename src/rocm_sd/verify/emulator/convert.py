@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from rocm_sd.verify.emulator.vector_types import Array
 
 __all__ = [
+    "EIGHT_BIT",
     "PACKED",
     "WIDE",
     "apply_modifiers",
@@ -41,7 +42,7 @@ _SIXTEEN = np.uint32(16)
 _FULL = {"f32": np.float32, "i32": np.int32, "u32": np.uint32, "b32": np.uint32}
 _HALF = {"f16": np.float16, "i16": np.int16, "u16": np.uint16, "b16": np.uint16}
 _DOUBLE = {"f64": np.float64, "i64": np.int64, "u64": np.uint64, "b64": np.uint64}
-_BYTES = {
+EIGHT_BIT = {
     "fp8": float_formats.FP8,
     "bf8": float_formats.BF8,
     "fp8_fnuz": float_formats.FP8_FNUZ,
@@ -78,8 +79,8 @@ def to_type(bits: Array, name: str, high: bool = False, *, byte: int = 0) -> Arr
         return bits.view(_DOUBLE[name])
     if name in PACKED:
         return packed_source(bits, name)
-    if name in _BYTES:
-        return _BYTES[name].decode((bits >> np.uint32(8 * byte)) & np.uint32(0xFF))
+    if name in EIGHT_BIT:
+        return EIGHT_BIT[name].decode((bits >> np.uint32(8 * byte)) & np.uint32(0xFF))
     return _to_vector(bits, name, high)
 
 
@@ -91,8 +92,8 @@ def _to_vector(bits: Array, name: str, high: bool) -> Array:
     width = {"u8": 8, "i8": 8, "u4": 4, "i4": 4}.get(element, 8)
     fields = [(bits >> np.uint32(base + width * i)) & np.uint32((1 << width) - 1) for i in range(int(count))]
     values = np.stack(fields)
-    if element in _BYTES:
-        return _BYTES[element].decode(values)
+    if element in EIGHT_BIT:
+        return EIGHT_BIT[element].decode(values)
     signed = values.astype(np.int32)
     if element.startswith("i"):
         sign = np.int32(1 << (width - 1))
@@ -117,8 +118,8 @@ def from_type(value: Array, name: str, old: Array | None = None, high: bool = Fa
         return _place16(_half_bits(value, "f16"), old, high=True)
     if name in PACKED:
         return _pack(value, name)
-    if name in _BYTES:
-        code = value if value.dtype == np.uint8 else _BYTES[name].encode(value)
+    if name in EIGHT_BIT:
+        code = value if value.dtype == np.uint8 else EIGHT_BIT[name].encode(value)
         shift = np.uint32(8 * byte)
         placed = code.astype(np.uint32) << shift
         return placed if old is None else (old & ~(np.uint32(0xFF) << shift)) | placed

@@ -60,6 +60,10 @@ class Counters:
     matrix_flops: int = 0
     seconds: float = 0.0
 
+    def clear(self) -> None:
+        """Begin at zero again."""
+        vars(self).update(vars(Counters(self.arch, self.wave_size)))
+
     @property
     def coalescing_efficiency(self) -> float:
         """Bytes asked for, divided by the bytes of the cache lines they lie in."""

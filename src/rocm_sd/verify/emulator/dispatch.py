@@ -6,15 +6,15 @@ Of several groups the one furthest behind runs, until it meets or overtakes the 
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from rocm_sd.errors import InvalidOption
-from rocm_sd.verify.emulator.counters import Counters
 from rocm_sd.verify.emulator.errors import BudgetExceeded, Deadlock, DivergentBarrier, EmulationError
 from rocm_sd.verify.emulator.loader import load_arguments, start_group
-from rocm_sd.verify.emulator.machine import Machine
+from rocm_sd.verify.emulator.machine import machine_for
 from rocm_sd.verify.emulator.wave import Group
 
 if TYPE_CHECKING:
@@ -22,8 +22,9 @@ if TYPE_CHECKING:
 
     from rocm_sd.verify.code_object import CodeObject
     from rocm_sd.verify.emulator.control import Flow
+    from rocm_sd.verify.emulator.counters import Counters
     from rocm_sd.verify.emulator.lds import LdsAccess
-    from rocm_sd.verify.emulator.machine import Operation
+    from rocm_sd.verify.emulator.machine import Machine, Operation
     from rocm_sd.verify.emulator.memory import Memory
     from rocm_sd.verify.emulator.races import Doubt
 
@@ -58,23 +59,20 @@ def launch(
     total = min(sizes[0] * sizes[1] * sizes[2], first or 2**62)
     at_once = _workgroups_at_once(code, per_workgroup, batch)
 
-    def execute(memory: Memory) -> Machine:
-        machine = Machine(code, memory, Counters(code.arch, code.wave_size))
-        with np.errstate(all="ignore"):
+    def execute(memory: Memory) -> Counters:
+        with machine_for(code, memory) as machine, np.errstate(all="ignore"):
             for start in range(0, total, at_once):
                 numbers = np.arange(start, min(start + at_once, total))
                 machine.begin(numbers, per_workgroup)
                 group = start_group(code, machine.family, memory, sizes, numbers, per_workgroup)
                 _Scheduler(machine, group, per_workgroup, budget).run()
-        return machine
+            return _collect(machine)
 
     memory = load_arguments(code, arguments, sizes, per_workgroup)
     began = time.perf_counter()
-    machine = execute(memory)
-    counters = machine.counters
+    counters = execute(memory)
     counters.seconds = time.perf_counter() - began
     counters.workgroups, counters.waves = total, total * per_workgroup
-    _collect(counters, machine)
     doubt = memory.races.finish()
     if doubt is not None:
         _require_same(memory, doubt, lambda: load_arguments(code, arguments, sizes, per_workgroup), execute)
@@ -83,7 +81,7 @@ def launch(
 
 
 def _require_same(
-    memory: Memory, doubt: Doubt, begin: Callable[[], Memory], execute: Callable[[Memory], Machine]
+    memory: Memory, doubt: Doubt, begin: Callable[[], Memory], execute: Callable[[Memory], Counters]
 ) -> None:
     """Raise the race in doubt unless the results are the same whatever the doubtful reads give."""
     for pattern in _OTHER_VALUES:
@@ -112,12 +110,17 @@ def _workgroups_at_once(code: CodeObject, per_workgroup: int, batch: int | None)
     return max(batch // per_workgroup, 1)
 
 
-def _collect(counters: Counters, machine: Machine) -> None:
+def _collect(machine: Machine) -> Counters:
+    totals = machine.totals
+    counters = replace(totals, by_class=dict(totals.by_class), by_name={})
     for operation in machine.operations.values():
+        if not operation.executed:
+            continue
         counters.by_class[operation.kind] += operation.executed
         counters.by_name[operation.name] = counters.by_name.get(operation.name, 0) + operation.executed
         counters.wave_instructions += operation.executed
         counters.matrix_flops += operation.flops * operation.executed
+    return counters
 
 
 class _Scheduler:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -45,8 +46,31 @@ def _modern(name: str) -> str:
     return name
 
 
+# Loops over several buffers meet a few patterns of addresses in turn.
+_REMEMBERED = 8
+
+
+@dataclass(eq=False)
+class _Met:
+    """What follows from the addresses that an instruction met."""
+
+    waves: Array
+    accesses: list[LdsAccess]
+    conflicts: int
+
+
+def _access(g: Group, addresses: Array, transfer: Transfer, *, stores: bool) -> LdsAccess:
+    workgroups = np.broadcast_to(g.workgroups[:, None], addresses.shape)
+    waves = np.broadcast_to(g.wave_in_workgroup[:, None], addresses.shape)
+    if g.full:
+        parts = workgroups.reshape(-1), waves.reshape(-1), addresses.reshape(-1)
+    else:
+        parts = workgroups[g.exec], waves[g.exec], addresses[g.exec]
+    return LdsAccess(*parts, transfer.element, transfer.count, stores)
+
+
 class DsBinder:
-    """Binds the LDS instructions of one launch."""
+    """Binds the LDS instructions of one kernel."""
 
     def __init__(self, machine: Machine, counter: str) -> None:
         self.machine, self.counter = machine, counter
@@ -79,42 +103,39 @@ class DsBinder:
     def _register(self, inst: Decoded, field: str) -> int:
         return inst.fields[field] + (ACC_BASE if inst.get("acc") else 0)
 
-    def _access(self, g: Group, number: int, offset: int, transfer: Transfer, stores: bool) -> LdsAccess:
-        address = g.v[number].astype(np.int64)
-        if offset:
-            address += offset
-        workgroups = np.broadcast_to(g.workgroups[:, None], address.shape)
-        waves = np.broadcast_to(g.wave_in_workgroup[:, None], address.shape)
-        if g.full:
-            parts = workgroups.reshape(-1), waves.reshape(-1), address.reshape(-1)
-        else:
-            parts = workgroups[g.exec], waves[g.exec], address[g.exec]
-        return LdsAccess(*parts, transfer.element, transfer.count, stores)
+    def _meeting(
+        self, number: int, offsets: list[int], transfer: Transfer, *, stores: bool
+    ) -> Callable[[Group], list[LdsAccess]]:
+        """The accesses of a group, one an offset; what they cost is counted."""
+        totals, met = self.machine.totals, self.machine.remembered()
+        dwords = max(transfer.size // 4, 1)
 
-    def _conflicts(self, transfer: Transfer) -> Callable[[Group, Array], None]:
-        totals, dwords = self.machine.counters, max(transfer.size // 4, 1)
-        last: list[Any] = [None, None, 0]
-
-        def count(g: Group, addresses: Array) -> None:
-            # A pattern that moves as a whole meets the same conflicts: banks only rotate.
-            pattern = addresses - addresses[:, :1]
-            if not (last[0] is not None and last[1] is g.exec and np.array_equal(last[0], pattern)):
-                last[:] = pattern, g.exec, bank_conflicts(pattern, g.exec, dwords)
+        def meet(g: Group) -> list[LdsAccess]:
+            key = g.v[number].tobytes(), None if g.full else g.exec.tobytes()
+            found = met.get(key)
+            if found is None or found.waves is not g.waves:
+                addresses = g.v[number].astype(np.int64)
+                accesses = [_access(g, addresses + offset, transfer, stores=stores) for offset in offsets]
+                found = _Met(g.waves, accesses, bank_conflicts(addresses, g.exec, dwords))
+                if len(met) >= _REMEMBERED:
+                    met.clear()
+                met[key] = found
             totals.lds_accesses += g.width
-            totals.lds_bank_conflicts += last[2]
+            totals.lds_bank_conflicts += found.conflicts
+            return found.accesses
 
-        return count
+        return meet
 
     def _load(self, inst: Decoded, transfer: Transfer, offsets: list[int]) -> tuple[Run, int, str]:
         number, target = inst.fields["addr"], self._register(inst, "vdst")
-        lds, counter, count = self.machine.lds, self.counter, self._conflicts(transfer)
+        lds, counter = self.machine.lds, self.counter
+        meet = self._meeting(number, offsets, transfer, stores=False)
         filled = 0
         for place in range(len(offsets)):
             filled |= transfer.registers(target + place * transfer.count, inst.family)
 
         def run(g: Group) -> None:
-            count(g, g.v[number])
-            accesses = [self._access(g, number, offset, transfer, stores=False) for offset in offsets]
+            accesses = meet(g)
             # Both addresses are read before the first register is written: the address register may be among them.
             found = [extend(lds.load(access, inst.address), transfer) for access in accesses]
             for place, words in enumerate(found):
@@ -126,18 +147,16 @@ class DsBinder:
     def _store(self, inst: Decoded, transfer: Transfer, offsets: list[int]) -> tuple[Run, int, str]:
         number = inst.fields["addr"]
         sources = [self._register(inst, field) for field in ("data0", "data1")[: len(offsets)]]
-        lds, counter, count = self.machine.lds, self.counter, self._conflicts(transfer)
+        lds, counter = self.machine.lds, self.counter
+        meet = self._meeting(number, offsets, transfer, stores=True)
         touched = vgpr_bits(number)
         for source in sources:
             touched |= transfer.registers(source, inst.family)
 
         def run(g: Group) -> None:
-            count(g, g.v[number])
-            accesses = []
-            for source, offset in zip(sources, offsets, strict=True):
-                access = self._access(g, number, offset, transfer, stores=True)
+            accesses = meet(g)
+            for source, access in zip(sources, accesses, strict=True):
                 lds.store(access, take(g, source, transfer), inst.address)
-                accesses.append(access)
             g.issue(counter, Outstanding(inst.name, inst.address, 0, in_order=True, lds_bytes=accesses))
 
         return run, touched, "lds_store"

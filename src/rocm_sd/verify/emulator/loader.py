@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -122,7 +123,15 @@ def start_group(
     s[EXEC] = 0xFFFFFFFF
     s[EXEC + 1] = 0xFFFFFFFF if lanes == 64 else 0
     scc = np.zeros(total, np.bool_)
-    return Group(v, s, scc, np.arange(total), waves, first_offset(code))
+    return Group(v, s, scc, _numbered(total), waves, first_offset(code))
+
+
+@lru_cache(maxsize=64)
+def _numbered(waves: int) -> NDArray[np.int64]:
+    """One array for all batches of a size: what is known of its waves' addresses is known by identity."""
+    numbers = np.arange(waves)
+    numbers.flags.writeable = False
+    return numbers
 
 
 def _scalars(

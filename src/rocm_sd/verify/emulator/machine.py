@@ -1,11 +1,17 @@
-"""Instructions bound to one launch: for each address, a ready-to-call operation with its class and its registers."""
+"""Instructions of one kernel: for each address, a ready-to-call operation with its class and its registers.
+
+Binding an instruction takes as long as executing it for a batch of waves, so what was bound is kept for later launches.
+"""
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rocm_sd.verify.emulator import control
+from rocm_sd.verify.emulator.counters import Counters
 from rocm_sd.verify.emulator.decode import Decoded, Decoder
 from rocm_sd.verify.emulator.ds import DsBinder
 from rocm_sd.verify.emulator.errors import EmulationError, UnknownInstruction
@@ -19,19 +25,18 @@ from rocm_sd.verify.emulator.vmem import MemoryBinder
 from rocm_sd.verify.emulator.wave import Outstanding, vgpr_bits
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     import numpy as np
     from numpy.typing import NDArray
 
     from rocm_sd.verify.code_object import CodeObject
-    from rocm_sd.verify.emulator.counters import Counters
     from rocm_sd.verify.emulator.memory import Memory
     from rocm_sd.verify.emulator.wave import Group
 
     Run = Callable[[Group], None]
 
-__all__ = ["Machine", "Operation"]
+__all__ = ["Machine", "Operation", "machine_for"]
 
 _TRANSCENDENTAL = ("v_s_", "v_exp_", "v_log_", "v_rcp_", "v_rsq_", "v_sqrt_", "v_sin_", "v_cos_")
 _CACHE_CONTROL = {
@@ -79,10 +84,16 @@ class _Semantics(NamedTuple):
 
 
 class Machine:
-    """One launch of one kernel: memory, LDS of the workgroups at hand, and the operations met so far."""
+    """One kernel: the operations met so far; and of the launch at hand memory, totals, and LDS of its workgroups.
 
-    def __init__(self, code: CodeObject, memory: Memory, counters: Counters) -> None:
-        self.code, self.memory, self.counters = code, memory, counters
+    Operations ask for `memory` when they run, and add to `totals`, which stays the same object.
+    """
+
+    memory: Memory
+
+    def __init__(self, code: CodeObject) -> None:
+        self.code = code
+        self.totals = Counters(code.arch, code.wave_size)
         self.decoder = Decoder(code.arch, code.text, code.text_address)
         self.family = self.decoder.family
         self.wave_size = code.wave_size
@@ -90,16 +101,42 @@ class Machine:
         self.lds = Lds(1, code.lds)
         self.scratch = Lds(1, code.scratch)
         self.operations: dict[int, Operation] = {}
+        self._remembered: list[dict[Any, Any]] = []
         self._undeclared = vgpr_bits(0, 512) & ~vgpr_bits(0, register_count(code))
         self._memory_binder = MemoryBinder(self)
         self._vector = VectorBinder(code.arch.name, code.wave_size)
         self._ds = DsBinder(self, self._memory_binder.counters["lds"])
 
+    def remembered(self) -> dict[Any, Any]:
+        """A place for what an operation wants to know again in this launch; it is emptied afterwards."""
+        place: dict[Any, Any] = {}
+        self._remembered.append(place)
+        return place
+
+    @contextmanager
+    def launched(self, memory: Memory) -> Iterator[None]:
+        """Within, operations work on `memory`; counts begin at zero."""
+        self.memory = memory
+        self.totals.clear()
+        for operation in self.operations.values():
+            operation.executed = 0
+        try:
+            yield
+        finally:
+            del self.memory
+            for place in self._remembered:
+                place.clear()
+            self._reset(0, 0)
+
     def begin(self, workgroups: NDArray[np.int64], waves_per_workgroup: int) -> None:
-        """Fresh LDS and scratch; operations hold on to the objects, so these are emptied and not replaced."""
-        self.lds.reset(len(workgroups))
-        self.scratch.reset(len(workgroups) * waves_per_workgroup * self.wave_size)
+        """These workgroups, by their numbers in the grid, start at the first instruction."""
+        self._reset(len(workgroups), len(workgroups) * waves_per_workgroup)
         self.memory.races.begin(workgroups, waves_per_workgroup)
+
+    def _reset(self, workgroups: int, waves: int) -> None:
+        """Fresh LDS and scratch; operations hold on to the objects, so these are emptied and not replaced."""
+        self.lds.reset(workgroups)
+        self.scratch.reset(waves * self.wave_size)
 
     def operation(self, offset: int) -> Operation:
         found = self.operations.get(offset)
@@ -133,7 +170,7 @@ class Machine:
             return _Semantics(*bind_scalar(inst), "salu")
         if form == "SMEM":
             counter = self._memory_binder.counters["smem"]
-            return _Semantics(*bind_scalar_load(inst, self.memory, counter), "smem")
+            return _Semantics(*bind_scalar_load(inst, self, counter), "smem")
         if form == "DS":
             return _Semantics(*self._ds.bind(inst))
         if form in ("GLOBAL", "FLAT", "SCRATCH", "MUBUF", "VGLOBAL", "VFLAT", "VSCRATCH", "VBUFFER"):
@@ -159,3 +196,23 @@ class Machine:
                 g.issue(counter, Outstanding(inst.name, inst.address, 0, in_order=True))
 
         return run, 0, "other"
+
+
+# A UNet has some tens of kernels; a bound one takes about as many megabytes as it has thousands of instructions.
+_MOST_KEPT = 64
+_kept: OrderedDict[tuple[Any, ...], Machine] = OrderedDict()
+
+
+@contextmanager
+def machine_for(code: CodeObject, memory: Memory) -> Iterator[Machine]:
+    """The kernel's machine, which nobody else has meanwhile: two threads that launch one kernel get two."""
+    key = (
+        code.arch, code.text, code.text_address, code.vgprs, code.agprs, code.lds, code.scratch, code.wave_size,
+    )  # fmt: skip
+    machine = _kept.pop(key, None) or Machine(code)
+    with machine.launched(memory):
+        yield machine
+    # Not where the launch failed: what it left behind, if anything, is nobody's to find.
+    _kept[key] = machine
+    while len(_kept) > _MOST_KEPT:
+        _kept.popitem(last=False)

@@ -1,6 +1,6 @@
 """Matrix instructions: D = A x B + C on whole waves, in the register layouts of AMD's ISA documents.
 
-Layouts are tables of where each matrix element stands, so an instruction is: gather, one batched product, scatter.
+Layouts say where each matrix element stands, so an instruction is: a change of axes, one batched product, another change.
 Arithmetic: products of the narrow types are exact in float64; the sum over K and C is taken in float64 and rounded once
 to the type of D. The hardware's own order of summation is not documented; its result may differ by a few units in the
 last place of the largest partial sum. Integer sums are exact and wrap, or saturate with the clamp bit.
@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from rocm_sd.verify.emulator import convert
+from rocm_sd.verify.emulator.convert import EIGHT_BIT
 from rocm_sd.verify.emulator.errors import UnknownInstruction
-from rocm_sd.verify.emulator.float_formats import float_to_bf16, round_to_xf32
+from rocm_sd.verify.emulator.float_formats import bf16_to_float, float_to_bf16, round_to_xf32
 from rocm_sd.verify.emulator.operands import VGPR, constant
 from rocm_sd.verify.emulator.wave import ACC_BASE, vgpr_bits
 
@@ -52,7 +53,8 @@ PLAIN = MatrixModifiers()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Layouts: for each (register element, lane) the coordinates it holds.
+# Layouts: where the coordinates of a matrix stand in registers and lanes. Each is a product of ranges, so that moving
+# between registers and matrices is a change of axes.
 
 
 @dataclass(frozen=True)
@@ -67,53 +69,44 @@ class MatrixLayout:
     per_lane: int
     lanes: int
 
+    def rows(self, registers: Array) -> Array:
+        """Registers [regs, W, L] of A, or of B by columns, as words [W, block, row, words of K].
+
+        gfx11: lane % 16 is the row and every lane holds all of K; lanes 16 to 31 repeat lanes 0 to 15.
+        gfx12 and MFMA: the lanes beyond the rows of all blocks hold the next `per_lane` values of K.
+        """
+        count, waves = registers.shape[:2]
+        if self.family == "gfx11":
+            split = registers[:, :, None, None, : self.m]
+        else:
+            split = registers.reshape(count, waves, self.k // self.per_lane, self.blocks, self.m)
+        ordered = np.ascontiguousarray(split.transpose(1, 3, 4, 2, 0))
+        return ordered.reshape(waves, self.blocks, self.m, -1)
+
+    def placed(self, product: Array, wide: bool) -> Array:
+        """D [W, block, row, column] as elements [elements, W, L]. `wide`: float64, whose rows lie four apart."""
+        ranges, axes = _output_axes(self, wide)
+        return product.reshape(len(product), *ranges).transpose(axes).reshape(-1, len(product), self.lanes)
+
 
 @lru_cache(maxsize=128)
-def _input_index(layout: MatrixLayout) -> Array:
-    """Place of A[block, row, k] in a wave's elements, element-major; B[block, k, column] stands there for its column.
+def _output_axes(layout: MatrixLayout, wide: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Ranges that block, row and column are made of, after the waves; and in which order registers and lanes have them.
 
-    gfx11: lane % 16 is the row and every lane holds all of K; lanes 16 to 31 repeat lanes 0 to 15.
-    gfx12 and MFMA: the lanes beyond the rows of all blocks hold the next `per_lane` values of K.
+    Of those before the waves (axis 0) an element's number is made, of those after them the lane's.
     """
-    block, row, k = np.meshgrid(np.arange(layout.blocks), np.arange(layout.m), np.arange(layout.k), indexing="ij")
+    m, n, blocks = layout.m, layout.n, layout.blocks
     if layout.family == "gfx11":
-        return k * layout.lanes + row
-    lane = row + layout.m * (block + layout.blocks * (k // layout.per_lane))
-    return k % layout.per_lane * layout.lanes + lane
-
-
-def _output_places(layout: MatrixLayout, wide: bool) -> tuple[Array, Array]:
-    """Element and lane that hold D[block, row, column]. `wide`: the float64 forms, whose rows lie four apart."""
-    block, row, column = np.meshgrid(np.arange(layout.blocks), np.arange(layout.m), np.arange(layout.n), indexing="ij")
-    if layout.family == "gfx11":
-        return row // 2, column + 16 * (row % 2)
+        return (m // 2, 2, n), (1, 0, 2, 3)
     if layout.family == "gfx12":
-        return row % 8, column + 16 * (row // 8)
-    if layout.m == 4:
-        if wide:
-            return 0 * row, column + 4 * block + 16 * row
-        return row, column + 4 * block
-    groups = layout.lanes // layout.n
+        return (2, m // 2, n), (2, 0, 1, 3)
+    if m == 4:
+        return (blocks, m, n), (0, 2, 1, 3) if wide else (2, 0, 1, 3)
+    groups = layout.lanes // n
     if wide:
-        return row // groups, column + layout.n * (row % groups)
+        return (blocks, m // groups, groups, n), (1, 2, 0, 3, 4)
     # Four consecutive rows stand in four registers; the next four belong to the next group of lanes.
-    element = row % 4 + 4 * (row // (4 * groups))
-    return element + (layout.m * layout.n // layout.lanes) * block, column + layout.n * (row // 4 % groups)
-
-
-@lru_cache(maxsize=128)
-def _output_index(layout: MatrixLayout, wide: bool) -> tuple[Array, Array]:
-    """[block, row, column] to a wave's flattened elements, and the way back."""
-    element, lane = _output_places(layout, wide)
-    there = element * layout.lanes + lane
-    back = np.empty(there.size, dtype=np.int64)
-    back[there.ravel()] = np.arange(there.size)
-    return there, back
-
-
-def _by_wave(elements: Array) -> Array:
-    """[elements, W, L] to [W, elements * L]."""
-    return elements.swapaxes(0, 1).reshape(elements.shape[1], -1)
+    return (blocks, m // (4 * groups), groups, 4, n), (1, 2, 4, 0, 3, 5)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -133,15 +126,32 @@ _ELEMENTS = {
 }
 
 
-def _elements(registers: Array, name: str, *, signed: bool = False) -> Array:
-    """[regs, W, L] uint32 to typed elements [elements, W, L], lower bits first; `signed` matters to iu8 and iu4."""
+def _elements(registers: Array, name: str) -> Array:
+    """[regs, W, L] uint32 of C to typed elements [elements, W, L], lower bits first."""
     bits, kind = _ELEMENTS[name]
     if bits == 64:
         return convert.join64(registers[0::2], registers[1::2]).view(np.float64)
     if bits == 32:
         return convert.to_type(registers, kind)
-    several = convert.to_type(registers, convert.signed_or_unsigned(kind, signed) if kind.startswith("iu") else kind)
-    return several.swapaxes(0, 1).reshape(-1, *registers.shape[1:])
+    return convert.to_type(registers, kind).swapaxes(0, 1).reshape(-1, *registers.shape[1:])
+
+
+_SAME_WIDTH = {"f16": np.float16, "f32": np.float32, "xf32": np.float32, "f64": np.float64, "i8": np.int8}
+
+
+def _in_words(words: Array, name: str, *, signed: bool) -> Array:
+    """Typed elements of contiguous words, lower bits first; `signed` matters to iu8 and iu4."""
+    if name in _SAME_WIDTH:
+        return words.view(_SAME_WIDTH[name])
+    if name == "bf16":
+        return bf16_to_float(words.view(np.uint16))
+    if name == "iu8":
+        return words.view(np.int8 if signed else np.uint8)
+    if name == "iu4":
+        octets = words.view(np.uint8)
+        nibbles = np.stack([octets & 15, octets >> 4], axis=-1).reshape(*octets.shape[:-1], -1).astype(np.int8)
+        return (nibbles ^ 8) - 8 if signed else nibbles
+    return EIGHT_BIT[name].decode(words.view(np.uint8))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -181,25 +191,16 @@ class MatrixOp:
         return 2 * self.layout.m * self.layout.n * self.layout.k * self.layout.blocks
 
     def __call__(self, a: Array, b: Array, c: Array, modifiers: MatrixModifiers = PLAIN) -> Array:
-        if modifiers.cbsz or modifiers.abid or modifiers.blgp:
-            raise ValueError("MFMA with cbsz, abid or blgp is not modelled.")
-        left = self._input(a, self.a, 0, modifiers)
-        right = self._input(b, self.b, 1, modifiers)
-        index = _input_index(self.layout)
-        rows = _by_wave(left).take(index, axis=1)
-        columns = _by_wave(right).take(index, axis=1).swapaxes(-1, -2)
-        product = np.matmul(rows, columns)
-        if self.d == "i32":
-            # Sums of at most 128 products of bytes are far below 2**53, so float64 was exact.
-            product = product.astype(np.int64)
-        return self._store(product + self._addend(c, modifiers), c, modifiers)
+        return self.multiply(self.factor(a, 0, modifiers), self.factor(b, 1, modifiers), c, modifiers)
 
-    def _input(self, registers: Array, name: str, source: int, modifiers: MatrixModifiers) -> Array:
-        if self.layout.family == "gfx11" and not np.array_equal(registers[..., :16], registers[..., 16:]):
+    def factor(self, registers: Array, source: int, modifiers: MatrixModifiers) -> Array:
+        """A, or B by columns, in float64: [W, block, row, k]."""
+        name = self.b if source else self.a
+        if self.layout.family == "gfx11" and np.count_nonzero(registers[..., :16] != registers[..., 16:]):
             raise ValueError(
                 f"WMMA of gfx11 needs lanes 16 to 31 of {'AB'[source]} to repeat lanes 0 to 15, and here they differ."
             )
-        values = _elements(registers, name, signed=modifiers.neg_lo[source])
+        values = _in_words(self.layout.rows(registers), name, signed=modifiers.neg_lo[source])
         if self.d == "i32":
             return values.astype(np.float64)
         if name == "xf32":
@@ -208,19 +209,26 @@ class MatrixOp:
             smallest = 2.0**-14 if name == "f16" else 2.0**-126
             values = np.where(np.abs(values) < smallest, np.copysign(values.dtype.type(0), values), values)
         if modifiers.neg_lo[source] or modifiers.neg_hi[source]:
-            signs = np.ones((len(values), 1, 1), dtype=values.dtype)
-            signs[0::2] = -1 if modifiers.neg_lo[source] else 1
-            signs[1::2] = -1 if modifiers.neg_hi[source] else 1
-            values = values * signs
-        # numpy widens float16 to float32 in hardware, to float64 in software.
-        return values.astype(np.float32).astype(np.float64) if name == "f16" else values.astype(np.float64)
+            odd = np.arange(self.layout.k) % self.layout.per_lane % 2 == 1
+            negative = np.where(odd, modifiers.neg_hi[source], modifiers.neg_lo[source])
+            values = values * np.where(negative, -1, 1).astype(values.dtype)
+        return values.astype(np.float64)
+
+    def multiply(self, left: Array, right: Array, c: Array, modifiers: MatrixModifiers) -> Array:
+        """Registers of D, of what `factor` gave and the registers of C."""
+        if modifiers.cbsz or modifiers.abid or modifiers.blgp:
+            raise ValueError("MFMA with cbsz, abid or blgp is not modelled.")
+        product = np.matmul(left, right.swapaxes(-1, -2))
+        total = self.layout.placed(product, self.d == "f64")
+        if self.d == "i32":
+            # Sums of at most 128 products of bytes are far below 2**53, so float64 was exact.
+            return self._stored(total.astype(np.int64) + self._addend(c, modifiers), c, modifiers)
+        return self._stored(np.add(total, self._addend(c, modifiers)), c, modifiers)
 
     def _addend(self, c: Array, modifiers: MatrixModifiers) -> Array:
-        there, _ = _output_index(self.layout, self.d == "f64")
-        elements = _elements(c, self.d)
+        values = _elements(c, self.d)
         if self.layout.family == "gfx11" and _ELEMENTS[self.d][0] == 16:
-            elements = elements[int(modifiers.op_sel[2]) :: 2]
-        values = _by_wave(elements).take(there, axis=1)
+            values = values[int(modifiers.op_sel[2]) :: 2]
         if self.d == "i32":
             return values.astype(np.int64)
         if modifiers.neg_hi[2]:
@@ -229,11 +237,8 @@ class MatrixOp:
             values = -values
         return values.astype(np.float64)
 
-    def _store(self, result: Array, c: Array, modifiers: MatrixModifiers) -> Array:
-        _, back = _output_index(self.layout, self.d == "f64")
-        typed = self._narrow(result, modifiers)
-        waves = typed.reshape(len(typed), -1).take(back, axis=1)
-        elements = np.ascontiguousarray(waves.reshape(len(typed), -1, self.layout.lanes).swapaxes(0, 1))
+    def _stored(self, result: Array, c: Array, modifiers: MatrixModifiers) -> Array:
+        elements = self._narrow(result, modifiers)
         if self.d == "f64":
             return np.stack(convert.split64(elements.view(np.uint64)), axis=1).reshape(-1, *c.shape[1:])
         if self.d in {"f32", "i32"}:
@@ -379,12 +384,30 @@ def bind_matrix(inst: Decoded, gfx: str, wave_size: int) -> tuple[Callable[[Grou
     third, touched = _addend(inst, op, shift_c)
     a_regs, b_regs, d_regs = op.a_regs, op.b_regs, op.d_regs
 
+    factors = [_factor(op, first, source, modifiers) for source, first in enumerate((a, b))]
+
     def run(g: Group) -> None:
         # Matrix instructions take no notice of EXEC.
-        g.v[target : target + d_regs] = op(g.v[a : a + a_regs], g.v[b : b + b_regs], third(g), modifiers)
+        left, right = (factor(g) for factor in factors)
+        g.v[target : target + d_regs] = op.multiply(left, right, third(g), modifiers)
 
     touched |= vgpr_bits(a, a_regs) | vgpr_bits(b, b_regs) | vgpr_bits(target, d_regs)
     return run, touched, op.flops
+
+
+def _factor(op: MatrixOp, first: int, source: int, modifiers: MatrixModifiers) -> Callable[[Group], Array]:
+    """A tile's rows meet every one of its columns: a factor is mostly that of an instruction just before."""
+    last = first + (op.b_regs if source else op.a_regs)
+    key = f"{first} {source} {op} {modifiers}"
+
+    def factor(g: Group) -> Array:
+        registers = g.v[first:last]
+        before = g.factors.get(key)
+        if before is None or np.count_nonzero(before[0] != registers):
+            before = g.factors[key] = registers.copy(), op.factor(registers, source, modifiers)
+        return before[1]
+
+    return factor
 
 
 def _accumulators(inst: Decoded) -> tuple[int, int, int]:

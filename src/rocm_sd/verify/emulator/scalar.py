@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from rocm_sd.verify.emulator.decode import Decoded
-    from rocm_sd.verify.emulator.memory import Memory
+    from rocm_sd.verify.emulator.machine import Machine
     from rocm_sd.verify.emulator.wave import Group
 
     Run = Callable[[Group], None]
@@ -155,7 +155,7 @@ _SIZES |= {f"dwordx{n}": n for n in (2, 4, 8, 16)}
 _NARROW = {"u8": (1, np.uint8), "i8": (1, np.int8), "u16": (2, np.uint16), "i16": (2, np.int16)}
 
 
-def bind_scalar_load(inst: Decoded, memory: Memory, counter: str) -> tuple[Run, int]:
+def bind_scalar_load(inst: Decoded, machine: Machine, counter: str) -> tuple[Run, int]:
     """s_load_*: dwords at a scalar address, or less than one. Buffer forms are not used by compilers for these
     kernels.
     """
@@ -174,6 +174,7 @@ def bind_scalar_load(inst: Decoded, memory: Memory, counter: str) -> tuple[Run, 
     def run(g: Group) -> None:
         address = read_base(g) + np.uint64(offset & 0xFFFFFFFFFFFFFFFF) + read_offset(g)
         address = np.broadcast_to(address & ~np.uint64(element - 1), (g.width,))
+        memory = machine.memory
         found = memory.load(np.ascontiguousarray(address), element, size, inst.address, lanes_of(g, scalar=True))
         g.s[target : target + size] = found if element == 4 else found.view(read_as).astype(np.int64) & 0xFFFFFFFF
         g.issue(counter, Outstanding(inst.name, inst.address, filled, in_order=False))

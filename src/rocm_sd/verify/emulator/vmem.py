@@ -78,7 +78,7 @@ def take(g: Group, source: int, transfer: Transfer) -> Array:
 
 
 class MemoryBinder:
-    """Binds the memory instructions of one launch."""
+    """Binds the memory instructions of one kernel."""
 
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
@@ -145,13 +145,13 @@ class MemoryBinder:
 
     def _global(self, inst: Decoded, verb: str, transfer: Transfer) -> Bound:
         place, touched = self._global_place(inst, transfer, verb)
-        memory = self.machine.memory
+        machine = self.machine
 
         def load(g: Group) -> Array:
-            return memory.load(place(g), transfer.element, transfer.count, inst.address, lanes_of(g))
+            return machine.memory.load(place(g), transfer.element, transfer.count, inst.address, lanes_of(g))
 
         def store(g: Group, values: Array) -> None:
-            memory.store(place(g), values, transfer.element, inst.address, lanes_of(g))
+            machine.memory.store(place(g), values, transfer.element, inst.address, lanes_of(g))
 
         return self._transfer(inst, verb, transfer, touched, load, store)
 
@@ -201,14 +201,15 @@ class MemoryBinder:
         return scalar, vgpr_bits(number) | touched
 
     def _traffic(self, transfer: Transfer, verb: str) -> Callable[[Array, Array], None]:
-        totals = self.machine.counters
+        totals = self.machine.totals
         size = transfer.size
         last: list[Any] = [None, None, 0]
 
         def count(active: Array, addresses: Array) -> None:
             # Loops repeat the same pattern further on: where only the line numbers moved, so does nothing else.
             pattern = addresses - (addresses[:1, :1] & ~np.uint64(CACHE_LINE - 1))
-            if last[0] is not None and last[1] is active and np.array_equal(last[0], pattern):
+            same = last[0] is not None and (last[1] is active or np.array_equal(last[1], active))
+            if same and np.array_equal(last[0], pattern):
                 lines = last[2]
             else:
                 lines = cache_lines(pattern, active, size)
@@ -258,22 +259,22 @@ class MemoryBinder:
     def _buffer(self, inst: Decoded, verb: str, transfer: Transfer) -> Bound:
         """What lies beyond the descriptor reads as zero and is not written: that is how masks are compiled."""
         place, touched = self._buffer_place(inst, transfer, verb)
-        memory, element = self.machine.memory, transfer.element
+        machine, element = self.machine, transfer.element
 
         def load(g: Group) -> Array:
             address, inside = place(g)
             if inside.all():
-                return memory.load(address[0], element, transfer.count, inst.address, lanes_of(g))
+                return machine.memory.load(address[0], element, transfer.count, inst.address, lanes_of(g))
             found = np.zeros(inside.shape, np.uint8 if element == 1 else np.uint16 if element == 2 else np.uint32)
-            found[inside] = memory.load(address[inside], element, 1, inst.address, lanes_of(g, inside))[0]
+            found[inside] = machine.memory.load(address[inside], element, 1, inst.address, lanes_of(g, inside))[0]
             return found
 
         def store(g: Group, values: Array) -> None:
             address, inside = place(g)
             if inside.all():
-                memory.store(address[0], values, element, inst.address, lanes_of(g))
+                machine.memory.store(address[0], values, element, inst.address, lanes_of(g))
             else:
-                memory.store(address[inside], values[inside][None], element, inst.address, lanes_of(g, inside))
+                machine.memory.store(address[inside], values[inside][None], element, inst.address, lanes_of(g, inside))
 
         return self._transfer(inst, verb, transfer, touched, load, store)
 
@@ -287,7 +288,7 @@ class MemoryBinder:
         dwords, operands = atomic.dwords, atomic.dwords * (2 if atomic.compares else 1)
         filled = vgpr_bits(target, dwords) if returns else 0
         issue = self._issue(inst, "load" if returns else "store", filled)
-        memory = self.machine.memory
+        machine = self.machine
         transfer = Transfer(4, dwords, signed=False, half=None)
         if inst.name.startswith("buffer"):
             place, touched = self._buffer_place(inst, transfer, "store")
@@ -303,8 +304,8 @@ class MemoryBinder:
             chosen: Array = np.atleast_1d(inside.all(axis=0))
             given = g.v[data : data + operands][:, g.exec]
             before = np.zeros((dwords, len(chosen)), np.uint32)
-            memory.note_atomic(address[0][chosen], dwords, inst.address, lanes_of(g, chosen))
-            before[:, chosen] = atomic.apply(memory, address[0][chosen], given[:, chosen], inst.address)
+            machine.memory.note_atomic(address[0][chosen], dwords, inst.address, lanes_of(g, chosen))
+            before[:, chosen] = atomic.apply(machine.memory, address[0][chosen], given[:, chosen], inst.address)
             if returns:
                 g.v[target : target + dwords][:, g.exec] = before
             issue(g)

@@ -8,6 +8,7 @@ vector instruction asks for it.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -37,7 +38,15 @@ def sgpr_bits(number: int, count: int = 1) -> int:
     return ((1 << count) - 1) << (SGPR_BIT + number)
 
 
-@dataclass(eq=False)
+@lru_cache(maxsize=64)
+def _everyone(width: int, lanes: int) -> NDArray[np.bool_]:
+    """A full EXEC: one array for all groups of a size, so that what is known of a mask is known by identity."""
+    mask = np.ones((width, lanes), np.bool_)
+    mask.flags.writeable = False
+    return mask
+
+
+@dataclass(eq=False, slots=True)
 class Outstanding:
     """A memory instruction that was issued and not waited for. `waves` is None where it holds for the whole group."""
 
@@ -74,7 +83,9 @@ class Group:
         self.signalled = np.zeros(self.width, np.bool_)
         # LDS accesses that a split barrier does not order: those not finished when it was signalled, and later ones.
         self.carried: list[Any] = []
-        self._everyone = np.ones((self.width, self.lanes), np.bool_)
+        # Factors of matrix instructions, each with the registers that it was made of.
+        self.factors: dict[Any, Any] = {}
+        self._everyone = _everyone(self.width, self.lanes)
         self.exec = self._everyone
         self.full = True
         self.exec_changed()
