@@ -1,6 +1,7 @@
 """One instruction at a time: assembled by LLVM, decoded and executed by the engine, compared with plain Python.
 
-Encodings, operands, modifiers and semantics are checked together, on random registers and with some lanes inactive.
+Encodings, operands, modifiers and semantics are checked together, on random registers, with some lanes inactive and
+with all of them active.
 """
 
 from __future__ import annotations
@@ -199,6 +200,25 @@ VALUES: list[tuple[tuple[str, ...], str, int, object]] = [
         0,
         lambda x: fma(half(hi(x.v(10))), x.v(2), neg(half(lo(x.v(11)))), "f32"),
     ),
+    # Products that float32 holds exactly: of two halves, of a half and a power of two, of anything and one.
+    (
+        EVERY,
+        "v_fma_mix_f32 v0, v10, -v11, v2 op_sel:[1,0,0] op_sel_hi:[1,1,0]",
+        0,
+        lambda x: fma(half(hi(x.v(10))), neg(half(lo(x.v(11)))), x.v(2), "f32"),
+    ),
+    (
+        EVERY,
+        "v_fma_mix_f32 v0, v10, 0.5, v2 op_sel_hi:[1,0,0]",
+        0,
+        lambda x: fma(half(lo(x.v(10))), encode(0.5, "f32"), x.v(2), "f32"),
+    ),
+    (
+        EVERY,
+        "v_fma_mix_f32 v0, v1, -1.0, v12 op_sel_hi:[0,0,1]",
+        0,
+        lambda x: fma(x.v(1), encode(-1.0, "f32"), half(lo(x.v(12))), "f32"),
+    ),
     (
         EVERY,
         "v_fma_mixhi_f16 v0, v1, v2, v3",
@@ -388,14 +408,18 @@ def spelled(gfx: str, source: str) -> str:
 CASES = [pytest.param(gfx, *case[1:], id=f"{gfx}: {case[1]}") for case in VALUES for gfx in case[0]]
 
 
-def before(gfx: str, source: str):
+def before(gfx: str, source: str, every_lane: bool = False):
     group = registers(gfx, zlib.crc32(source.encode()))
+    if every_lane:
+        group.s[126:128] = MASK32
+        group.exec_changed()
     return group, group.v.copy(), group.s.copy()
 
 
+@pytest.mark.parametrize("every_lane", [False, True], ids=["some lanes", "every lane"])
 @pytest.mark.parametrize(("gfx", "source", "target", "statement"), CASES)
-def test_value(gfx, source, target, statement):
-    group, v, s = before(gfx, source)
+def test_value(every_lane, gfx, source, target, statement):
+    group, v, s = before(gfx, source, every_lane)
     execute(gfx, spelled(gfx, source), group)
     for wave in range(WAVES):
         for number in range(group.lanes):
@@ -429,12 +453,13 @@ PAIRS = [
 ]
 
 
+@pytest.mark.parametrize("every_lane", [False, True], ids=["some lanes", "every lane"])
 @pytest.mark.parametrize(
     ("gfx", "source", "statement"),
     [pytest.param(gfx, *case[1:], id=f"{gfx}: {case[1]}") for case in PAIRS for gfx in case[0]],
 )
-def test_pair_of_registers(gfx, source, statement):
-    group, v, s = before(gfx, source)
+def test_pair_of_registers(every_lane, gfx, source, statement):
+    group, v, s = before(gfx, source, every_lane)
     execute(gfx, source.replace("{e64}", "_e64" if gfx == GFX12 else ""), group)
     for wave in range(WAVES):
         for number in range(group.lanes):
@@ -466,12 +491,13 @@ MASKS = [
 ]
 
 
+@pytest.mark.parametrize("every_lane", [False, True], ids=["some lanes", "every lane"])
 @pytest.mark.parametrize(
     ("gfx", "source", "row", "statement"),
     [pytest.param(gfx, *case[1:], id=f"{gfx}: {case[1]}") for case in MASKS for gfx in case[0]],
 )
-def test_mask(gfx, source, row, statement):
-    group, v, s = before(gfx, source)
+def test_mask(every_lane, gfx, source, row, statement):
+    group, v, s = before(gfx, source, every_lane)
     text = spelled(gfx, source).replace("{low20}", "v20" if gfx == GFX9 else "v20.l")
     execute(gfx, text, group)
     for wave in range(WAVES):
@@ -492,12 +518,13 @@ CARRIES = [
 ]
 
 
+@pytest.mark.parametrize("every_lane", [False, True], ids=["some lanes", "every lane"])
 @pytest.mark.parametrize(
     ("gfx", "source", "statement"),
     [pytest.param(gfx, *case[1:], id=f"{gfx}: {case[1]}") for case in CARRIES for gfx in case[0]],
 )
-def test_carry(gfx, source, statement):
-    group, v, s = before(gfx, source)
+def test_carry(every_lane, gfx, source, statement):
+    group, v, s = before(gfx, source, every_lane)
     execute(gfx, spelled(gfx, source), group)
     for wave in range(WAVES):
         for number in range(group.lanes):

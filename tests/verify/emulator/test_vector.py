@@ -217,6 +217,16 @@ def test_byte_permutation_with_one_selector_for_all_lanes(high, low, select):
         assert (got == perm(high, low, select)).all()
 
 
+def test_byte_permutation_with_two_selectors_and_with_three():
+    random = np.random.default_rng(5)
+    high, low = random.integers(0, 1 << 32, (2, 2, 32), dtype=np.uint32)
+    for selectors in ([0x05040100, 0x07060302], [0x05040100, 0x07060302, 0x0C0D0E0F]):
+        select = random.choice(np.array(selectors, np.uint32), (2, 32))
+        got = VALU["v_perm_b32"].function(high, low, select)
+        wanted = [perm(*(int(x) for x in lane)) for lane in zip(high.flat, low.flat, select.flat, strict=True)]
+        assert got.reshape(-1).tolist() == wanted
+
+
 # --- carries ----------------------------------------------------------------------------------------------------------
 
 

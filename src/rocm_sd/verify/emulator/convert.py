@@ -73,7 +73,7 @@ def to_type(bits: Array, name: str, high: bool = False, *, byte: int = 0) -> Arr
     if name in _FULL:
         return bits.view(_FULL[name])
     if name in _HALF or name == "bf16":
-        half = (bits >> _SIXTEEN if high else bits).astype(np.uint16)
+        half = _half_of(bits, high)
         return float_formats.bf16_to_float(half) if name == "bf16" else half.view(_HALF[name])
     if name in _DOUBLE:
         return bits.view(_DOUBLE[name])
@@ -82,6 +82,13 @@ def to_type(bits: Array, name: str, high: bool = False, *, byte: int = 0) -> Arr
     if name in EIGHT_BIT:
         return EIGHT_BIT[name].decode((bits >> np.uint32(8 * byte)) & np.uint32(0xFF))
     return _to_vector(bits, name, high)
+
+
+def _half_of(bits: Array, high: bool) -> Array:
+    """The lower or upper 16 bits: of whole registers a view, which costs nothing."""
+    if bits.shape[-1] > 1 and bits.strides[-1] == bits.itemsize:
+        return bits.view(np.uint16)[..., int(high) :: 2]
+    return (bits >> _SIXTEEN if high else bits).astype(np.uint16)
 
 
 def _to_vector(bits: Array, name: str, high: bool) -> Array:

@@ -102,6 +102,8 @@ def _fetched(
     found = np.ones(values.shape, dtype=bool) if fetch_inactive else active
     if inside is not None:
         found = found & inside
+    if bound_control and np.count_nonzero(found) == found.size:
+        return values, found
     if bound_control:
         return np.where(found, values, np.uint32(0)), np.ones(values.shape, dtype=bool)
     return values, found
@@ -125,7 +127,11 @@ def dpp(
     lanes = source.shape[-1]
     lane, inside, whole = _dpp_pattern(control, lanes)
     values, found = _fetched(
-        source[..., lane], active[..., lane], None if whole else inside, bound_control, fetch_inactive
+        source.take(lane, axis=-1),
+        active.take(lane, axis=-1),
+        None if whole else inside,
+        bound_control,
+        fetch_inactive,
     )
     if row_mask != 0xF or bank_mask != 0xF:
         found = found & _dpp_write_mask(row_mask, bank_mask, lanes)
@@ -153,10 +159,23 @@ def permlane16(
 
     op_sel[0] is fetch_inactive and op_sel[1] bound_control.
     """
+    low, high = select_low.flat[0], select_high.flat[0]
+    if not (np.count_nonzero(select_low != low) or np.count_nonzero(select_high != high)):
+        chosen = _row_pattern(int(low), int(high), cross, source.shape[-1])
+        found = active.take(chosen, axis=-1)
+        return _fetched(source.take(chosen, axis=-1), found, None, bound_control, fetch_inactive)
     lane = np.arange(source.shape[-1], dtype=np.uint32)
     select = np.where((lane & 8) == 0, select_low, select_high)
     place = (select >> (4 * (lane & 7)).astype(np.uint32)) & np.uint32(15)
     return _permute_in_rows(source, place, active, cross, bound_control, fetch_inactive)
+
+
+@lru_cache(maxsize=256)
+def _row_pattern(low: int, high: int, cross: bool, lanes: int) -> Array:
+    """The lanes that are read where all waves pick alike."""
+    lane = np.arange(lanes)
+    select = np.where((lane & 8) == 0, low, high)
+    return (lane & ~15) ^ (16 if cross else 0) | (select >> 4 * (lane & 7)) & 15
 
 
 def permlane16_var(
@@ -226,8 +245,17 @@ def ds_bpermute(address: Array, data: Array, active: Array, *, offset: int = 0, 
     `group` is the wave on gfx9 and 32 lanes on gfx11 and gfx12.
     """
     chosen = _addressed(address, offset, group or data.shape[-1])
-    values = np.take_along_axis(data, chosen, axis=-1)
-    return np.where(np.take_along_axis(active, chosen, axis=-1), values, np.uint32(0))
+    # Flat places: take_along_axis makes its index anew for every call, at three times the price of the gather.
+    chosen += _first_places(*data.shape)
+    values = data.reshape(-1).take(chosen)
+    found = active.reshape(-1).take(chosen)
+    return values if np.count_nonzero(found) == found.size else np.where(found, values, np.uint32(0))
+
+
+@lru_cache(maxsize=64)
+def _first_places(waves: int, lanes: int) -> Array:
+    """[W, 1]: where each wave's lanes begin."""
+    return np.arange(0, waves * lanes, lanes)[:, None]
 
 
 def ds_permute(address: Array, data: Array, active: Array, *, offset: int = 0, group: int | None = None) -> Array:
@@ -321,7 +349,10 @@ def _permlane16(inst: Decoded) -> tuple[Run, int]:
 
     def run(g: Group) -> None:
         values, found = moved(g)
-        np.copyto(g.v[target], values, where=found & g.exec)
+        if g.full:
+            g.v[target] = values
+        else:
+            np.copyto(g.v[target], values, where=found & g.exec)
 
     return run, touched | vgpr_bits(number) | vgpr_bits(target)
 

@@ -2,8 +2,8 @@
 
 Each byte has shadow bytes: whether a byte was ever written, which wave wrote it and which read it since the last
 barrier (0: none, n + 1: wave n, 255: several). They are looked up in units as wide as the access allows, so a check
-costs one gather; what looks suspicious there is looked at byte by byte. Reads are only noted down; they are entered into
-the shadow when a store of the same epoch needs them.
+costs one gather; what looks suspicious there is looked at byte by byte. Reads are only noted down; they are entered
+into the shadow when a store of the same epoch needs them.
 """
 
 from __future__ import annotations
@@ -76,7 +76,8 @@ class LdsAccess:
         if per_unit == 1:
             return values
         grouped = values.reshape(-1, per_unit, values.shape[1]).swapaxes(1, 2)
-        return np.ascontiguousarray(grouped).view(_UNITS[self.unit])[..., 0]
+        units: NDArray[Any] = np.ascontiguousarray(grouped).view(_UNITS[self.unit])[..., 0]
+        return units
 
     def unpacked(self, units: NDArray[Any]) -> NDArray[Any]:
         """Units [units, lanes] as elements [count, lanes]."""
@@ -84,7 +85,8 @@ class LdsAccess:
         if per_unit == 1:
             return units
         elements = units.view(_UNITS[self.element]).reshape(*units.shape, per_unit)
-        return elements.swapaxes(1, 2).reshape(self.count, units.shape[1])
+        several: NDArray[Any] = elements.swapaxes(1, 2).reshape(self.count, units.shape[1])
+        return several
 
     def only(self, keep: NDArray[np.bool_]) -> LdsAccess:
         kept = self.workgroups[keep], self.waves[keep], self.addresses[keep]

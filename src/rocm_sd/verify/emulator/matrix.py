@@ -1,6 +1,6 @@
 """Matrix instructions: D = A x B + C on whole waves, in the register layouts of AMD's ISA documents.
 
-Layouts say where each matrix element stands, so an instruction is: a change of axes, one batched product, another change.
+Layouts say where each matrix element stands, so an instruction is: change of axes, one batched product, change of axes.
 Arithmetic: products of the narrow types are exact in float64; the sum over K and C is taken in float64 and rounded once
 to the type of D. The hardware's own order of summation is not documented; its result may differ by a few units in the
 last place of the largest partial sum. Integer sums are exact and wrap, or saturate with the clamp bit.

@@ -15,7 +15,7 @@ from rocm_sd.verify.emulator import convert, lanes
 from rocm_sd.verify.emulator.errors import UnknownInstruction
 from rocm_sd.verify.emulator.operands import VGPR, constant, scalar_bits, scalar_source
 from rocm_sd.verify.emulator.results import BYTES, HALVES, SHORT, WORDS, ResultBinder
-from rocm_sd.verify.emulator.vector import valu_for
+from rocm_sd.verify.emulator.vector import Vop, valu_for
 from rocm_sd.verify.emulator.wave import VCC, vgpr_bits
 
 if TYPE_CHECKING:
@@ -54,11 +54,66 @@ class _Modifiers:
 
 @dataclass
 class Bound:
-    """compute(g) gives the value and the lanes it holds for (None: all active); write(g, value, lanes) stores it."""
+    """compute(g) gives the value, lanes(g) those it holds for (None: all active); write(g, value, lanes) stores it.
 
-    compute: Callable[[Any], tuple[Any, Any]]
+    `run` does all of it, in the way that is fastest for the instruction.
+    """
+
+    compute: Callable[[Any], Any]
+    lanes: Read | None
     write: Any
     touched: int
+    run: Callable[[Any], None]
+
+
+def _computing(function: Any, readers: list[Read]) -> Callable[[Any], Any]:
+    if len(readers) == 1:
+        (one,) = readers
+        return lambda g: function(one(g))
+    if len(readers) == 2:
+        first, second = readers
+        return lambda g: function(first(g), second(g))
+    return lambda g: function(*[read(g) for read in readers])
+
+
+def _finishing(compute: Callable[[Any], Any], omod: int, clamp: bool, result: str) -> Callable[[Any], Any]:
+    """The output modifiers after it."""
+
+    def finished(g: Group) -> Any:
+        value = compute(g)
+        number, *mask = value if "+" in result else (value,)
+        number = convert.omod(number, omod)
+        if clamp:
+            number = convert.clamp(number)
+        return (number, *mask) if mask else number
+
+    return finished
+
+
+def _running(compute: Callable[[Any], Any], spread: Read | None, write: Write) -> Callable[[Any], None]:
+    if spread is None:
+        return lambda g: write(g, compute(g), None)
+
+    def run(g: Group) -> None:
+        # The lanes are known only after the sources were read.
+        value = compute(g)
+        write(g, value, spread(g))
+
+    return run
+
+
+def _in_place(
+    function: Any, readers: list[Read], view: str, target: int, otherwise: Callable[[Any], None]
+) -> Callable[[Any], None]:
+    """Results go straight to their register where every lane is active; numpy allows that it is a source, too."""
+
+    def run(g: Group) -> None:
+        if g.full:
+            function(*[read(g) for read in readers], out=getattr(g, view)[target])
+        else:
+            otherwise(g)
+
+    return run
 
 
 class VectorBinder:
@@ -73,13 +128,7 @@ class VectorBinder:
         if inst.form == "VOPD":
             return self._bind_dual(inst)
         bound = self._bind_one(inst)
-        compute, write = bound.compute, bound.write
-
-        def run(g: Group) -> None:
-            value, where = compute(g)
-            write(g, value, where)
-
-        return run, bound.touched
+        return bound.run, bound.touched
 
     def _bind_dual(self, inst: Decoded) -> tuple[Callable[[Group], None], int]:
         """Both halves read before either writes."""
@@ -94,12 +143,11 @@ class VectorBinder:
         overwrites = bool(vgpr_bits(target) & y.touched)
 
         def run(g: Group) -> None:
-            first, where = x.compute(g)
-            second, _ = y.compute(g)
+            first, second = x.compute(g), y.compute(g)
             if overwrites:
                 second = np.array(second)
-            x.write(g, first, where)
-            y.write(g, second, where)
+            x.write(g, first, None)
+            y.write(g, second, None)
 
         return run, x.touched | y.touched
 
@@ -121,6 +169,30 @@ class VectorBinder:
         vop = self._table.get(name)
         if vop is None:
             raise UnknownInstruction(name, inst.address)
+        readers, touched, spread = self._readers(inst, vop, codes, target)
+        function = vop.function
+        clamped = bool(inst.get("clmp"))
+        result = vop.result.removesuffix("+mask")
+        if clamped and result.removeprefix("pk_") not in _FLOATS and result != "f16_high":
+            if vop.saturating is None:
+                raise UnknownInstruction(inst.name, inst.address, "clamp")
+            function, clamped = vop.saturating, False
+        if vop.unfused is not None and self._product_is_exact(inst, codes):
+            function = vop.unfused
+        compute = _computing(function, readers)
+        if inst.get("omod") or clamped:
+            compute = _finishing(compute, inst.get("omod"), clamped, vop.result)
+        write, bits = self._results.bind(inst, name, vop.result, target)
+        run = _running(compute, spread, write)
+        plain = spread is None and not inst.get("omod") and not clamped and inst.fields.get("dst_sel", 6) == 6
+        if plain and vop.result in WORDS and isinstance(function, np.ufunc) and "src0_sel" not in inst.fields:
+            run = _in_place(function, readers, WORDS[vop.result], target, run)
+        return Bound(compute, spread, write, touched | bits, run)
+
+    def _readers(
+        self, inst: Decoded, vop: Vop, codes: tuple[int, ...], target: int
+    ) -> tuple[list[Read], int, Read | None]:
+        """One a source, the registers they touch, and for DPP the lanes whose result may be written."""
         readers: list[Read] = []
         touched = 0
         spread: Callable[[Group], Array] | None = None
@@ -148,33 +220,17 @@ class VectorBinder:
                     read, bits = self._source(inst, code, kind, self._modifiers(inst, place))
                 readers.append(read)
                 touched |= bits
-        function = vop.function
-        clamped = bool(inst.get("clmp"))
-        result = vop.result.removesuffix("+mask")
-        if clamped and result.removeprefix("pk_") not in _FLOATS and result != "f16_high":
-            if vop.saturating is None:
-                raise UnknownInstruction(inst.name, inst.address, "clamp")
-            function, clamped = vop.saturating, False
-        compute = self._compute(function, readers, inst.get("omod"), clamped, spread, vop.result)
-        write, bits = self._results.bind(inst, name, vop.result, target)
-        return Bound(compute, write, touched | bits)
+        return readers, touched, spread
 
-    @staticmethod
-    def _compute(
-        function: Any, readers: list[Read], omod: int, clamp: bool, spread: Read | None, result: str
-    ) -> Callable[[Any], tuple[Any, Any]]:
-        if not omod and not clamp and spread is None:
-            return lambda g: (function(*[read(g) for read in readers]), None)
+    def _product_is_exact(self, inst: Decoded, codes: tuple[int, ...]) -> bool:
+        """Of a mixed multiply-add: float32 holds a product of two float16, or of anything and one, with no rounding."""
 
-        def compute(g: Group) -> tuple[Any, Any]:
-            value = function(*[read(g) for read in readers])
-            number, *mask = value if "+" in result else (value,)
-            number = convert.omod(number, omod)
-            if clamp:
-                number = convert.clamp(number)
-            return (number, *mask) if mask else number, None if spread is None else spread(g)
+        def of_few_bits(place: int) -> bool:
+            # 240 to 247 are powers of two up to 4, 128 is zero.
+            return self._modifiers(inst, place).op_sel_hi or codes[place] in (128, *range(240, 248))
 
-        return compute
+        one = any(codes[place] in (242, 243) for place in (0, 1))
+        return one or (of_few_bits(0) and of_few_bits(1))
 
     def _modifiers(self, inst: Decoded, place: int) -> _Modifiers:
         def bit(name: str) -> bool:
@@ -210,9 +266,24 @@ class VectorBinder:
         # A mixed-precision source that is read as float16 takes its inline constants in that format too.
         raw, bits = self._raw(inst, code, "f16" if kind == "mix" and mods.op_sel_hi else kind, half)
         plain = not (mods.absolute or mods.negate)
+        if kind in ("pk_f32", "pk_b32") and code >= VGPR:
+            return self._pair(code - VGPR, kind, mods), bits
         if kind in WORDS and plain:
             return self._word(inst, code, kind, raw), bits
         return self._typed(inst, raw, kind, mods, code), bits
+
+    @staticmethod
+    def _pair(number: int, kind: str, mods: _Modifiers) -> Read:
+        """Two registers as [2, W, L], in the order that op_sel names."""
+        rows = [number + mods.op_sel, number + mods.op_sel_hi]
+        signs = np.array([mods.negate, mods.negate_hi], np.uint32)[:, None, None] << np.uint32(31)
+        if signs.any():
+            typed = np.float32 if kind == "pk_f32" else np.uint32
+            return lambda g: (g.v[rows] ^ signs).view(typed)
+        chosen = slice(number, number + 2) if rows == [number, number + 1] else rows
+        if kind == "pk_f32":
+            return lambda g: g.vf[chosen]
+        return lambda g: g.v[chosen]
 
     def _word(self, inst: Decoded, code: int, kind: str, raw: Read) -> Read:
         """The fast path: registers seen as 32-bit values, with no conversion at all."""

@@ -1,4 +1,4 @@
-"""Floating-point vector instructions: arithmetic, fused multiply-add, extremes, roots, exponentials, division.
+"""Floating-point vector instructions: arithmetic, extremes, roots, exponentials, and the table of all.
 
 AMD's pseudocode is the specification. v_exp, v_log, v_rcp, v_rsq, v_sqrt, v_sin and v_cos are approximations of about
 one unit in the last place on the hardware; here they are computed in float64 and rounded once, so a result may differ
@@ -8,13 +8,14 @@ by scaling; the same is done here so that code that forgot to scale is seen.
 
 from __future__ import annotations
 
-from fractions import Fraction
 from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from rocm_sd.verify.emulator.float_formats import quiet
+from rocm_sd.verify.emulator.vector_division import div_fixup, div_fmas, div_scale, ldexp
+from rocm_sd.verify.emulator.vector_fma import fma
 from rocm_sd.verify.emulator.vector_types import Array, Vop
 
 if TYPE_CHECKING:
@@ -22,92 +23,7 @@ if TYPE_CHECKING:
 
     _Two = Callable[[Array, Array], Array]
 
-__all__ = ["FLOAT", "extremes", "fma"]
-
-_F32_MIN_NORMAL = np.float64(2.0**-126)
-
-
-def _two_sum(a: Array, b: Array) -> tuple[Array, Array]:
-    total = a + b
-    virtual = total - a
-    return total, (a - (total - virtual)) + (b - virtual)
-
-
-def _odd_sum(product: Array, addend: Array) -> Array:
-    """product + addend in float64, rounded to odd: rounding that once more to float32 or float16 is then exact."""
-    total, error = _two_sum(product, addend)
-    bits = total.view(np.int64)
-    inexact = (error != 0) & (bits & 1 == 0) & np.isfinite(total)
-    if not inexact.any():
-        return total
-    # Away from zero adds one to the pattern, towards zero subtracts one, whatever the sign.
-    step = np.where((error > 0) == (total > 0), np.int64(1), np.int64(-1))
-    return np.where(inexact, bits + step, bits).view(np.float64)
-
-
-def _fma32(a: Array, b: Array, c: Array) -> Array:
-    product = np.multiply(a, b, dtype=np.float64)  # 48 significant bits: exact
-    total = product + c
-    # The second rounding can only go wrong where float64 landed halfway between two float32, or below the normals.
-    # count_nonzero is three times as fast as any() on arrays of this size.
-    doubtful = (total.view(np.int64) & 0x1FFFFFFF) == 0x10000000
-    tiny = np.abs(total) < _F32_MIN_NORMAL
-    if np.count_nonzero(tiny):
-        doubtful |= tiny & (total != 0)
-    if np.count_nonzero(doubtful):
-        total = _odd_sum(product, c.astype(np.float64))
-    return total.astype(np.float32)
-
-
-def _fma16(a: Array, b: Array, c: Array) -> Array:
-    return _odd_sum(a.astype(np.float64) * b.astype(np.float64), c.astype(np.float64)).astype(np.float16)
-
-
-def _split(a: Array) -> tuple[Array, Array]:
-    scaled = a * np.float64(134217729.0)
-    high = scaled - (scaled - a)
-    return high, a - high
-
-
-def _fma64(a: Array, b: Array, c: Array) -> Array:
-    """Boldo and Melquiond: exact product and sums, the tails joined with rounding to odd, one final rounding."""
-    a, b, c = np.broadcast_arrays(a, b, c)
-    product = a * b
-    a_high, a_low = _split(a)
-    b_high, b_low = _split(b)
-    tail = ((a_high * b_high - product) + a_high * b_low + a_low * b_high) + a_low * b_low
-    carry, carry_tail = _two_sum(c, tail)
-    head, head_tail = _two_sum(product, carry)
-    result = head + _odd_sum(carry_tail, head_tail)
-    # Splitting and tails need room in the exponent; the few values outside take exact rational arithmetic.
-    magnitudes = np.stack([np.abs(a), np.abs(b), np.abs(c), np.abs(product)])
-    roomy = ((magnitudes < 2.0**960) & ((magnitudes > 2.0**-900) | (magnitudes == 0))).all(axis=0)
-    exact_zero = (a == 0) | (b == 0)
-    finite = np.isfinite(a) & np.isfinite(b) & np.isfinite(c)
-    # A finite product may overflow here and must not meet an infinite addend as infinity.
-    special = np.where(np.isfinite(a) & np.isfinite(b) & ~np.isfinite(c), c, product + c)
-    result = np.where(finite & ~exact_zero, result, special)
-    for place in np.argwhere(finite & ~exact_zero & ~roomy):
-        index = tuple(place)
-        result[index] = _fma64_exact(float(a[index]), float(b[index]), float(c[index]))
-    return np.asarray(result)
-
-
-def _fma64_exact(a: float, b: float, c: float) -> float:
-    exact = Fraction(a) * Fraction(b) + Fraction(c)
-    if exact == 0:
-        return a * b + c
-    try:
-        return float(exact)
-    except OverflowError:
-        return float("inf") if exact > 0 else float("-inf")
-
-
-def fma(a: Array, b: Array, c: Array) -> Array:
-    """a * b + c with one rounding, in the type of the sources."""
-    if a.dtype == np.float32:
-        return _fma32(a, b, c)
-    return _fma16(a, b, c) if a.dtype == np.float16 else _fma64(a, b, c)
+__all__ = ["FLOAT", "extremes"]
 
 
 def fma_legacy(a: Array, b: Array, c: Array) -> Array:
@@ -235,15 +151,6 @@ def _fract(x: Array) -> Array:
     return np.where(np.isinf(x), x.dtype.type(np.nan), np.minimum(x - np.floor(x), below_one))
 
 
-def ldexp(x: Array, exponent: Array) -> Array:
-    """x * 2**exponent with one rounding; any exponent beyond the format's reach acts like its limit."""
-    limited = np.clip(exponent.astype(np.int32), -2200, 2200)
-    if x.dtype == np.float64:
-        return np.ldexp(x, limited)
-    # float64 holds every float32 or float16 times 2**±300 exactly, and larger shifts end at 0 or infinity anyway.
-    return np.ldexp(x.astype(np.float64), np.clip(limited, -400, 400)).astype(x.dtype)
-
-
 def _frexp_exponent(kind: type[np.signedinteger]) -> Callable[[Array], Array]:
     def exponent(x: Array) -> Array:
         return np.where(np.isfinite(x), np.frexp(x)[1], 0).astype(kind)
@@ -253,106 +160,6 @@ def _frexp_exponent(kind: type[np.signedinteger]) -> Callable[[Array], Array]:
 
 def _frexp_mantissa(x: Array) -> Array:
     return np.where(np.isfinite(x), np.frexp(x)[0], x)
-
-
-_EXPONENT = {2: (10, 0x1F), 4: (23, 0xFF), 8: (52, 0x7FF)}
-
-
-def _exponent(x: Array) -> Array:
-    shift, mask = _EXPONENT[x.itemsize]
-    return (x.view(f"u{x.itemsize}").astype(np.int64) >> shift) & mask
-
-
-def _subnormal(x: Array) -> Array:
-    return (np.abs(x) < np.finfo(x.dtype).tiny) & (x != 0)
-
-
-def div_scale(value: Array, denominator: Array, numerator: Array) -> tuple[Array, Array]:
-    """First step of a division: `value`, one of the other two, scaled out of danger, and whether to scale back.
-
-    AMD's text differs in three places that cannot be meant: it asks whether 1 / denominator is a float64 subnormal,
-    which no float32 reaches; where the quotient is one too it scales a denominator near the top further up; and a
-    quotient that is too small for any subnormal is not scaled.
-    """
-    double = value.dtype == np.float64
-    near_top, scale, tiny_limit = (768, 128, 53) if double else (96, 64, 23)
-    value, denominator, numerator = np.broadcast_arrays(value, denominator, numerator)
-    top = 0x7FF if double else 0xFF
-    above, below = _exponent(numerator), _exponent(denominator)
-    apart = above - below
-    ordinary = (below > 0) & (below < top - 2) & (above > tiny_limit) & (above < top) & (apart < near_top)
-    if (ordinary & (apart > 3 - top // 2)).all():
-        return value, np.zeros(value.shape, dtype=bool)
-    reciprocal_tiny = _subnormal(value.dtype.type(1) / denominator)
-    quotient_tiny = _subnormal(numerator / denominator) | ((numerator != 0) & (numerator / denominator == 0))
-    is_denominator = value == denominator
-    is_numerator = value == numerator
-    up = ldexp(value, np.full(value.shape, scale))
-    down = ldexp(value, np.full(value.shape, -scale))
-    conditions = [
-        (numerator == 0) | (denominator == 0),
-        apart >= near_top,
-        _subnormal(denominator),
-        reciprocal_tiny & quotient_tiny,
-        reciprocal_tiny,
-        quotient_tiny,
-        above <= tiny_limit,
-    ]
-    choices = [
-        np.full(value.shape, np.nan, dtype=value.dtype),
-        np.where(is_denominator, up, value),
-        up,
-        np.where(is_denominator, down, value),
-        down,
-        np.where(is_numerator, up, value),
-        up,
-    ]
-    flags = [np.full(value.shape, flag) for flag in (False, True, False, True, False, True, False)]
-    return np.select(conditions, choices, value), np.select(conditions, flags, default=False)
-
-
-def div_fmas(a: Array, b: Array, c: Array, scale_back: Array) -> Array:
-    """Fused multiply-add that undoes v_div_scale: a large quotient was scaled down by 2**64 (2**128), a small one up.
-
-    AMD's text multiplies by 2**32 (2**64) always, which undoes neither. The rule used here is the one in tinygrad's
-    emulator; with it the whole division sequence is correctly rounded. It was not compared with silicon here.
-    """
-    result = fma(a, b, c)
-    bias, power = (1023, 128) if result.dtype == np.float64 else (127, 64)
-    shift = np.where(_exponent(c) > bias, power, -power)
-    return np.where(scale_back, ldexp(result, np.broadcast_to(shift, result.shape)), result)
-
-
-def div_fixup(quotient: Array, denominator: Array, numerator: Array) -> Array:
-    """Last step of a division: the quotient's sign, and the answers for zeros, infinities and NaNs.
-
-    As AMD's text has it: a NaN that an overflow left in `quotient` stays one.
-    """
-    quotient, denominator, numerator = np.broadcast_arrays(quotient, denominator, numerator)
-    kind = quotient.dtype.type
-    negative = np.signbit(denominator) ^ np.signbit(numerator)
-    sign = np.where(negative, kind(-1), kind(1))
-    infinite_d, infinite_n = np.isinf(denominator), np.isinf(numerator)
-    zero_d, zero_n = denominator == 0, numerator == 0
-    under = {2: -100000, 4: -150, 8: -1075}[quotient.itemsize]
-    conditions = [
-        np.isnan(numerator),
-        np.isnan(denominator),
-        (zero_d & zero_n) | (infinite_d & infinite_n),
-        zero_d | infinite_n,
-        infinite_d | zero_n,
-        _exponent(numerator) - _exponent(denominator) < under,
-    ]
-    choices = [
-        quiet(numerator),
-        quiet(denominator),
-        np.full(quotient.shape, -np.nan, dtype=quotient.dtype),
-        np.copysign(kind(np.inf), sign),
-        np.copysign(kind(0), sign),
-        # A quotient this far below the smallest subnormal rounds to zero.
-        np.copysign(kind(0), sign),
-    ]
-    return np.select(conditions, choices, np.copysign(np.abs(quotient), sign))
 
 
 _UNARY: dict[str, Callable[..., Array]] = {
@@ -409,6 +216,12 @@ def _build() -> dict[str, Vop]:
     def fma_to_half(a: Array, b: Array, c: Array) -> Array:
         return fma(a, b, c).astype(np.float16)
 
+    def unfused(a: Array, b: Array, c: Array) -> Array:
+        return a * b + c
+
+    def unfused_to_half(a: Array, b: Array, c: Array) -> Array:
+        return (a * b + c).astype(np.float16)
+
     table |= {
         "v_ldexp_f16": Vop(ldexp, ("f16", "i16"), "f16"),
         "v_ldexp_f32": Vop(ldexp, ("f32", "i32"), "f32"),
@@ -431,9 +244,9 @@ def _build() -> dict[str, Vop]:
     # gfx9 spells the mix family v_mad_mix* in AMD's tables; from gfx906 on the hardware fuses it.
     for name in ("v_fma", "v_mad"):
         table |= {
-            f"{name}_mix_f32": Vop(fma, mix, "f32"),
-            f"{name}_mixlo_f16": Vop(fma_to_half, mix, "f16"),
-            f"{name}_mixhi_f16": Vop(fma_to_half, mix, "f16_high"),
+            f"{name}_mix_f32": Vop(fma, mix, "f32", unfused=unfused),
+            f"{name}_mixlo_f16": Vop(fma_to_half, mix, "f16", unfused=unfused_to_half),
+            f"{name}_mixhi_f16": Vop(fma_to_half, mix, "f16_high", unfused=unfused_to_half),
         }
     for name in ("v_mad", "v_fma", "v_div_fixup"):
         table[f"{name}_legacy_f16"] = table[f"{name}_f16"]

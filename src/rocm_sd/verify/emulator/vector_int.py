@@ -113,6 +113,13 @@ def permute_bytes(high: Array, low: Array, select: Array) -> Array:
     first = select.flat[0]
     if select.size == 1 or (select.shape[-1] == 1 and not np.count_nonzero(select != first)):
         return _permute_bytes_alike(high, low, int(first))
+    others = select != first
+    second = select.flat[others.argmax()]
+    if not np.count_nonzero(others & (select != second)):
+        # Two selectors, as an exchange between halves of a wave has them.
+        return np.where(
+            others, _permute_bytes_alike(high, low, int(second)), _permute_bytes_alike(high, low, int(first))
+        )
     high, low, select = np.broadcast_arrays(high, low, select)
     # Fourteen bytes a lane, one for each meaning of a selector.
     table = np.empty((*select.shape, 14), dtype=np.uint8)

@@ -25,7 +25,8 @@ class Vop:
     "mask" is a lane mask as bool [W, L] (vcc, or the sgpr the encoding names), "lane" the lane numbers as uint32 [L],
     "bitop3" the truth table as an int. `accumulates`: the last source is the old value of the destination.
     Results: a type name; "mask"; "f32+mask" and its kin, a tuple of value and mask; "b32+b32", the new destination and
-    the new source of a swap. `saturating` replaces `function` when the clamp bit is set on an integer instruction.
+    the new source of a swap. `saturating` replaces `function` when the clamp bit is set on an integer instruction;
+    `unfused` does so for a multiply-add whose product is known to need no rounding.
     """
 
     function: Callable[..., Any]
@@ -33,6 +34,7 @@ class Vop:
     result: str
     accumulates: bool = False
     saturating: Callable[..., Any] | None = None
+    unfused: Callable[..., Any] | None = None
 
 
 def integer_limits(name: str) -> tuple[int, int]:
