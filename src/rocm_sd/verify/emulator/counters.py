@@ -6,6 +6,7 @@ Counts are exact for the executed code. `modelled_cycles` is a model with stated
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -120,10 +121,24 @@ def bank_conflicts(addresses: NDArray[Any], active: NDArray[np.bool_], dwords: i
     The unit serves 128 bytes a cycle from 32 banks of 4 bytes: lanes are taken in groups that ask for 128 bytes, and a
     group takes as many cycles as the busiest bank has different words to give.
     """
-    waves, lanes = addresses.shape
+    words = addresses.astype(np.int64) >> 2
+    # Where all words move together the banks only rotate: most waves have one pattern.
+    words -= words[:, :1]
+    masks = np.packbits(active, axis=1)
+    lanes = addresses.shape[1]
+    return sum(
+        _wave_conflicts(pattern.tobytes(), mask.tobytes(), lanes, dwords)
+        for pattern, mask in zip(words, masks, strict=True)
+    )
+
+
+@lru_cache(maxsize=4096)
+def _wave_conflicts(pattern: bytes, mask: bytes, lanes: int, dwords: int) -> int:
+    """Of one wave: 4-byte words that its lanes begin at, as int64, and which lanes are active, a bit each."""
     per_group = LDS_BANKS // (4 if dwords == 3 else dwords)
-    words = (addresses.astype(np.int64) >> 2)[..., None] + np.arange(dwords)
-    words = np.where(active[..., None], words, _NOBODY).reshape(waves * lanes // per_group, per_group * dwords)
+    words = np.frombuffer(pattern, np.int64)[:, None] + np.arange(dwords)
+    active = np.unpackbits(np.frombuffer(mask, np.uint8), count=lanes).view(np.bool_)
+    words = np.where(active[:, None], words, _NOBODY).reshape(lanes // per_group, per_group * dwords)
     words.sort(axis=1)
     different = np.ones(words.shape, np.bool_)
     different[:, 1:] = words[:, 1:] != words[:, :-1]
@@ -139,8 +154,11 @@ def cache_lines(addresses: NDArray[Any], active: NDArray[np.bool_], size: int) -
     shift = CACHE_LINE.bit_length() - 1
     signed = addresses.astype(np.int64)
     first, last = signed >> shift, (signed + (size - 1)) >> shift
-    if (first != last).any():
+    if np.count_nonzero(first != last):
         first, active = np.concatenate([first, last], axis=1), np.concatenate([active, active], axis=1)
+    elif np.count_nonzero(active) == active.size and not np.count_nonzero(first[:, 1:] < first[:, :-1]):
+        # In order already, as lanes mostly are.
+        return int(np.count_nonzero(first[:, 1:] != first[:, :-1])) + len(first)
     lines = np.where(active, first, _NOBODY)
     lines.sort(axis=1)
     count = int((lines[:, 1:] != lines[:, :-1]).sum()) + len(lines)

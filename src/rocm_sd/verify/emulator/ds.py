@@ -116,7 +116,8 @@ class DsBinder:
             if found is None or found.waves is not g.waves:
                 addresses = g.v[number].astype(np.int64)
                 accesses = [_access(g, addresses + offset, transfer, stores=stores) for offset in offsets]
-                found = _Met(g.waves, accesses, bank_conflicts(addresses, g.exec, dwords))
+                conflicts = bank_conflicts(addresses - addresses[:, :1], g.exec, dwords)
+                found = _Met(g.waves, accesses, conflicts)
                 if len(met) >= _REMEMBERED:
                     met.clear()
                 met[key] = found

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rocm_sd.verify.emulator.errors import LdsRace, MisalignedAccess, OutOfBounds, UninitialisedRead
-from rocm_sd.verify.emulator.memory import REPEAT, views
+from rocm_sd.verify.emulator.memory import REPEAT
+from rocm_sd.verify.emulator.units import UNITS, numbers, packed, unit_of, unit_views, unpacked
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -23,13 +24,6 @@ if TYPE_CHECKING:
 __all__ = ["Lds", "LdsAccess"]
 
 _SEVERAL = 255
-# 16 bytes are moved as one complex number, the widest element that numpy has, and never computed with.
-_UNITS: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
-
-
-def _numbers(units: NDArray[Any]) -> NDArray[Any]:
-    """Units as integers, which compare bit by bit."""
-    return units.view(np.uint64) if units.dtype == np.complex128 else units
 
 
 @dataclass(eq=False)
@@ -52,10 +46,8 @@ class LdsAccess:
 
     @cached_property
     def unit(self) -> int:
-        """Bytes that are moved at once: as many as size and alignment of all lanes allow."""
-        size = self.element * self.count
-        together = int(np.bitwise_or.reduce(self.addresses, initial=16)) | size
-        return max(together & -together, self.element)
+        """Bytes that are moved at once."""
+        return unit_of(self.addresses, self.element, self.count)
 
     @cached_property
     def owner(self) -> NDArray[Any]:
@@ -64,29 +56,11 @@ class LdsAccess:
 
     @cached_property
     def unit_owner(self) -> NDArray[Any]:
-        return np.repeat((self.waves + 1).astype(np.uint8), self.unit).view(_UNITS[self.unit])
+        return np.repeat((self.waves + 1).astype(np.uint8), self.unit).view(UNITS[self.unit])
 
     @cached_property
     def distinct_workgroups(self) -> NDArray[np.int64]:
         return np.unique(self.workgroups)
-
-    def packed(self, values: NDArray[Any]) -> NDArray[Any]:
-        """Elements [count, lanes] as units [units, lanes]."""
-        per_unit = self.unit // self.element
-        if per_unit == 1:
-            return values
-        grouped = values.reshape(-1, per_unit, values.shape[1]).swapaxes(1, 2)
-        units: NDArray[Any] = np.ascontiguousarray(grouped).view(_UNITS[self.unit])[..., 0]
-        return units
-
-    def unpacked(self, units: NDArray[Any]) -> NDArray[Any]:
-        """Units [units, lanes] as elements [count, lanes]."""
-        per_unit = self.unit // self.element
-        if per_unit == 1:
-            return units
-        elements = units.view(_UNITS[self.element]).reshape(*units.shape, per_unit)
-        several: NDArray[Any] = elements.swapaxes(1, 2).reshape(self.count, units.shape[1])
-        return several
 
     def only(self, keep: NDArray[np.bool_]) -> LdsAccess:
         kept = self.workgroups[keep], self.waves[keep], self.addresses[keep]
@@ -110,9 +84,7 @@ class Lds:
             self._bytes[:] = 0
         else:
             self._bytes = np.zeros((4, total), np.uint8)
-            self._data, self._written, self._writer, self._reader = (
-                views(row) | {width: row.view(_UNITS[width]) for width in (8, 16)} for row in self._bytes
-            )
+            self._data, self._written, self._writer, self._reader = (unit_views(row) for row in self._bytes)
         self._life += 1
         self.epochs = np.zeros(workgroups, np.int64)
         self._dirty = np.zeros(workgroups, np.bool_)
@@ -129,12 +101,12 @@ class Lds:
             writer = self._writer[access.element][index]
             self._compare(access, writer, (writer != 0) & (writer != owner), where, "reads", "wrote")
         self._log.append((access, self.epochs))
-        return access.unpacked(self._data[unit].take(places))
+        return unpacked(self._data[unit].take(places), unit, access.element)
 
     def _require_written(self, access: LdsAccess, places: NDArray[np.int64], where: int) -> None:
         """What was written stays so: an access that was found so once needs no second look."""
-        every_byte = np.ones(access.unit, np.uint8).view(_UNITS[access.unit])
-        if np.count_nonzero(_numbers(self._written[access.unit].take(places)) != _numbers(every_byte)[0]):
+        every_byte = np.ones(access.unit, np.uint8).view(UNITS[access.unit])
+        if np.count_nonzero(numbers(self._written[access.unit].take(places)) != numbers(every_byte)[0]):
             element = access.element
             written = self._written[element][self._index(access, where)]
             missing = access.addresses[(written != REPEAT[element]).any(axis=0)]
@@ -145,11 +117,11 @@ class Lds:
 
     def _foreign(self, shadow: dict[int, NDArray[Any]], access: LdsAccess, places: NDArray[np.int64]) -> bool:
         """Whether the shadow of these units is neither empty nor the wave's own throughout."""
-        found = _numbers(shadow[access.unit].take(places))
+        found = numbers(shadow[access.unit].take(places))
         touched = found != 0
         if not np.count_nonzero(touched):
             return False
-        return bool(np.count_nonzero(touched & (found != _numbers(access.unit_owner))))
+        return bool(np.count_nonzero(touched & (found != numbers(access.unit_owner))))
 
     def store(self, access: LdsAccess, values: NDArray[Any], where: int) -> None:
         """`values` has the shape [count, lanes]."""
@@ -163,9 +135,9 @@ class Lds:
         if suspicious or not access.exclusive:
             self._store_with_care(access, values, where)
         else:
-            self._data[unit][places] = access.packed(values)
+            self._data[unit][places] = packed(values, unit, access.element)
             if access.known != self._life:
-                self._written[unit][places] = np.ones(unit, np.uint8).view(_UNITS[unit])
+                self._written[unit][places] = np.ones(unit, np.uint8).view(UNITS[unit])
             self._writer[unit][places] = access.unit_owner
         access.known = self._life
         self._dirty[access.distinct_workgroups] = True
@@ -176,7 +148,7 @@ class Lds:
         writer = self._writer[access.unit]
         before = writer.take(places)
         writer[places] = access.unit_owner
-        alone = not np.count_nonzero(_numbers(writer.take(places)) != _numbers(access.unit_owner))
+        alone = not np.count_nonzero(numbers(writer.take(places)) != numbers(access.unit_owner))
         writer[places] = before
         return alone
 

@@ -84,9 +84,12 @@ class MatrixLayout:
         return ordered.reshape(waves, self.blocks, self.m, -1)
 
     def placed(self, product: Array, wide: bool) -> Array:
-        """D [W, block, row, column] as elements [elements, W, L]. `wide`: float64, whose rows lie four apart."""
+        """D [W, block, row, column] with the axes that make up elements, waves and lanes in this order, nothing moved.
+
+        `wide`: the float64 forms, whose rows lie four apart.
+        """
         ranges, axes = _output_axes(self, wide)
-        return product.reshape(len(product), *ranges).transpose(axes).reshape(-1, len(product), self.lanes)
+        return product.reshape(len(product), *ranges).transpose(axes)
 
 
 @lru_cache(maxsize=128)
@@ -219,13 +222,17 @@ class MatrixOp:
         if modifiers.cbsz or modifiers.abid or modifiers.blgp:
             raise ValueError("MFMA with cbsz, abid or blgp is not modelled.")
         product = np.matmul(left, right.swapaxes(-1, -2))
-        total = self.layout.placed(product, self.d == "f64")
+        placed = self.layout.placed(product, self.d == "f64")
         if self.d == "i32":
             # Sums of at most 128 products of bytes are far below 2**53, so float64 was exact.
-            return self._stored(total.astype(np.int64) + self._addend(c, modifiers), c, modifiers)
-        return self._stored(np.add(total, self._addend(c, modifiers)), c, modifiers)
+            placed = placed.astype(np.int64)
+        total = self._addend(c, modifiers)
+        in_place = total.reshape(placed.shape)
+        np.add(placed, in_place, out=in_place)
+        return self._stored(total, c, modifiers)
 
     def _addend(self, c: Array, modifiers: MatrixModifiers) -> Array:
+        """The elements of C, copied and wide."""
         values = _elements(c, self.d)
         if self.layout.family == "gfx11" and _ELEMENTS[self.d][0] == 16:
             values = values[int(modifiers.op_sel[2]) :: 2]

@@ -8,6 +8,7 @@ operation over all lanes of all waves at hand.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,11 +21,12 @@ from rocm_sd.verify.emulator.errors import (
     UnwrittenOutput,
 )
 from rocm_sd.verify.emulator.races import ATOMIC, READ, WRITE, Lanes, Races
+from rocm_sd.verify.emulator.units import UNITS, numbers, packed, unit_of, unit_views, unpacked
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["REPEAT", "Buffer", "Memory", "Region", "views"]
+__all__ = ["REPEAT", "Buffer", "Memory", "Region"]
 
 # 2^40 bytes from one buffer to the next: no 32-bit index reaches that far, times any element size. User addresses have
 # 47 bits, and slot 0 stays empty, so that a pointer that was never filled in does not land in a buffer.
@@ -41,9 +43,10 @@ REPEAT = {1: 0x01, 2: 0x0101, 4: 0x01010101}
 """A byte in every byte of an element, by the size of the element."""
 
 
-def views(base: NDArray[np.uint8]) -> dict[int, NDArray[Any]]:
-    """The same bytes as elements of 1, 2 and 4 bytes."""
-    return {width: base.view(f"u{width}") for width in REPEAT}
+@cache
+def _filled(unit: int, byte: int) -> NDArray[Any]:
+    """One unit with the same in every byte."""
+    return np.full(unit, byte, np.uint8).view(UNITS[unit])
 
 
 @dataclass(eq=False)
@@ -121,7 +124,7 @@ class Memory:
         self.kernarg = self._map("kernel arguments", kernarg, 0, None)
         self.data = np.zeros(_up(self.size, _ALIGNMENT), np.uint8)
         self.shadow = np.zeros(len(self.data), np.uint8)
-        self._data, self._shadow = views(self.data), views(self.shadow)
+        self._data, self._shadow = unit_views(self.data), unit_views(self.shadow)
         for region in self.regions:
             self._fill(region)
         for chunk in {region.chunk for region in self.regions if not (region.buffer is None or region.buffer.whole)}:
@@ -199,15 +202,14 @@ class Memory:
         self, addresses: NDArray[np.uint64], element: int, count: int, where: int, lanes: Lanes | None = None
     ) -> NDArray[np.unsignedinteger]:
         """`count` elements of 1, 2 or 4 bytes from each address on: [count, lanes]. `lanes`: whose, to find races."""
-        offsets, chunk = self._locate(addresses, element, count, where)
+        offsets, chunk, unit = self._locate(addresses, element, count, where)
         self._note(chunk, offsets, element, count, READ, lanes, where)
-        index = _elements(offsets, element, count)
+        index = _places(offsets, unit, element * count)
         if chunk is None or not chunk.complete:
-            wanted = REPEAT[element] * _INITIALISED
-            missing = (self._shadow[element][index] & wanted) != wanted
-            if missing.any():
-                raise self._uninitialised(addresses[missing.any(axis=0)], element * count, where)
-        found: NDArray[Any] = self._data[element][index]
+            wanted = numbers(_filled(unit, _INITIALISED))[0]
+            if np.count_nonzero((numbers(self._shadow[unit].take(index)) & wanted) != wanted):
+                raise self._uninitialised(addresses, offsets, element * count, where)
+        found: NDArray[Any] = unpacked(self._data[unit].take(index), unit, element)
         if lanes is not None and chunk is not None:
             found = self.races.seen(found, chunk.start, offsets, lanes, where)
         return found
@@ -221,15 +223,15 @@ class Memory:
         lanes: Lanes | None = None,
     ) -> None:
         """`values` is [count, lanes]: consecutive elements from each address on."""
-        offsets, chunk = self._locate(addresses, element, len(values), where)
+        offsets, chunk, unit = self._locate(addresses, element, len(values), where)
         self._note(chunk, offsets, element, len(values), WRITE, lanes, where)
-        index = _elements(offsets, element, len(values))
-        self._data[element][index] = values
-        self._shadow[element][index] = REPEAT[element] * (_INITIALISED | _WRITTEN)
+        index = _places(offsets, unit, element * len(values))
+        self._data[unit][index] = packed(values, unit, element)
+        self._shadow[unit][index] = _filled(unit, _INITIALISED | _WRITTEN)
 
     def note_atomic(self, addresses: NDArray[np.uint64], dwords: int, where: int, lanes: Lanes) -> None:
         """An atomic operation is a load and a store that no other comes between."""
-        offsets, chunk = self._locate(addresses, 4, dwords, where)
+        offsets, chunk, _ = self._locate(addresses, 4, dwords, where)
         self._note(chunk, offsets, 4, dwords, ATOMIC, lanes, where)
 
     def _note(
@@ -259,11 +261,11 @@ class Memory:
 
     def _locate(
         self, addresses: NDArray[np.uint64], element: int, count: int, where: int
-    ) -> tuple[NDArray[np.int64], Chunk | None]:
-        """Where the bytes are in the backing array, and the chunk where all are of one."""
+    ) -> tuple[NDArray[np.int64], Chunk | None, int]:
+        """Where the bytes are in the backing array, the chunk where all are of one, and the widest unit of all."""
         places, size = addresses.view(np.int64), element * count
         if not places.size:
-            return places, None
+            return places, None, element
         low, high = int(places.min()), int(places.max())
         region = self._slots.get(low >> _SLOT_BITS)
         chunk: Chunk | None
@@ -271,12 +273,13 @@ class Memory:
             offsets, chunk = places - (region.address - region.start), region.chunk
         else:
             offsets, chunk = self._locate_in_several(places, size, where), None
-        if element > 1 and int(np.bitwise_or.reduce(offsets, axis=None)) & (element - 1):
+        unit = unit_of(offsets, element, count)
+        if unit == element and np.count_nonzero(offsets & (element - 1)):
             bad = addresses[(offsets & (element - 1)) != 0]
             raise MisalignedAccess(
                 f"An access of {size} bytes at {int(bad[0]):#x} is not aligned to {element} bytes.", address=where
             )
-        return offsets, chunk
+        return offsets, chunk, unit
 
     def _locate_in_several(self, places: NDArray[np.int64], size: int, where: int) -> NDArray[np.int64]:
         slots = places >> _SLOT_BITS
@@ -298,8 +301,11 @@ class Memory:
             hint="Look for an index that runs past the end, or a mask that is missing.",
         )
 
-    def _uninitialised(self, addresses: NDArray[np.uint64], size: int, where: int) -> UninitialisedRead:
-        address = int(addresses.reshape(-1)[0])
+    def _uninitialised(
+        self, addresses: NDArray[np.uint64], offsets: NDArray[np.int64], size: int, where: int
+    ) -> UninitialisedRead:
+        missing = self.shadow[_places(offsets, 1, size)] & _INITIALISED == 0
+        address = int(addresses[missing.any(axis=0)][0])
         region = self._slots[address >> _SLOT_BITS]
         start = address - region.address
         known = self.shadow[region.place][start : start + size] & _INITIALISED
@@ -309,12 +315,12 @@ class Memory:
         )
 
 
-def _elements(offsets: NDArray[np.int64], element: int, count: int) -> NDArray[np.int64]:
-    """Indices into a view of the backing array as elements: [count, ...]."""
-    index: NDArray[np.int64] = offsets >> (element.bit_length() - 1) if element > 1 else offsets
-    if count == 1:
+def _places(offsets: NDArray[np.int64], unit: int, size: int) -> NDArray[np.int64]:
+    """Of `size` bytes from each offset on, indices into a view of the backing array as units: [units, lanes]."""
+    index: NDArray[np.int64] = offsets >> (unit.bit_length() - 1) if unit > 1 else offsets
+    if unit == size:
         return index[None]
-    return index + np.arange(count, dtype=np.int64).reshape(-1, *([1] * index.ndim))
+    return index + np.arange(size // unit, dtype=np.int64)[:, None]
 
 
 def _up(value: int, step: int) -> int:

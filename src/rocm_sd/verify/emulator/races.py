@@ -46,8 +46,9 @@ _KEPT_LANES = 1 << 23
 class Lanes:
     """Which waves the lanes of an access belong to; worked out only where they are compared.
 
-    chosen: one of [waves, lanes] for each lane that takes part, or None for all. inside: of those, [elements, lanes]
-    that were let through. late: waves that had signalled a barrier which they had not passed, or None for none.
+    chosen: one of [waves, lanes] for each lane that takes part, or None for all. inside: of those, [lanes] or
+    [elements, lanes] that were let through. late: waves that had signalled a barrier which they had not passed, or None
+    for none.
     """
 
     waves: Array

@@ -12,6 +12,7 @@ from rocm_sd.verify.emulator.errors import OutOfBounds, UnknownInstruction
 from rocm_sd.verify.emulator.lds import LdsAccess
 from rocm_sd.verify.emulator.operands import scalar_source, signed_field
 from rocm_sd.verify.emulator.races import lanes_of
+from rocm_sd.verify.emulator.units import UNITS
 from rocm_sd.verify.emulator.wave import ACC_BASE, Outstanding, sgpr_bits, vgpr_bits
 
 if TYPE_CHECKING:
@@ -54,6 +55,9 @@ def extend(found: Array, transfer: Transfer) -> Array:
 
 def put(g: Group, target: int, words: Array, transfer: Transfer) -> None:
     """Write loaded words, [count, active lanes], under EXEC."""
+    if g.full and transfer.half is None:
+        g.v[target : target + transfer.count] = words.reshape(transfer.count, g.width, g.lanes)
+        return
     for place in range(transfer.count):
         register = g.v[target + place]
         value = words[place].reshape(register.shape) if g.full else words[place]
@@ -226,32 +230,38 @@ class MemoryBinder:
 
     def _buffer_place(
         self, inst: Decoded, transfer: Transfer, verb: str
-    ) -> tuple[Callable[[Group], tuple[Array, Array]], int]:
-        """Addresses of the elements of active lanes, and which the descriptor lets through: both [count, lanes]."""
+    ) -> tuple[Callable[[Group], tuple[Array, Array | None]], int]:
+        """Addresses of active lanes, [lanes], and what the descriptor lets through.
+
+        That is None for all of it, [lanes] where every lane is whole inside or outside, else [count, lanes].
+        """
         if inst.get("idxen"):
             raise UnknownInstruction(inst.name, inst.address, "idxen")
         resource = inst.fields["rsrc"] if "rsrc" in inst.fields else 4 * inst.fields["srsrc"]
         constant = signed_field(inst.fields["ioffset"], 24) if "ioffset" in inst.fields else inst.fields["offset"]
         scalar, touched = scalar_source(inst, inst.fields["soffset"], 32)
         number = inst.fields["vaddr"] if inst.get("offen") else None
-        count, element = self._traffic(transfer, verb), np.uint64(transfer.element)
+        count, element, size = self._traffic(transfer, verb), np.uint64(transfer.element), np.uint64(transfer.size)
         steps = (transfer.element * np.arange(transfer.count, dtype=np.uint64))[:, None]
 
-        def place(g: Group) -> tuple[Array, Array]:
+        def place(g: Group) -> tuple[Array, Array | None]:
             if ((g.s[resource + 1] >> np.uint32(16)) & np.uint32(0x3FFF)).any():
                 raise UnknownInstruction(inst.name, inst.address, "a buffer descriptor with a stride")
             upper = (g.s[resource + 1] & np.uint32(0xFFFF)).astype(np.uint64)
             base = g.s[resource].astype(np.uint64) | upper << np.uint64(32)
-            offset = np.broadcast_to((scalar(g).astype(np.uint64) + np.uint64(constant))[:, None], g.exec.shape)
-            if number is not None:
-                offset = offset + g.v[number]
-            limit = np.broadcast_to(g.s[resource + 2].astype(np.uint64)[:, None], g.exec.shape)
+            offset = (scalar(g).astype(np.uint64) + np.uint64(constant))[:, None]
+            offset = np.broadcast_to(offset, g.exec.shape) if number is None else offset + g.v[number]
+            limit = g.s[resource + 2].astype(np.uint64)[:, None]
             address = base[:, None] + offset
-            inside = offset[g.exec] + steps + element <= limit[g.exec]
-            allowed = np.zeros(g.exec.shape, np.bool_)
-            allowed[g.exec] = inside.any(axis=0)
-            count(allowed, address)
-            return address[g.exec] + steps, inside
+            whole = offset + size <= limit
+            if g.full and np.count_nonzero(whole) == whole.size:
+                count(g.exec, address)
+                return address.reshape(-1), None
+            begun = whole if size == element else offset + element <= limit
+            count(begun & g.exec, address)
+            if whole is begun or np.array_equal(whole, begun):
+                return address[g.exec], whole[g.exec]
+            return address[g.exec], (offset[g.exec] + steps + element <= np.broadcast_to(limit, whole.shape)[g.exec])
 
         touched |= sgpr_bits(resource, 4)
         return place, touched if number is None else touched | vgpr_bits(number)
@@ -259,22 +269,31 @@ class MemoryBinder:
     def _buffer(self, inst: Decoded, verb: str, transfer: Transfer) -> Bound:
         """What lies beyond the descriptor reads as zero and is not written: that is how masks are compiled."""
         place, touched = self._buffer_place(inst, transfer, verb)
-        machine, element = self.machine, transfer.element
+        machine, element, count = self.machine, transfer.element, transfer.count
+        steps = (element * np.arange(count, dtype=np.uint64))[:, None]
 
         def load(g: Group) -> Array:
             address, inside = place(g)
-            if inside.all():
-                return machine.memory.load(address[0], element, transfer.count, inst.address, lanes_of(g))
-            found = np.zeros(inside.shape, np.uint8 if element == 1 else np.uint16 if element == 2 else np.uint32)
-            found[inside] = machine.memory.load(address[inside], element, 1, inst.address, lanes_of(g, inside))[0]
+            if inside is None:
+                return machine.memory.load(address, element, count, inst.address, lanes_of(g))
+            found = np.zeros((count, len(address)), UNITS[element])
+            lanes = lanes_of(g, inside)
+            if inside.ndim == 1:
+                chosen = np.flatnonzero(inside)
+                found[:, chosen] = machine.memory.load(address[chosen], element, count, inst.address, lanes)
+            else:
+                found[inside] = machine.memory.load((address + steps)[inside], element, 1, inst.address, lanes)[0]
             return found
 
         def store(g: Group, values: Array) -> None:
             address, inside = place(g)
-            if inside.all():
-                machine.memory.store(address[0], values, element, inst.address, lanes_of(g))
+            memory, lanes = machine.memory, lanes_of(g, inside)
+            if inside is None:
+                memory.store(address, values, element, inst.address, lanes)
+            elif inside.ndim == 1:
+                memory.store(address[inside], values[:, inside], element, inst.address, lanes)
             else:
-                machine.memory.store(address[inside], values[inside][None], element, inst.address, lanes_of(g, inside))
+                memory.store((address + steps)[inside], values[inside][None], element, inst.address, lanes)
 
         return self._transfer(inst, verb, transfer, touched, load, store)
 
@@ -296,16 +315,14 @@ class MemoryBinder:
             where, touched = self._global_place(inst, transfer, "store")
 
         def run(g: Group) -> None:
-            if inst.name.startswith("buffer"):
-                address, inside = place(g)
-            else:
-                address = where(g)[None]
+            address, inside = place(g) if inst.name.startswith("buffer") else (where(g), None)
+            if inside is None:
                 inside = np.ones(address.shape, np.bool_)
-            chosen: Array = np.atleast_1d(inside.all(axis=0))
+            chosen: Array = inside if inside.ndim == 1 else np.logical_and.reduce(inside, axis=0)
             given = g.v[data : data + operands][:, g.exec]
             before = np.zeros((dwords, len(chosen)), np.uint32)
-            machine.memory.note_atomic(address[0][chosen], dwords, inst.address, lanes_of(g, chosen))
-            before[:, chosen] = atomic.apply(machine.memory, address[0][chosen], given[:, chosen], inst.address)
+            machine.memory.note_atomic(address[chosen], dwords, inst.address, lanes_of(g, chosen))
+            before[:, chosen] = atomic.apply(machine.memory, address[chosen], given[:, chosen], inst.address)
             if returns:
                 g.v[target : target + dwords][:, g.exec] = before
             issue(g)
