@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 
 __all__ = ["launch"]
 
-# Registers of a batch should stay in the processor's second-level cache: a matrix product of 139 registers for gfx1100
-# ran 0.38 million wave instructions a second with 16 waves, 0.95 with 64 (1.1 MB of registers) and 0.71 with 256.
-_BATCH_BYTES = 1 << 20
+# Of 1, 2, 4 and 8 MB of registers the launches of benchmarks/emulator_speed.py took 3.7, 2.9, 2.5 and 2.4 s: the fewer
+# waves, the more of the time is Python's, and beyond the caches nothing is gained.
+_BATCH_BYTES = 1 << 22
 _LARGEST_BATCH = 256
 _BUDGET = 50_000_000
 # Every bit, which gives unlike numbers, and the upper ones of each byte, which gives unlike signs and sizes.
@@ -216,7 +216,7 @@ class _Scheduler:
         for group in self.waiting:
             place[group.waves] = group.pc
         table, ended = place.reshape(-1, self.per_workgroup), self.ended.reshape(-1, self.per_workgroup)
-        for workgroup in np.flatnonzero((table >= 0).any(axis=1)):
+        for workgroup in np.flatnonzero(table.min(axis=1) != table.max(axis=1)):
             there = np.unique(table[workgroup][~ended[workgroup]])
             first = int(there[there >= 0][0])
             address = self.machine.operation(first).address
