@@ -121,15 +121,18 @@ def bank_conflicts(addresses: NDArray[Any], active: NDArray[np.bool_], dwords: i
     The unit serves 128 bytes a cycle from 32 banks of 4 bytes: lanes are taken in groups that ask for 128 bytes, and a
     group takes as many cycles as the busiest bank has different words to give.
     """
+    lanes = addresses.shape[1]
     words = addresses.astype(np.int64) >> 2
-    # Where all words move together the banks only rotate: most waves have one pattern.
+    # Where all words move together the banks only rotate: waves have one pattern, or as many as a workgroup has waves.
     words -= words[:, :1]
     masks = np.packbits(active, axis=1)
-    lanes = addresses.shape[1]
-    return sum(
-        _wave_conflicts(pattern.tobytes(), mask.tobytes(), lanes, dwords)
-        for pattern, mask in zip(words, masks, strict=True)
-    )
+    conflicts = 0
+    while len(words):
+        alike = (words == words[0]).all(axis=1) & (masks == masks[0]).all(axis=1)
+        of_one = _wave_conflicts(words[0].tobytes(), masks[0].tobytes(), lanes, dwords)
+        conflicts += of_one * int(np.count_nonzero(alike))
+        words, masks = words[~alike], masks[~alike]
+    return conflicts
 
 
 @lru_cache(maxsize=4096)

@@ -60,13 +60,12 @@ class _Met:
 
 
 def _access(g: Group, addresses: Array, transfer: Transfer, *, stores: bool) -> LdsAccess:
-    workgroups = np.broadcast_to(g.workgroups[:, None], addresses.shape)
-    waves = np.broadcast_to(g.wave_in_workgroup[:, None], addresses.shape)
     if g.full:
-        parts = workgroups.reshape(-1), waves.reshape(-1), addresses.reshape(-1)
+        parts, there = (*g.by_lane, addresses.reshape(-1)), g.workgroups
     else:
-        parts = workgroups[g.exec], waves[g.exec], addresses[g.exec]
-    return LdsAccess(*parts, transfer.element, transfer.count, stores)
+        workgroups, waves = (each.reshape(addresses.shape) for each in g.by_lane)
+        parts, there = (workgroups[g.exec], waves[g.exec], addresses[g.exec]), g.workgroups[g.exec.any(axis=1)]
+    return LdsAccess(*parts, transfer.element, transfer.count, stores, np.unique(there))
 
 
 class DsBinder:

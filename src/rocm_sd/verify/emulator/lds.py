@@ -39,6 +39,7 @@ class LdsAccess:
     element: int
     count: int
     stores: bool
+    distinct: NDArray[np.int64] | None = None
     # Of the LDS that it belongs to: places in units, and the last life of it in which every byte was seen written.
     places: NDArray[np.int64] | None = field(default=None, repr=False)
     known: int = -1
@@ -60,7 +61,7 @@ class LdsAccess:
 
     @cached_property
     def distinct_workgroups(self) -> NDArray[np.int64]:
-        return np.unique(self.workgroups)
+        return np.unique(self.workgroups) if self.distinct is None else self.distinct
 
     def only(self, keep: NDArray[np.bool_]) -> LdsAccess:
         kept = self.workgroups[keep], self.waves[keep], self.addresses[keep]

@@ -194,7 +194,13 @@ class MatrixOp:
         return 2 * self.layout.m * self.layout.n * self.layout.k * self.layout.blocks
 
     def __call__(self, a: Array, b: Array, c: Array, modifiers: MatrixModifiers = PLAIN) -> Array:
-        return self.multiply(self.factor(a, 0, modifiers), self.factor(b, 1, modifiers), c, modifiers)
+        total = self.total(self.factor(a, 0, modifiers), self.factor(b, 1, modifiers), c, modifiers)
+        return self.stored(total, c, modifiers)
+
+    @property
+    def rounds_alone(self) -> bool:
+        """Whether D is the sum in float32 and nothing else: an assignment to registers does that."""
+        return self.d == "f32" and not self.flushes_subnormals
 
     def factor(self, registers: Array, source: int, modifiers: MatrixModifiers) -> Array:
         """A, or B by columns, in float64: [W, block, row, k]."""
@@ -217,8 +223,8 @@ class MatrixOp:
             values = values * np.where(negative, -1, 1).astype(values.dtype)
         return values.astype(np.float64)
 
-    def multiply(self, left: Array, right: Array, c: Array, modifiers: MatrixModifiers) -> Array:
-        """Registers of D, of what `factor` gave and the registers of C."""
+    def total(self, left: Array, right: Array, c: Array, modifiers: MatrixModifiers) -> Array:
+        """Elements of D before they are rounded, [elements, W, L]: of what `factor` gave and the registers of C."""
         if modifiers.cbsz or modifiers.abid or modifiers.blgp:
             raise ValueError("MFMA with cbsz, abid or blgp is not modelled.")
         product = np.matmul(left, right.swapaxes(-1, -2))
@@ -229,7 +235,7 @@ class MatrixOp:
         total = self._addend(c, modifiers)
         in_place = total.reshape(placed.shape)
         np.add(placed, in_place, out=in_place)
-        return self._stored(total, c, modifiers)
+        return total
 
     def _addend(self, c: Array, modifiers: MatrixModifiers) -> Array:
         """The elements of C, copied and wide."""
@@ -244,7 +250,8 @@ class MatrixOp:
             values = -values
         return values.astype(np.float64)
 
-    def _stored(self, result: Array, c: Array, modifiers: MatrixModifiers) -> Array:
+    def stored(self, result: Array, c: Array, modifiers: MatrixModifiers) -> Array:
+        """Registers of D."""
         elements = self._narrow(result, modifiers)
         if self.d == "f64":
             return np.stack(convert.split64(elements.view(np.uint64)), axis=1).reshape(-1, *c.shape[1:])
@@ -396,7 +403,11 @@ def bind_matrix(inst: Decoded, gfx: str, wave_size: int) -> tuple[Callable[[Grou
     def run(g: Group) -> None:
         # Matrix instructions take no notice of EXEC.
         left, right = (factor(g) for factor in factors)
-        g.v[target : target + d_regs] = op.multiply(left, right, third(g), modifiers)
+        total = op.total(left, right, third(g), modifiers)
+        if op.rounds_alone:
+            g.vf[target : target + d_regs] = total
+        else:
+            g.v[target : target + d_regs] = op.stored(total, third(g), modifiers)
 
     touched |= vgpr_bits(a, a_regs) | vgpr_bits(b, b_regs) | vgpr_bits(target, d_regs)
     return run, touched, op.flops

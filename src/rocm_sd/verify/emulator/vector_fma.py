@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 __all__ = ["fma"]
 
-_F32_MIN_NORMAL = np.float64(2.0**-126)
+_F32_MIN_NORMAL = np.float32(2.0**-126)
 
 
 def _two_sum(a: Array, b: Array) -> tuple[Array, Array]:
@@ -36,15 +36,15 @@ def _odd_sum(product: Array, addend: Array) -> Array:
 def _fma32(a: Array, b: Array, c: Array) -> Array:
     product = np.multiply(a, b, dtype=np.float64)  # 48 significant bits: exact
     total = product + c
+    result = total.astype(np.float32)
     # The second rounding can only go wrong where float64 landed halfway between two float32, or below the normals.
     # count_nonzero is three times as fast as any() on arrays of this size.
     doubtful = (total.view(np.int64) & 0x1FFFFFFF) == 0x10000000
-    tiny = np.abs(total) < _F32_MIN_NORMAL
-    if np.count_nonzero(tiny):
-        doubtful |= tiny & (total != 0)
+    if np.count_nonzero(np.abs(result) <= _F32_MIN_NORMAL):
+        doubtful |= (np.abs(total) < _F32_MIN_NORMAL) & (total != 0)
     if np.count_nonzero(doubtful):
-        total = _odd_sum(product, c.astype(np.float64))
-    return total.astype(np.float32)
+        return _odd_sum(product, c.astype(np.float64)).astype(np.float32)
+    return result
 
 
 def _fma16(a: Array, b: Array, c: Array) -> Array:

@@ -8,7 +8,7 @@ vector instruction asks for it.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -89,6 +89,11 @@ class Group:
         self.exec = self._everyone
         self.full = True
         self.exec_changed()
+
+    @cached_property
+    def by_lane(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Of every lane the workgroup, and the number of the wave in it."""
+        return np.repeat(self.workgroups, self.lanes), np.repeat(self.wave_in_workgroup, self.lanes)
 
     def exec_changed(self) -> None:
         rows = self.s[EXEC : EXEC + self.lanes // 32]
