@@ -18,7 +18,7 @@ from rocm_sd.verify.emulator.errors import EmulationError, UnknownInstruction
 from rocm_sd.verify.emulator.lanes import bind_lane_operation
 from rocm_sd.verify.emulator.lds import Lds
 from rocm_sd.verify.emulator.loader import register_count
-from rocm_sd.verify.emulator.matrix import bind_matrix, is_matrix
+from rocm_sd.verify.emulator.matrix_operands import bind_matrix, is_matrix
 from rocm_sd.verify.emulator.scalar import bind_scalar, bind_scalar_load
 from rocm_sd.verify.emulator.valu import VectorBinder
 from rocm_sd.verify.emulator.vmem import MemoryBinder
