@@ -57,7 +57,9 @@ def test_waves_of_a_workgroup_need_a_barrier_between(pair):
     run(in_turn("s8", *pair, between="s_waitcnt_vscnt null, 0x0\n s_barrier\n"), waves=2)
 
 
-@pytest.mark.parametrize("options", [{}, {"batch": 1}], ids=["one_batch", "two_batches"])
+@pytest.mark.parametrize(
+    "options", [{}, {"batch": 1}, {"processes": 2}], ids=["one_batch", "two_batches", "two_processes"]
+)
 @pytest.mark.parametrize("pair", CONFLICTS.values(), ids=CONFLICTS)
 def test_nothing_orders_workgroups(pair, options):
     for barrier in ("", "s_barrier\n"):
@@ -72,7 +74,9 @@ def test_reading_together_and_writing_apart_is_no_race():
     assert (run(body, waves=2, grid=4) == np.tile(np.arange(64), 4)).all()
 
 
-@pytest.mark.parametrize("shape", [{"waves": 2}, {"grid": 2}, {"grid": 2, "batch": 1}], ids=str)
+@pytest.mark.parametrize(
+    "shape", [{"waves": 2}, {"grid": 2}, {"grid": 2, "batch": 1}, {"grid": 2, "processes": 2}], ids=str
+)
 def test_a_lost_update(shape):
     body = f"{LOOK}\n s_waitcnt vmcnt(0)\n v_add_nc_u32 v3, 1, v3\n global_store_b32 v9, v3, s[4:5]"
     with pytest.raises(GlobalRace):
@@ -91,12 +95,14 @@ def test_an_atomic_is_ordered_with_atomics_alone(shape, other):
         run(in_turn(which, other, ATOMIC), **options)
 
 
-def test_races_are_found_to_the_byte():
+@pytest.mark.parametrize("processes", [1, 2])
+def test_races_are_found_to_the_byte(processes):
     byte = "global_store_b8 v2, v0, s[4:5] offset:{}"
-    run("s_mov_b32 exec_lo, 1\n" + in_turn("s2", byte.format(1), byte.format(2)), grid=2)
+    options = {"grid": 2, "processes": processes}
+    run("s_mov_b32 exec_lo, 1\n" + in_turn("s2", byte.format(1), byte.format(2)), **options)
     half = "global_store_b16 v2, v0, s[4:5] offset:2"
     with pytest.raises(GlobalRace, match="byte 2 of x"):
-        run("s_mov_b32 exec_lo, 1\n" + in_turn("s2", half, byte.format(2)), grid=2)
+        run("s_mov_b32 exec_lo, 1\n" + in_turn("s2", half, byte.format(2)), **options)
 
 
 def test_a_scalar_load_of_what_another_workgroup_writes():

@@ -15,6 +15,8 @@ from rocm_sd.errors import InvalidOption
 from rocm_sd.verify.emulator.errors import BudgetExceeded, Deadlock, DivergentBarrier, EmulationError
 from rocm_sd.verify.emulator.loader import load_arguments, start_group
 from rocm_sd.verify.emulator.machine import machine_for
+from rocm_sd.verify.emulator.processes import NotDivided, divided, most_processes
+from rocm_sd.verify.emulator.races import may_race
 from rocm_sd.verify.emulator.wave import Group
 
 if TYPE_CHECKING:
@@ -24,9 +26,9 @@ if TYPE_CHECKING:
     from rocm_sd.verify.emulator.control import Flow
     from rocm_sd.verify.emulator.counters import Counters
     from rocm_sd.verify.emulator.lds import LdsAccess
-    from rocm_sd.verify.emulator.machine import Machine, Operation
+    from rocm_sd.verify.emulator.machine import Counts, Machine, Operation
     from rocm_sd.verify.emulator.memory import Memory
-    from rocm_sd.verify.emulator.races import Doubt
+    from rocm_sd.verify.emulator.races import Doubt, Share
 
 __all__ = ["launch"]
 
@@ -35,6 +37,9 @@ __all__ = ["launch"]
 _BATCH_BYTES = 1 << 22
 _LARGEST_BATCH = 256
 _BUDGET = 50_000_000
+# A fork of a process with torch in it costs 45 ms of the system's time: its tables of pages, the pages that are copied
+# as either writes them, and its end. A share should be worth several times that.
+_SHARE_SECONDS = 0.25
 # Every bit, which gives unlike numbers, and the upper ones of each byte, which gives unlike signs and sizes.
 _OTHER_VALUES = (0xFF, 0xF0)
 
@@ -47,37 +52,97 @@ def launch(
     batch: int | None = None,
     budget: int = _BUDGET,
     first: int | None = None,
+    processes: int | None = None,
 ) -> Counters:
     """Execute `code` on `grid` workgroups and write the results into the buffers of `arguments`.
 
     grid: workgroups in x, y and z. arguments: a `Buffer`, a number or None for each kernel argument; the two scratch
     pointers that Triton appends may be missing. batch: waves executed at once. budget: wave instructions after
-    which the launch is given up. first: how many workgroups to execute of the grid, by default all.
+    which the launch is given up. first: how many workgroups to execute of the grid, by default all. processes: how many
+    share the workgroups, by default up to one a core where the launch takes long enough; results, counts and errors are
+    the same. Kernels with atomic operations are always executed by one.
     """
     sizes = _grid(grid)
     per_workgroup = max(code.workgroup_size // code.wave_size, 1)
     total = min(sizes[0] * sizes[1] * sizes[2], first or 2**62)
     at_once = _workgroups_at_once(code, per_workgroup, batch)
 
-    def execute(memory: Memory) -> Counters:
+    def begin(*, shared: bool = False) -> Memory:
+        return load_arguments(code, arguments, sizes, per_workgroup, shared=shared)
+
+    def execute(memory: Memory, most: int = 1, *, alone: bool = False) -> Counters:
         with machine_for(code, memory) as machine, np.errstate(all="ignore"):
-            for start in range(0, total, at_once):
-                numbers = np.arange(start, min(start + at_once, total))
-                machine.begin(numbers, per_workgroup)
-                group = start_group(code, machine.family, memory, sizes, numbers, per_workgroup)
-                _Scheduler(machine, group, per_workgroup, budget).run()
+            work = _Work(machine, sizes, per_workgroup, budget)
+            machine.alone |= alone
+            start, count = 0, 1 if machine.alone else most
+            if count > 1 and processes is None:
+                if machine.pace is None:
+                    # How long a kernel takes is known after its first batch.
+                    start = work.execute(range(min(at_once, total)))
+                count = min(count, int((total - start) * (machine.pace or 0.0) / _SHARE_SECONDS))
+            count = max(min(count, total - start), 1)
+            work.divide(_batches(range(start, total), at_once, count), count)
             return _collect(machine)
 
-    memory = load_arguments(code, arguments, sizes, per_workgroup)
+    most = most_processes(code, processes)
+    memory = begin(shared=most > 1)
     began = time.perf_counter()
-    counters = execute(memory)
+    try:
+        counters = execute(memory, most)
+    except NotDivided:
+        memory = begin()
+        counters = execute(memory, alone=True)
     counters.seconds = time.perf_counter() - began
     counters.workgroups, counters.waves = total, total * per_workgroup
     doubt = memory.races.finish()
     if doubt is not None:
-        _require_same(memory, doubt, lambda: load_arguments(code, arguments, sizes, per_workgroup), execute)
+        _require_same(memory, doubt, begin, execute)
     memory.finish()
     return counters
+
+
+def _batches(workgroups: range, at_once: int, processes: int) -> list[range]:
+    """Of nearly one size, so many that each process gets as many of them."""
+    turns = -(-len(workgroups) // (at_once * processes))
+    size = max(-(-len(workgroups) // max(turns * processes, 1)), 1)
+    return [workgroups[start : start + size] for start in range(0, len(workgroups), size)]
+
+
+class _Work:
+    """The workgroups of one launch."""
+
+    def __init__(self, machine: Machine, grid: tuple[int, int, int], per_workgroup: int, budget: int) -> None:
+        self.machine, self.grid, self.per_workgroup, self.budget = machine, grid, per_workgroup, budget
+
+    def execute(self, workgroups: range) -> int:
+        """One batch; the number of the workgroup after it."""
+        machine, began = self.machine, time.perf_counter()
+        numbers = np.arange(workgroups.start, workgroups.stop)
+        machine.begin(numbers, self.per_workgroup)
+        group = start_group(machine.code, machine.family, machine.memory, self.grid, numbers, self.per_workgroup)
+        _Scheduler(machine, group, self.per_workgroup, self.budget - machine.executed()).run()
+        machine.pace = (time.perf_counter() - began) / len(numbers)
+        return workgroups.stop
+
+    def divide(self, batches: list[range], processes: int) -> None:
+        """All batches. Raises NotDivided where it takes one process to say what the kernel does."""
+        if processes == 1:
+            for batch in batches:
+                self.execute(batch)
+            return
+        machine = self.machine
+        before = machine.counts()
+
+        def report() -> tuple[Counts, Share]:
+            return machine.counts(before), machine.memory.races.share()
+
+        reports = divided(batches, processes, self.execute, report, machine.memory.races.forget)
+        if may_race([share for _, share in reports]):
+            raise NotDivided("Workgroups of different processes may race.")
+        for counts, _ in reports[1:]:
+            machine.add(counts)
+        if machine.executed() > self.budget:
+            raise NotDivided("The budget of all processes together is spent.")
 
 
 def _require_same(
@@ -132,7 +197,7 @@ class _Scheduler:
         self.waiting: list[Group] = []
         self.per_workgroup = per_workgroup
         self.ended = np.zeros(group.width, np.bool_)
-        self.budget = budget - sum(operation.executed for operation in machine.operations.values())
+        self.budget = budget
 
     def run(self) -> None:
         while self.running or self.waiting:

@@ -27,8 +27,13 @@ _PRELOAD_SKIP = 256
 _POISON = 0x7FC0DEAD
 
 
-def load_arguments(code: CodeObject, arguments: Sequence[Any], grid: tuple[int, int, int], waves: int) -> Memory:
-    """Memory with every buffer and the argument segment in place, what the runtime fills in included."""
+def load_arguments(
+    code: CodeObject, arguments: Sequence[Any], grid: tuple[int, int, int], waves: int, *, shared: bool = False
+) -> Memory:
+    """Memory with every buffer and the argument segment in place, what the runtime fills in included.
+
+    `shared`: with processes that this one forks.
+    """
     wanted = [argument for argument in code.arguments if not argument.is_hidden]
     given = list(arguments)
     # Triton appends two pointers, to scratch memory that no kernel here asks for, and gives names to none.
@@ -48,7 +53,7 @@ def load_arguments(code: CodeObject, arguments: Sequence[Any], grid: tuple[int, 
             buffers.append(value)
     # A runtime pads the segment to 16 bytes; clang reads the last arguments in wider loads than they are.
     size = max(-(-code.kernarg_size // 16) * 16, 16)
-    memory = Memory(buffers, size)
+    memory = Memory(buffers, size, shared=shared)
     raw = bytearray(size)
     for place, (argument, value) in enumerate(zip(wanted, given, strict=True)):
         raw[argument.offset : argument.offset + argument.size] = _encode(place, argument, value, memory)

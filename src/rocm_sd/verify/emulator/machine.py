@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from rocm_sd.verify.emulator.wave import Group
 
     Run = Callable[[Group], None]
+    # Totals by name, and executed wave instructions by the offset of the instruction.
+    Counts = tuple[dict[str, int], dict[int, int]]
 
 __all__ = ["Machine", "Operation", "machine_for"]
 
@@ -101,6 +103,9 @@ class Machine:
         self.lds = Lds(1, code.lds)
         self.scratch = Lds(1, code.scratch)
         self.operations: dict[int, Operation] = {}
+        # Seconds a workgroup took of late, None before the first; and whether several processes did not agree about it.
+        self.pace: float | None = None
+        self.alone = False
         self._remembered: list[dict[Any, Any]] = []
         self._undeclared = vgpr_bits(0, 512) & ~vgpr_bits(0, register_count(code))
         self._memory_binder = MemoryBinder(self)
@@ -127,6 +132,26 @@ class Machine:
             for place in self._remembered:
                 place.clear()
             self._reset(0, 0)
+
+    def executed(self) -> int:
+        """Wave instructions of this launch."""
+        return sum(operation.executed for operation in self.operations.values())
+
+    def counts(self, since: Counts | None = None) -> Counts:
+        """All that was counted in this launch so far, or `since` then."""
+        executed = {offset: operation.executed for offset, operation in self.operations.items()}
+        totals = {name: value for name, value in vars(self.totals).items() if isinstance(value, int)}
+        if since is None:
+            return totals, executed
+        return _less(totals, since[0]), _less(executed, since[1])
+
+    def add(self, counts: Counts) -> None:
+        """What another process counted of the same launch."""
+        totals, executed = counts
+        for name, count in totals.items():
+            setattr(self.totals, name, getattr(self.totals, name) + count)
+        for offset, count in executed.items():
+            self.operation(offset).executed += count
 
     def begin(self, workgroups: NDArray[np.int64], waves_per_workgroup: int) -> None:
         """These workgroups, by their numbers in the grid, start at the first instruction."""
@@ -196,6 +221,11 @@ class Machine:
                 g.issue(counter, Outstanding(inst.name, inst.address, 0, in_order=True))
 
         return run, 0, "other"
+
+
+def _less(counts: dict[Any, int], others: dict[Any, int]) -> dict[Any, int]:
+    less = {key: count - others.get(key, 0) for key, count in counts.items()}
+    return {key: count for key, count in less.items() if count}
 
 
 # A UNet has some tens of kernels; a bound one takes about as many megabytes as it has thousands of instructions.

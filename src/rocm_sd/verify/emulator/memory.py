@@ -20,6 +20,7 @@ from rocm_sd.verify.emulator.errors import (
     UninitialisedRead,
     UnwrittenOutput,
 )
+from rocm_sd.verify.emulator.processes import zeros
 from rocm_sd.verify.emulator.races import ATOMIC, READ, WRITE, Lanes, Races
 from rocm_sd.verify.emulator.units import UNITS, numbers, packed, unit_of, unit_views, unpacked
 
@@ -109,7 +110,7 @@ class Region:
 class Memory:
     """The address space of one launch."""
 
-    def __init__(self, buffers: list[Buffer], kernarg_size: int) -> None:
+    def __init__(self, buffers: list[Buffer], kernarg_size: int, *, shared: bool = False) -> None:
         if len(buffers) > _SLOTS - 2:
             raise EmulationError(f"A launch with {len(buffers)} buffers: the emulator has room for {_SLOTS - 2}.")
         self.races = Races(self._byte)
@@ -122,8 +123,8 @@ class Memory:
                 self._map(buffer.name or f"argument {number}", chunk, buffer.span[0] - begins, buffer)
         kernarg = Chunk(self._room(kernarg_size), kernarg_size)
         self.kernarg = self._map("kernel arguments", kernarg, 0, None)
-        self.data = np.zeros(_up(self.size, _ALIGNMENT), np.uint8)
-        self.shadow = np.zeros(len(self.data), np.uint8)
+        size = _up(self.size, _ALIGNMENT)
+        self.data, self.shadow = zeros(size, shared=shared), zeros(size, shared=shared)
         self._data, self._shadow = unit_views(self.data), unit_views(self.shadow)
         for region in self.regions:
             self._fill(region)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     Array = NDArray[Any]
 
-__all__ = ["ATOMIC", "READ", "WRITE", "Doubt", "Lanes", "Races", "lanes_of"]
+__all__ = ["ATOMIC", "READ", "WRITE", "Doubt", "Lanes", "Races", "Share", "lanes_of", "may_race"]
 
 READ, WRITE, ATOMIC = 1, 2, 4
 _VERBS = {READ: "reads", WRITE: "writes", ATOMIC: "changes atomically"}
@@ -107,6 +107,17 @@ class Doubt:
     # By chunk: the unit of its places, and numbers made of a place and a wave.
     reads: dict[int, tuple[int, Array]]
     instructions: set[int]
+
+
+@dataclass(slots=True)
+class Share:
+    """What one process touched of a launch that several execute."""
+
+    # By chunk that it wrote to: the unit of places, and the kinds of access to each place.
+    written: dict[int, tuple[int, Array]]
+    # Chunks that it only read, and whether a read of its own is in doubt.
+    read: set[int]
+    doubtful: bool
 
 
 class Races:
@@ -184,6 +195,29 @@ class Races:
         self._log.clear()
         self._late.clear()
         return self._doubt
+
+    def forget(self) -> None:
+        """Another process has what was noted so far."""
+        self._log.clear()
+        self._written.clear()
+        self._late.clear()
+        self._kept, self._doubt = 0, None
+
+    def share(self) -> Share:
+        """The process has done its share of the launch: check that, let the arrays go, and say what it touched."""
+        self.check()
+        written = {}
+        for chunk in self._written:
+            accesses = self._log[chunk]
+            unit = min(access.element for access in accesses)
+            places = [_units(access, chunk, unit) for access in accesses]
+            kinds = np.zeros(1 + max(int(each.max()) for each in places), np.uint8)
+            for access, each in zip(accesses, places, strict=True):
+                kinds[each] |= np.uint8(access.kind)
+            written[chunk] = unit, kinds
+        share = Share(written, self._log.keys() - self._written, self._doubt is not None)
+        self.forget()
+        return share
 
     def repeat_with(self, pattern: int, doubt: Doubt) -> None:
         """Repeat another launch: bytes that doubtful reads find are turned by `pattern`."""
@@ -304,6 +338,25 @@ class Races:
         keep = np.union1d(np.append(0, edge), np.append(edge, len(offsets)) - 1)
         first = accesses[0]
         return _Access(offsets[keep], first.element, first.count, first.kind, first.where, codes[keep], fixed=True)
+
+
+def may_race(shares: list[Share]) -> bool:
+    """Whether a workgroup of one process may race with one of another, or a read matters; one process can say."""
+    written = set().union(*(share.written for share in shares))
+    if any(share.doubtful or share.read & written for share in shares):
+        return True
+    for chunk in written:
+        parts = [share.written[chunk] for share in shares if chunk in share.written]
+        smallest = min(unit for unit, _ in parts)
+        kinds = [np.repeat(each, unit // smallest) for unit, each in parts]
+        before = np.zeros(max(len(each) for each in kinds), np.uint8)
+        for each in kinds:
+            there = before[: len(each)]
+            # Atomic operations are none between processes.
+            if np.count_nonzero((there != 0) & (each != 0) & ((there | each) & (WRITE | ATOMIC) != 0)):
+                return True
+            there |= each
+    return False
 
 
 def _units(access: _Access, chunk: int, unit: int) -> Array:
