@@ -148,14 +148,15 @@ def _ops() -> str:
 def _projections() -> str:
     """Every row says that it is modelled."""
     headings = (
-        "workload", "card", "picture ms", "it/s", "UNet step ms", "VAE decode ms", "what it is", "model's error",
+        "workload", "card", "plan", "picture ms", "it/s", "UNet step ms", "VAE decode ms", "what it is",
+        "model's error",
     )  # fmt: skip
     rows = [
-        (p.workload, f"{p.product} ({p.arch})", f"{p.ms:.0f}", f"{p.steps_per_s:.1f}", f"{p.step_ms:.1f}",
+        (p.workload, f"{p.product} ({p.arch})", p.plan, f"{p.ms:.0f}", f"{p.steps_per_s:.1f}", f"{p.step_ms:.1f}",
          f"{p.decode_ms:.1f}", f"**{p.label}**", p.model_error)
         for p in projection.projections()
     ]  # fmt: skip
-    return _table(headings, rows, ("workload", "card", "what it is", "model's error"))
+    return _table(headings, rows, ("workload", "card", "plan", "what it is", "model's error"))
 
 
 def elsewhere() -> Iterator[tuple[projection.Projection, kpis.Baseline]]:

@@ -152,6 +152,50 @@ def test_a_projection_stays_above_what_the_arithmetic_takes():
         assert made.ms > flops / (target.peak("float16") or 1) / 1e12 * 1e3
 
 
+def test_a_counted_launch_takes_its_roofline_or_its_instructions():
+    families = {"conv2d": projection.Fit(4.0, 0.5, 3)}
+    moves = projection.CountedCall("step", "conv2d", True, 2, 96, 0.0, 0.0, 1e9, 16)
+    made = projection.project_counted([moves], 10, "gfx1100", families)
+    assert made.step_ms == pytest.approx(2 * (4.0 + 1e9 / 960e9 * 1e6 / 0.5) / 1e3)
+    assert made.ms == pytest.approx(10 * made.step_ms)
+    # 96 CUs share the cycles of 96 workgroups evenly, at the clock of the table's peak.
+    issues = replace(moves, cycles=96e7, bytes=1.0)
+    clock = 122.8e12 / (512 * 96)
+    assert projection.project_counted([issues], 1, "gfx1100", families).step_ms == pytest.approx(
+        2 * (4.0 + 1e7 / clock * 1e6) / 1e3, rel=0.01
+    )
+    starved = projection.project_counted([replace(moves, waves=3)], 1, "gfx1100", families)
+    assert starved.derated == ("conv2d to 51%",)
+    stocks = replace(moves, ours=False, waves=0)
+    assert projection.project_counted([stocks], 1, "gfx1100", families).step_ms == pytest.approx(made.step_ms)
+
+
+def test_counts_are_there_for_every_card_that_is_emulated_and_say_their_plan():
+    for workload in ("sd15-512", "sdxl-mlperf"):
+        for gfx in ("gfx942", "gfx1100", "gfx1201"):
+            shipped, every = (projection.counted(workload, gfx, plan) for plan in projection.COUNTED_PLANS)
+            assert {"step", "decode"} == {call.part for call in shipped} == {call.part for call in every}
+            ours = {call.op for call in every if call.ours}
+            assert {"attention", "conv2d", "group_norm_silu", "linear_residual"} <= ours
+            # Untimed, attention and products are the library's.
+            assert {call.op for call in shipped if call.ours} < ours
+            assert projection.project(workload, gfx, "shipped").plan == "shipped"
+    assert projection.counted("sd15-512", "gfx1200", "every") == projection.counted("sd15-512", "gfx1201", "every")
+    assert projection.project("sd15-512", "gfx1030").plan == projection.ESTIMATED
+    with pytest.raises(InvalidOption, match="shipped"):
+        projection.project("sd15-512", "gfx1100", "none")
+
+
+def test_no_less_is_counted_than_the_op_must_compute():
+    """Padding and halves of a tile that nobody needs make it more; a product that is made once a picture, less."""
+    items = [each for each in projection._items("sd15-512") if each.part == "step"]
+    least = sum(each.count * each.flops for each in items if each.op in {"conv2d", "upsample_conv2d"})
+    for gfx in ("gfx942", "gfx1100", "gfx1201"):
+        calls = [call for call in projection.counted("sd15-512", gfx, "every") if call.part == "step"]
+        found = sum(call.count * call.flops for call in calls if call.op in {"conv2d", "upsample_conv2d"})
+        assert least * 0.99 < found < least * 1.5
+
+
 def test_the_error_is_that_of_the_recorded_picture():
     found = projection.deviation("sd15-512")
     assert found is not None

@@ -28,7 +28,7 @@ from rocm_sd.engine.parts import Parts
 from rocm_sd.errors import NumericsFailure, Unsupported
 from rocm_sd.kernels.triton import attention as attention_kernels
 from rocm_sd.kernels.triton import layer_norm_residual as norm_kernels
-from rocm_sd.ops import OPS, group_norm_silu
+from rocm_sd.ops import OPS, group_norm_silu, upsample
 from rocm_sd.tuning import environment, resolve
 from rocm_sd.verify import compiler, device, emulated, emulator
 from rocm_sd.verify.proofs import EMULATED
@@ -209,6 +209,23 @@ def test_the_cpu_is_taken_for_the_card_and_for_itself_again():
     launches = len(card.launches)
     group_norm_silu(x, 4)
     assert len(card.launches) == launches, "what was bound there is forgotten"
+
+
+def test_the_first_workgroup_counts_for_all_where_only_work_is_counted():
+    x = half(2, 64, 16, 16).contiguous(memory_format=torch.channels_last)
+    found = {}
+    for first_only in (False, True):
+        with emulated("gfx1100", prefer="triton", first_only=first_only) as card:
+            for _ in range(2):
+                upsample(x, 2)
+        found[first_only] = [launch.counters for launch in card.launches]
+    assert len(found[True]) == len(found[False]) == 2
+    assert found[True][0] is found[True][1], "launches that are alike are executed once"
+    ours, whole = found[True][0], found[False][0]
+    assert ours.workgroups == whole.workgroups > 1
+    assert (ours.wave_instructions, ours.bytes_loaded, ours.bytes_stored, ours.by_class) == (
+        whole.wave_instructions, whole.bytes_loaded, whole.bytes_stored, whole.by_class,
+    )  # fmt: skip
 
 
 def test_only_what_the_emulator_executes_is_a_card():

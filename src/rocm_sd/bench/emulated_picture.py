@@ -19,9 +19,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from rocm_sd import models
-from rocm_sd.engine.calibration.plans import kernels_hash
-from rocm_sd.engine.optimization import optimize_with, report, restore
-from rocm_sd.engine.parts import Parts
+from rocm_sd.engine import Parts, optimize_with, report, restore
+from rocm_sd.engine.calibration import kernels_hash
 from rocm_sd.errors import NumericsFailure
 from rocm_sd.files import whole, write_text
 from rocm_sd.integrations.diffusers.loading import load_pipeline

@@ -8,6 +8,10 @@
 `fixed` is what a call costs however small it is, and `share` the part of the roofline that is reached. Both are carried
 over from the card that was timed. `occupancy` is below 1 where our compiled kernel leaves too few waves on a SIMD to
 keep the target's memory busy (Little's law) or its matrix unit fed. docs/projection.md has what this ignores.
+
+On a card whose machine code the emulator executes, FLOPs and bytes of the target are those that were counted there,
+launch by launch, by one of two plans: `shipped` is what the card does by its data alone, `every` all rules with our
+kernels. No launch takes less than its counted instructions take to issue. Other cards have the ops' own estimates.
 """
 
 from __future__ import annotations
@@ -21,18 +25,22 @@ from typing import TYPE_CHECKING, Any
 from rocm_sd import arch
 from rocm_sd.errors import Unsupported, require_one_of
 from rocm_sd.tuning.choice import within
-from rocm_sd.tuning.ranking import LATENCY_S
+from rocm_sd.tuning.ranking import LATENCY_S, LAUNCH_S, seconds_at_least
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
 __all__ = [
-    "LABEL", "TARGETS", "Deviation", "Fit", "Projection", "WorkItem", "deviation", "fit", "fits", "project",
-    "project_items", "projections", "rows",
+    "COUNTED_PLANS", "ESTIMATED", "LABEL", "TARGETS", "CountedCall", "Deviation", "Fit", "Projection", "WorkItem",
+    "counted", "deviation", "fit", "fits", "project", "project_counted", "project_items", "projections", "rows",
 ]  # fmt: skip
 
 LABEL = "modelled"
 TARGETS = ("gfx942", "gfx1100", "gfx1200", "gfx1201")
+COUNTED_PLANS = ("shipped", "every")
+ESTIMATED = "every rule, estimated"
+# Compiled from the same source to the same kind of code, and not executed by the emulator.
+_COUNTED_AS = {"gfx1200": "gfx1201"}
 DTYPE = "float16"
 
 # What no record times is of the family that it is most like.
@@ -56,6 +64,24 @@ class WorkItem:
     flops: float
     bytes: float
     us: float | None = None
+
+
+@dataclass(frozen=True)
+class CountedCall:
+    """`count` launches of one kind that were counted on a card, or calls of stock torch where it is not `ours`.
+
+    `cycles`: if one CU did all of it; `waves` a SIMD.
+    """
+
+    part: str
+    op: str
+    ours: bool
+    count: int
+    workgroups: int
+    cycles: float
+    flops: float
+    bytes: float
+    waves: int
 
 
 @dataclass(frozen=True)
@@ -84,7 +110,10 @@ class Deviation:
 
 @dataclass(frozen=True)
 class Projection:
-    """`timed_share`: the part of the modelled time whose calls were timed at that shape; the rest is by family."""
+    """`timed_share`: the part of the modelled time whose calls were timed at that shape; the rest is by family.
+
+    `plan`: what is assumed to run, one of COUNTED_PLANS or ESTIMATED.
+    """
 
     workload: str
     arch: str
@@ -96,6 +125,7 @@ class Projection:
     timed_share: float
     derated: tuple[str, ...]
     deviation: Deviation | None
+    plan: str = ESTIMATED
     label: str = LABEL
 
     @property
@@ -106,7 +136,9 @@ class Projection:
     def model_error(self) -> str:
         if self.deviation is None:
             return "no recorded picture to compare with"
-        return f"{self.deviation.as_used:+.0f}% of the time on the card that was timed"
+        # What was counted has no timing of its own: a family's fit is all that is carried over.
+        error = self.deviation.as_used if self.plan == ESTIMATED else self.deviation.without_shapes
+        return f"{error:+.0f}% of the time on the card that was timed"
 
 
 @cache
@@ -181,8 +213,10 @@ def _family(families: Mapping[str, Fit], op: str) -> Fit:
 def _occupancy(target: arch.Arch, item: WorkItem, *, by_memory: bool) -> float:
     """The share of its speed that too few waves leave to our kernel; 1 where a library's runs, or nothing is known."""
     waves = _waves(target.name, item.op, tuple(item.problem.items()))
-    if waves is None:
-        return 1.0
+    return 1.0 if waves is None else _kept_busy(target, waves, by_memory=by_memory)
+
+
+def _kept_busy(target: arch.Arch, waves: int, *, by_memory: bool) -> float:
     needed = float(_WAVES_FOR_MATRICES)
     if by_memory:
         figures = (target.compute_units, target.simds_per_cu, target.wave_size, target.bandwidth_gbps)
@@ -261,16 +295,75 @@ def project_items(
     )
 
 
-def project(workload: str, target: str) -> Projection:
-    """One picture of the workload on `target` ("gfx1100"), with the model's error on the card that was timed."""
+@cache
+def _counts() -> dict[str, Any]:
+    text = files("rocm_sd.bench").joinpath("data/counted.json").read_text(encoding="utf-8")
+    counts: dict[str, Any] = json.loads(text)["workloads"]
+    return counts
+
+
+def counted(workload: str, target: str, plan: str) -> tuple[CountedCall, ...]:
+    """What was counted there; nothing of a card whose code is not executed."""
+    parts = _counts().get(workload, {}).get(_COUNTED_AS.get(target, target), {}).get(plan, {})
+    return tuple(CountedCall(part, row[0], bool(row[1]), *row[2:]) for part, rows in parts.items() for row in rows)
+
+
+def project_counted(calls: Sequence[CountedCall], steps: int, target: str, families: Mapping[str, Fit]) -> Projection:
+    """As `project_items`, of what was counted on the card itself."""
+    other = arch.get(target)
+    derated: dict[str, float] = {}
+
+    def us(call: CountedCall) -> float:
+        there = arch.roofline(other, call.flops, call.bytes, DTYPE)
+        family = _family(families, call.op)
+        speed = _kept_busy(other, call.waves, by_memory=there.bound == "memory") if call.ours else 1.0
+        if speed < 1:
+            derated[call.op] = min(speed, derated.get(call.op, 1.0))
+        issue = seconds_at_least(other, call.workgroups, call.cycles, 0.0) if call.ours else None
+        at_least = 0.0 if issue is None else (issue - LAUNCH_S) * 1e6
+        return family.fixed_us + max(there.seconds * 1e6 / family.share / speed, at_least)
+
+    parts: dict[str, float] = {}
+    for call in calls:
+        parts[call.part] = parts.get(call.part, 0.0) + call.count * us(call) / 1e3
+    return Projection(
+        workload="",
+        arch=other.name,
+        product=other.product or other.name,
+        ms=steps * parts.get("step", 0.0) + parts.get("decode", 0.0),
+        step_ms=parts.get("step", 0.0),
+        decode_ms=parts.get("decode", 0.0),
+        steps=steps,
+        timed_share=0.0,
+        derated=tuple(f"{op} to {share:.0%}" for op, share in sorted(derated.items())),
+        deviation=None,
+    )
+
+
+def project(workload: str, target: str, plan: str = "every") -> Projection:
+    """One picture of the workload on `target` ("gfx1100"), with the model's error on the card that was timed.
+
+    By `plan` where the target's kernels were counted; elsewhere by every rule, with the ops' own estimates.
+    """
+    require_one_of("plan", plan, COUNTED_PLANS)
     found = _workload(workload)
-    made = project_items(_items(workload), found["steps"], _data()["arch"], target, fits(), workload)
+    calls = counted(workload, target, plan)
+    if calls:
+        made = replace(project_counted(calls, found["steps"], target, fits()), workload=workload, plan=plan)
+    else:
+        made = project_items(_items(workload), found["steps"], _data()["arch"], target, fits(), workload)
     return replace(made, deviation=deviation(workload))
 
 
 def projections(targets: Iterable[str] = TARGETS, workloads: Iterable[str] = ()) -> tuple[Projection, ...]:
+    """Of each card both plans, where its kernels were counted."""
     asked = tuple(workloads) or tuple(_data()["workloads"])
-    return tuple(project(workload, target) for workload in asked for target in targets)
+    return tuple(
+        project(workload, target, plan)
+        for workload in asked
+        for target in targets
+        for plan in (COUNTED_PLANS if counted(workload, target, "every") else COUNTED_PLANS[-1:])
+    )
 
 
 @cache

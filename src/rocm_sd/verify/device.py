@@ -16,9 +16,11 @@ memory: an access outside of it, a missing wait or a race is an error. Memory is
 from __future__ import annotations
 
 import importlib.util
+import math
 import time
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,7 +35,7 @@ from rocm_sd.ops.registry import forget_choices, preferring
 from rocm_sd.tuning.ranking import seconds_at_least
 from rocm_sd.verify.compiler import compile_for
 from rocm_sd.verify.proofs import EMULATED
-from rocm_sd.verify.runner import BUDGET, ModuleKernels, Run, grid_of, hip_code, specialise, total
+from rocm_sd.verify.runner import BUDGET, ModuleKernels, Run, grid_of, hip_code, scaled, specialise, total
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -56,8 +58,9 @@ class LaunchRefused(RocmSdError):
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch of one kernel; `tensors`: bytes of what it was given; `seconds` are the emulator's."""
+    """One launch of one kernel of an op; `tensors`: bytes of what it was given; `seconds` are the emulator's."""
 
+    op: str
     kernel: str
     grid: tuple[int, int, int]
     config: KernelConfig | None
@@ -83,14 +86,17 @@ class Launch:
 @dataclass(eq=False)
 class EmulatedCard:
     """What was launched on it, in order. `on_launch` hears of each; `edit` changes machine code after it is compiled,
-    which is how it is shown that faults are noticed.
+    which is how it is shown that faults are noticed. `first_only`: of each grid the first workgroup is executed, once
+    for launches that are alike, and counts for all of them: results are garbage, and a launch of any size is counted.
     """
 
     arch: Arch
     on_launch: Callable[[Launch], object] | None = None
     edit: Callable[[CodeObject], CodeObject] | None = None
+    first_only: bool = False
     launches: list[Launch] = field(default_factory=list)
     _codes: dict[Any, CodeObject] = field(default_factory=dict)
+    _counted: dict[Any, Counters] = field(default_factory=dict)
     _kernels: list[ModuleKernels] = field(default_factory=list)
 
     def total(self) -> Counters:
@@ -106,29 +112,39 @@ class EmulatedCard:
                     stack.enter_context(module.as_they_were())
                 self._codes[known_as] = self._edited(compile_for(self.arch, kernel, config))
         size = grid_of(grid, dict(config.constants) | {each.name: each.value for each in arguments})
-        self._launch(self._codes[known_as], size, config, arguments)
+        self._launch(kernel.fn.__module__.rpartition(".")[2], self._codes[known_as], size, config, arguments)
 
     def launch(self, kernel: Kernel, grid: tuple[int, int, int], arguments: Sequence[Argument]) -> None:
         """As a `Launcher` of HIP kernels."""
         if kernel not in self._codes:
             self._codes[kernel] = self._edited(hip_code(kernel, self.arch))
-        self._launch(self._codes[kernel], grid, None, Run.named(arguments))
+        self._launch(Path(kernel.source).stem, self._codes[kernel], grid, None, Run.named(arguments))
 
     def _edited(self, code: CodeObject) -> CodeObject:
         return self.edit(code) if self.edit else code
 
     def _launch(
-        self, code: CodeObject, grid: tuple[int, int, int], config: KernelConfig | None, arguments: list[Any]
+        self, op: str, code: CodeObject, grid: tuple[int, int, int], config: KernelConfig | None, arguments: list[Any]
     ) -> None:
         reason = _why_refused(self.arch, code, grid)
         if reason is not None:
             raise LaunchRefused(f"{self.arch.name} does not launch {code.name}: {reason}.")
         began = time.perf_counter()
-        counters = Run(self.arch, execute=True, budget=BUDGET).executed(code, grid, arguments)
-        launch = Launch(code.name, grid, config, code, counters, _bytes(arguments), time.perf_counter() - began)
+        counters = self._executed(code, grid, arguments)
+        launch = Launch(op, code.name, grid, config, code, counters, _bytes(arguments), time.perf_counter() - began)
         self.launches.append(launch)
         if self.on_launch is not None:
             self.on_launch(launch)
+
+    def _executed(self, code: CodeObject, grid: tuple[int, int, int], arguments: list[Any]) -> Counters:
+        run = Run(self.arch, execute=True, budget=BUDGET)
+        if not self.first_only:
+            return run.executed(code, grid, arguments)
+        # Code objects are kept: none has the identity of another.
+        known_as = id(code), grid
+        if known_as not in self._counted:
+            self._counted[known_as] = scaled(run.executed(code, grid, arguments, first=1), math.prod(grid))
+        return self._counted[known_as]
 
 
 def _bytes(arguments: Sequence[Any]) -> int:
@@ -157,18 +173,20 @@ def emulated(
     prefer: str | None = None,
     on_launch: Callable[[Launch], object] | None = None,
     edit: Callable[[CodeObject], CodeObject] | None = None,
+    first_only: bool = False,
 ) -> Iterator[EmulatedCard]:
     """For the duration, in all threads, CPU tensors are on that card.
 
-    `prefer`: an implementation that ops choose wherever it can do the problem ("triton", "hip"), as on a card where it
-    was measured to be the fastest; None leaves it to the shipped data.
+    `on_launch`, `edit` and `first_only`: as of `EmulatedCard`. `prefer`: an implementation that ops choose wherever it
+    can do the problem ("triton", "hip"), as on a card where it was measured to be the fastest; None leaves it to the
+    shipped data.
     """
     known = archs.get(arch) if isinstance(arch, str) else arch
     if known.name not in EMULATED:
         raise Unsupported("The emulator", known.name, hint=f"It executes: {', '.join(EMULATED)}.")
     optional_module("tinygrad", "tinygrad", "verify")
     interface = optional_module("triton.runtime.jit", "triton", "verify").KernelInterface
-    card = EmulatedCard(known, on_launch, edit)
+    card = EmulatedCard(known, on_launch, edit, first_only)
     card._kernels += [ModuleKernels(f"rocm_sd.kernels.triton.{op}", interface) for op in _ops_in_triton()]  # noqa: SLF001
     with ExitStack() as stack:
         for module in card._kernels:  # noqa: SLF001
@@ -176,7 +194,8 @@ def emulated(
         if _has_clang():
             stack.enter_context(hip_kernels.launched_by(card))
         stack.enter_context(archs.emulating(known))
-        stack.enter_context(_poisoned())
+        if not first_only:
+            stack.enter_context(_poisoned())
         stack.callback(forget_choices)
         if prefer is not None:
             stack.enter_context(preferring(prefer))

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Call", "EmulatedLauncher", "ModuleKernels", "Run", "emulated", "emulated_hip", "facts_of", "grid_of", "hip_code",
-    "memory_of", "specialise", "total",
+    "memory_of", "scaled", "specialise", "total",
 ]  # fmt: skip
 
 BUDGET = 50_000_000  # wave instructions a launch; 16 waves in an endless loop are given up after 20 s
@@ -277,8 +277,10 @@ class Run:
         counters = self.executed(code, grid, arguments) if self.execute else None
         self.calls.append(Call(code.name, grid, config, code, counters))
 
-    def executed(self, code: CodeObject, grid: tuple[int, int, int], arguments: list[_Argument]) -> Counters:
-        """On the tensors' memory."""
+    def executed(
+        self, code: CodeObject, grid: tuple[int, int, int], arguments: list[_Argument], first: int | None = None
+    ) -> Counters:
+        """On the tensors' memory; `first`: how many workgroups of the grid, by default all."""
         from rocm_sd.verify.emulator import launch  # noqa: PLC0415 -- needs tinygrad
 
         buffers: dict[tuple[int, int], Buffer] = {}
@@ -286,7 +288,7 @@ class Run:
         # Triton appends pointers to scratch memory that a kernel without device-side tensor maps does not use.
         visible = sum(not argument.is_hidden for argument in code.arguments)
         values += [0] * (visible - len(values))
-        return launch(code, grid, values, budget=self.budget)
+        return launch(code, grid, values, budget=self.budget, first=first)
 
     def _value(self, argument: _Argument, buffers: dict[tuple[int, int], Buffer]) -> Any:
         from rocm_sd.verify.emulator import Buffer  # noqa: PLC0415 -- needs tinygrad
@@ -324,6 +326,18 @@ def grid_of(grid: Any, constants: Mapping[str, Any]) -> tuple[int, int, int]:
     sizes = grid(constants) if callable(grid) else grid
     x, y, z = (*((sizes,) if isinstance(sizes, int) else sizes), 1, 1)[:3]
     return int(x), int(y), int(z)
+
+
+def scaled(counters: Counters, times: int) -> Counters:
+    """What so many workgroups like the counted ones would count."""
+    made = replace(counters)
+    for entry in fields(made):
+        value = getattr(made, entry.name)
+        if isinstance(value, dict):
+            setattr(made, entry.name, {name: count * times for name, count in value.items()})
+        elif isinstance(value, int) and entry.name != "wave_size":
+            setattr(made, entry.name, value * times)
+    return made
 
 
 def total(counters: Iterable[Counters]) -> Counters:
