@@ -98,6 +98,7 @@ def test_the_work_is_counted_and_the_gate_asked(drawn):
     assert "allowed" in picture.parts["decode"].gate
     assert picture.parts["step 2"].gate is None
     assert picture.image.size == picture.stock_image.size
+    assert picture.shows == picture.stock_shows
 
 
 def test_as_shipped_fewer_kernels_are_ours(drawn, tmp_path):

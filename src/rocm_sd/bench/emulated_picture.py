@@ -24,7 +24,9 @@ from rocm_sd.engine.calibration import kernels_hash
 from rocm_sd.errors import NumericsFailure
 from rocm_sd.files import whole, write_text
 from rocm_sd.integrations.diffusers.loading import load_pipeline
+from rocm_sd.models.emoji import EMOJI
 from rocm_sd.numerics import compare
+from rocm_sd.quality.embedding import background_colour, load_embedding
 from rocm_sd.verify.device import emulated
 from rocm_sd.verify.stock_work import StockWork
 
@@ -131,11 +133,13 @@ class Part:
 
 @dataclass
 class Drawn:
-    """`parts`: "step 1" and so on, and "decode"."""
+    """`parts`: "step 1" and so on, and "decode". `shows`: the emoji that a picture looks like most, and its ground."""
 
     request: PictureRequest
     image: PIL.Image.Image
     stock_image: PIL.Image.Image
+    shows: str
+    stock_shows: str
     parts: dict[str, Part]
     report: str
 
@@ -185,7 +189,14 @@ def draw(
                 part.gate = _gate("The decoder", picture, *(model.decoded(latents) for model in (exact, stock)))
                 kept.keep(under_way, picture, part)
             restore(ours.pipe)
-    return Drawn(request, stock.image(picture), stock.image(stock_picture), kept.parts, said)
+    images = stock.image(picture), stock.image(stock_picture)
+    return Drawn(request, *images, _shows(picture), _shows(stock_picture), kept.parts, said)
+
+
+def _shows(picture: torch.Tensor) -> str:
+    pixels = (picture.float() / 2 + 0.5).clamp(0, 1)
+    (nearest,) = load_embedding().retrieve(pixels, 1)[0].tolist()
+    return f"{EMOJI[nearest].name} on {background_colour(pixels[0])}"
 
 
 class _Model:

@@ -50,6 +50,7 @@ def draw_pictures(
         drawn.append(_drawn(PictureRequest(name, prompt, steps, plan=plan), out, console))
         if not as_json:
             console.print(_table(drawn[-1]))
+            say(console, f"it shows a {drawn[-1].shows}; stock's a {drawn[-1].stock_shows}")
             for part in ("step 1", "decode"):
                 say(console, f"numerics gate of {part}, passed: {drawn[-1].parts[part].gate}")
     if as_json:
@@ -127,6 +128,8 @@ def _cells(row: KernelRow) -> list[str]:
 def _plain(drawn: Drawn) -> dict[str, Any]:
     return {
         "request": asdict(drawn.request),
+        "shows": drawn.shows,
+        "stock_shows": drawn.stock_shows,
         "parts": {name: asdict(part) | {"total": asdict(part.total)} for name, part in drawn.parts.items()},
         "label": "times are modelled, never measured",
     }
