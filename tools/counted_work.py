@@ -24,11 +24,11 @@ from rocm_sd import arch as archs
 from rocm_sd.bench import architectures
 from rocm_sd.bench.emulated_picture import PLANS
 from rocm_sd.bench.workloads import WORKLOADS
-from rocm_sd.engine import Parts, optimize_with, restore
+from rocm_sd.engine import optimize_with, restore
 from rocm_sd.files import write_text
 from rocm_sd.verify import emulated
 from rocm_sd.verify.proofs import EMULATED
-from rocm_sd.verify.stock_work import StockWork
+from rocm_sd.verify.stock_work import ATTENTION, StockWork
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -53,7 +53,6 @@ _FAMILIES = {
     "native_group_norm": "group_norm_silu",
     "native_layer_norm": "layer_norm_residual",
 }
-_ATTENTION = "scaled_dot_product"
 
 
 def count(workload: str, gfx: str, plan: str) -> dict[str, list[list[Any]]]:
@@ -81,9 +80,9 @@ def count(workload: str, gfx: str, plan: str) -> dict[str, list[list[Any]]]:
 
 
 def _counted(model: nn.Module, call: Callable[[nn.Module], object], gfx: str, plan: str) -> list[list[Any]]:
-    name, prefer = PLANS[plan]
-    with torch.no_grad(), emulated(gfx, prefer=prefer, first_only=True) as card:
-        optimize_with(model, "performance", "exact", Parts(plan=name, calibrated=False))
+    chosen = PLANS[plan]
+    with torch.no_grad(), emulated(gfx, prefer=chosen.prefer, first_only=True) as card:
+        optimize_with(model, "performance", "exact", chosen.parts)
         # Weights that belong together are packed in the first call.
         with StockWork(card.arch, compute=False):
             call(model)
@@ -113,8 +112,7 @@ def _waves(arch: archs.Arch, launch: Launch) -> int:
 def _stocks(stock: StockWork) -> list[list[Any]]:
     rows: Counter[tuple[Any, ...]] = Counter()
     for call, number in stock.by_call.items():
-        is_attention = _ATTENTION in call.name
-        family = "attention" if is_attention else _FAMILIES.get(call.name, "copy")
+        family = "attention" if call.name.startswith(ATTENTION) else _FAMILIES.get(call.name, "copy")
         rows[family, 0, 0, 0, call.flops, call.bytes, 0] += number
     return [[*row[:2], number, *row[2:]] for row, number in rows.items()]
 

@@ -23,6 +23,7 @@ pytest.importorskip("triton", reason="AMD code is compiled by Triton")
 import tiny_models
 from rocm_sd import arch as archs
 from rocm_sd import numerics, tuning
+from rocm_sd.engine import convolutions
 from rocm_sd.engine.optimization import optimize_with, report, restore
 from rocm_sd.engine.parts import Parts
 from rocm_sd.errors import NumericsFailure, Unsupported
@@ -226,6 +227,14 @@ def test_the_first_workgroup_counts_for_all_where_only_work_is_counted():
     assert (ours.wave_instructions, ours.bytes_loaded, ours.bytes_stored, ours.by_class) == (
         whole.wave_instructions, whole.bytes_loaded, whole.bytes_stored, whole.by_class,
     )  # fmt: skip
+
+
+def test_its_library_answers_contiguous_as_rocms_does_by_default():
+    cpu = torch.device("cpu")
+    with emulated("gfx942"):
+        layout = convolutions.choose_layout(cpu, torch.float16)
+    assert layout.implementation != convolutions.CHANNELS_LAST
+    assert "answers a channels-last convolution contiguous" in layout.why
 
 
 def test_only_what_the_emulator_executes_is_a_card():

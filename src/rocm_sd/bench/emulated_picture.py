@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import asdict, dataclass, field, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError
@@ -27,6 +27,7 @@ from rocm_sd.integrations.diffusers.loading import load_pipeline
 from rocm_sd.models.emoji import EMOJI
 from rocm_sd.numerics import compare
 from rocm_sd.quality.embedding import background_colour, load_embedding
+from rocm_sd.rewrite import RULES, RULES_FOR_GRAPHS
 from rocm_sd.verify.device import emulated
 from rocm_sd.verify.stock_work import StockWork
 
@@ -39,14 +40,23 @@ if TYPE_CHECKING:
     from rocm_sd.verify.code_object import CodeObject
     from rocm_sd.verify.device import EmulatedCard, Launch
 
-__all__ = ["PLANS", "Drawn", "KernelRow", "Part", "PictureRequest", "draw"]
+__all__ = ["PLANS", "CardPlan", "Drawn", "KernelRow", "Part", "PictureRequest", "draw"]
 
-# By name: the engine's plan, and the implementation that ops prefer. `shipped` is what a card does before it was
-# measured; `transformer` and `every` are what it may choose once it was.
-PLANS: dict[str, tuple[str | None, str | None]] = {
-    "every": ("channels_last", "triton"),
-    "transformer": ("contiguous", "triton"),
-    "shipped": (None, None),
+
+class CardPlan(NamedTuple):
+    """What of the engine runs, and the implementation that ops prefer."""
+
+    parts: Parts
+    prefer: str | None
+
+
+_ALL_RULES = frozenset(rule.name for rule in (*RULES, *RULES_FOR_GRAPHS))
+# `shipped` is what a card does before it was measured, with the rules that it has where steps are captured. The others
+# are what it may choose once it was.
+PLANS = {
+    "every": CardPlan(Parts(plan="channels_last", calibrated=False), "triton"),
+    "transformer": CardPlan(Parts(plan="contiguous", calibrated=False), "triton"),
+    "shipped": CardPlan(Parts(rules=_ALL_RULES, calibrated=False), None),
 }
 _HALF = torch.float16
 
@@ -161,15 +171,15 @@ def draw(
         stock_picture = stock.decoded(stock.denoised())
         ours = _Model(_HALF, request)
         kept = _Kept(folder / request.key(ours.pipe))
-        plan, prefer = PLANS[request.plan]
+        plan = PLANS[request.plan]
         under_way = ""
 
         def noted(launch: Launch) -> None:
             if on_launch is not None:
                 on_launch(under_way, launch)
 
-        with emulated(request.arch, prefer=prefer, on_launch=noted, edit=edit) as card:
-            optimize_with(ours.pipe, "performance", "exact", Parts(plan=plan, calibrated=False))
+        with emulated(request.arch, prefer=plan.prefer, on_launch=noted, edit=edit) as card:
+            optimize_with(ours.pipe, "performance", "exact", plan.parts)
             said = str(report(ours.pipe))
             latents = ours.latents
             for number, timestep in enumerate(ours.timesteps):

@@ -12,6 +12,8 @@ from functools import cache
 import torch
 import torch.nn.functional as F
 
+from rocm_sd import arch
+
 __all__ = ["answers_channels_last"]
 
 # As many channels as the smallest vectors of a library need; the layout does not depend on the size.
@@ -22,6 +24,8 @@ _CONVOLVED = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.floa
 
 def answers_channels_last(device: torch.device, dtype: torch.dtype | None) -> bool:
     """Whether `F.conv2d` leaves a channels-last input of this dtype in its layout there; asked once a process."""
+    if arch.emulated() is not None:
+        return False  # as torch of ROCm does by default; the CPU, which convolves in its place, would say otherwise
     if dtype not in _CONVOLVED:
         dtype = torch.float32 if device.type == "cpu" else torch.float16
     # Hosts switch the library off on some cards, and torch's own convolution has another layout.
