@@ -43,7 +43,10 @@ def test_what_is_only_counted_is_not_computed():
         y = F.conv2d(x.contiguous(memory_format=torch.channels_last), torch.ones(32, 64, 3, 3), padding=1)
         kept = x.mul_(7)
         small = torch.ones(3) + 1
+        memory = torch.empty(3)
     assert y.shape == (2, 32, 64, 64)
+    assert not y.any()
+    assert not memory.any()
     assert kept is x
     assert bool((x == 1).all()), "a large result is not written, in place neither"
     assert small.tolist() == [2, 2, 2]

@@ -72,7 +72,9 @@ class PictureRequest:
 
     def key(self, pipe: Any) -> str:
         """Of all that decides the picture's bits: the model's weights and this version's kernels, too."""
-        text = json.dumps([asdict(self), kernels_hash(), torch.__version__], sort_keys=True)
+        plan = PLANS[self.plan]
+        runs = [plan.parts.plan, sorted(plan.parts.rules or ()), plan.prefer]
+        text = json.dumps([asdict(self), runs, kernels_hash(), torch.__version__], sort_keys=True)
         digest = hashlib.sha256(text.encode())
         for model in (pipe.text_encoder, pipe.unet, pipe.vae):
             for name, tensor in model.state_dict().items():

@@ -39,7 +39,8 @@ class StockWork(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Counts calls of torch's own ops within, and their rooflines on `arch`: operations at its peak, or bytes of inputs
     and results at its bandwidth, whichever takes longer, and a launch for each. Without `compute` large results are
-    memory that nobody has written: for counting alone.
+    zeros, and so is memory that is handed out unfilled: for counting alone. Of what lies there by chance, waves that
+    compute the same value may get different NaNs, which looks like a race.
     """
 
     def __init__(self, arch: Arch, *, compute: bool = True) -> None:
@@ -59,7 +60,7 @@ class StockWork(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         named = kwargs or {}
-        result = func(*args, **named) if self._compute else _unfilled(func, args, named)
+        result = func(*args, **named) if self._compute else _zeros(func, args, named)
         if _launches(func, args, result):
             self.by_call[_call(func, args, named, result)] += 1
         return result
@@ -90,14 +91,16 @@ def _launches(func: Any, args: tuple[Any, ...], result: Any) -> bool:
     return bool(schema.is_mutable) or not made <= given
 
 
-def _unfilled(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """The call's result; where it is large and not a view, memory of its shape."""
+def _zeros(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """The call's result; where it is large and not a view, zeros of its shape."""
+    if func._schema.name.startswith(("aten::empty", "aten::new_empty")):  # noqa: SLF001 -- torch has no public one
+        return func(*args, **kwargs).zero_()
     if func.is_view or not any(t.numel() > _SMALL for t in tree_leaves(args) if isinstance(t, torch.Tensor)):
         return func(*args, **kwargs)
     if func._schema.is_mutable:  # noqa: SLF001 -- torch has no public one
         return args[0]
     made = func(*tree_map(_on_meta, args), **tree_map(_on_meta, dict(kwargs)))
-    return tree_map(lambda value: _like(value, "cpu"), made)
+    return tree_map(lambda value: _like(value, "cpu").zero_() if isinstance(value, torch.Tensor) else value, made)
 
 
 def _on_meta(value: Any) -> Any:
