@@ -4,9 +4,9 @@ python tools/counted_work.py                           all workloads, cards and 
 python tools/counted_work.py sd15-512 --arch gfx1100   some; the others stay as they are
 
 The real architecture runs at its real size on an emulated card (rocm_sd.verify.emulated): every launch is compiled for
-it, and its first workgroup is executed and counts for the whole grid. What stock torch would compute is counted by its
-inputs and results, and not computed. Two plans: `every`, all rules with this project's kernels, and `shipped`, what the
-card does before anything was measured on it.
+it, and one workgroup in the middle of its grid is executed and counts for all. What stock torch would compute is
+counted by its inputs and results, and not computed. Two plans: `every`, all rules with this project's kernels, and
+`shipped`, what the card does before anything was measured on it.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def count(workload: str, gfx: str, plan: str) -> dict[str, list[list[Any]]]:
 
 def _counted(model: nn.Module, call: Callable[[nn.Module], object], gfx: str, plan: str) -> list[list[Any]]:
     chosen = PLANS[plan]
-    with torch.no_grad(), emulated(gfx, prefer=chosen.prefer, first_only=True) as card:
+    with torch.no_grad(), emulated(gfx, prefer=chosen.prefer, one_only=True) as card:
         optimize_with(model, "performance", "exact", chosen.parts)
         # Weights that belong together are packed in the first call.
         with StockWork(card.arch, compute=False):

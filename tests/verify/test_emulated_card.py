@@ -212,14 +212,14 @@ def test_the_cpu_is_taken_for_the_card_and_for_itself_again():
     assert len(card.launches) == launches, "what was bound there is forgotten"
 
 
-def test_the_first_workgroup_counts_for_all_where_only_work_is_counted():
+def test_one_workgroup_counts_for_all_where_only_work_is_counted():
     x = half(2, 64, 16, 16).contiguous(memory_format=torch.channels_last)
     found = {}
-    for first_only in (False, True):
-        with emulated("gfx1100", prefer="triton", first_only=first_only) as card:
+    for one_only in (False, True):
+        with emulated("gfx1100", prefer="triton", one_only=one_only) as card:
             for _ in range(2):
                 upsample(x, 2)
-        found[first_only] = [launch.counters for launch in card.launches]
+        found[one_only] = [launch.counters for launch in card.launches]
     assert len(found[True]) == len(found[False]) == 2
     assert found[True][0] is found[True][1], "launches that are alike are executed once"
     ours, whole = found[True][0], found[False][0]

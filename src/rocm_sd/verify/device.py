@@ -86,14 +86,15 @@ class Launch:
 @dataclass(eq=False)
 class EmulatedCard:
     """What was launched on it, in order. `on_launch` hears of each; `edit` changes machine code after it is compiled,
-    which is how it is shown that faults are noticed. `first_only`: of each grid the first workgroup is executed, once
-    for launches that are alike, and counts for all of them: results are garbage, and a launch of any size is counted.
+    which is how it is shown that faults are noticed. `one_only`: of each grid one workgroup is executed, in its
+    middle and once for launches that are alike, and counts for all of them: results are garbage, and a launch of any
+    size is counted.
     """
 
     arch: Arch
     on_launch: Callable[[Launch], object] | None = None
     edit: Callable[[CodeObject], CodeObject] | None = None
-    first_only: bool = False
+    one_only: bool = False
     launches: list[Launch] = field(default_factory=list)
     _codes: dict[Any, CodeObject] = field(default_factory=dict)
     _counted: dict[Any, Counters] = field(default_factory=dict)
@@ -138,12 +139,16 @@ class EmulatedCard:
 
     def _executed(self, code: CodeObject, grid: tuple[int, int, int], arguments: list[Any]) -> Counters:
         run = Run(self.arch, execute=True, budget=BUDGET)
-        if not self.first_only:
+        if not self.one_only:
             return run.executed(code, grid, arguments)
         # Code objects are kept: none has the identity of another.
         known_as = id(code), grid
         if known_as not in self._counted:
-            self._counted[known_as] = scaled(run.executed(code, grid, arguments, first=1), math.prod(grid))
+            x, y, z = grid
+            # Not at an edge, where a convolution leaves out what lies in the padding.
+            middle = x // 2 + x * (y // 2 + y * (z // 2))
+            one = run.executed(code, grid, arguments, only=range(middle, middle + 1))
+            self._counted[known_as] = scaled(one, math.prod(grid))
         return self._counted[known_as]
 
 
@@ -173,11 +178,11 @@ def emulated(
     prefer: str | None = None,
     on_launch: Callable[[Launch], object] | None = None,
     edit: Callable[[CodeObject], CodeObject] | None = None,
-    first_only: bool = False,
+    one_only: bool = False,
 ) -> Iterator[EmulatedCard]:
     """For the duration, in all threads, CPU tensors are on that card.
 
-    `on_launch`, `edit` and `first_only`: as of `EmulatedCard`. `prefer`: an implementation that ops choose wherever it
+    `on_launch`, `edit` and `one_only`: as of `EmulatedCard`. `prefer`: an implementation that ops choose wherever it
     can do the problem ("triton", "hip"), as on a card where it was measured to be the fastest; None leaves it to the
     shipped data.
     """
@@ -186,7 +191,7 @@ def emulated(
         raise Unsupported("The emulator", known.name, hint=f"It executes: {', '.join(EMULATED)}.")
     optional_module("tinygrad", "tinygrad", "verify")
     interface = optional_module("triton.runtime.jit", "triton", "verify").KernelInterface
-    card = EmulatedCard(known, on_launch, edit, first_only)
+    card = EmulatedCard(known, on_launch, edit, one_only)
     card._kernels += [ModuleKernels(f"rocm_sd.kernels.triton.{op}", interface) for op in _ops_in_triton()]  # noqa: SLF001
     with ExitStack() as stack:
         for module in card._kernels:  # noqa: SLF001
@@ -194,7 +199,7 @@ def emulated(
         if _has_clang():
             stack.enter_context(hip_kernels.launched_by(card))
         stack.enter_context(archs.emulating(known))
-        if not first_only:
+        if not one_only:
             stack.enter_context(_poisoned())
         stack.callback(forget_choices)
         if prefer is not None:

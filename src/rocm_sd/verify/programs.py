@@ -206,7 +206,7 @@ def _first_workgroup(code: CodeObject, grid: tuple[int, int, int], arguments: Se
 
     buffers = {t.data_ptr(): Buffer(memory_of(t)) for t in arguments if isinstance(t, torch.Tensor)}
     values = [buffers[value.data_ptr()] if isinstance(value, torch.Tensor) else value for value in arguments]
-    return launch(code, grid, values, budget=BUDGET, first=1)
+    return launch(code, grid, values, budget=BUDGET, only=range(1))
 
 
 @contextmanager

@@ -278,9 +278,9 @@ class Run:
         self.calls.append(Call(code.name, grid, config, code, counters))
 
     def executed(
-        self, code: CodeObject, grid: tuple[int, int, int], arguments: list[_Argument], first: int | None = None
+        self, code: CodeObject, grid: tuple[int, int, int], arguments: list[_Argument], only: range | None = None
     ) -> Counters:
-        """On the tensors' memory; `first`: how many workgroups of the grid, by default all."""
+        """On the tensors' memory; `only`: these workgroups of the grid, by default all."""
         from rocm_sd.verify.emulator import launch  # noqa: PLC0415 -- needs tinygrad
 
         buffers: dict[tuple[int, int], Buffer] = {}
@@ -288,7 +288,7 @@ class Run:
         # Triton appends pointers to scratch memory that a kernel without device-side tensor maps does not use.
         visible = sum(not argument.is_hidden for argument in code.arguments)
         values += [0] * (visible - len(values))
-        return launch(code, grid, values, budget=self.budget, first=first)
+        return launch(code, grid, values, budget=self.budget, only=only)
 
     def _value(self, argument: _Argument, buffers: dict[tuple[int, int], Buffer]) -> Any:
         from rocm_sd.verify.emulator import Buffer  # noqa: PLC0415 -- needs tinygrad

@@ -51,20 +51,22 @@ def launch(
     *,
     batch: int | None = None,
     budget: int = _BUDGET,
-    first: int | None = None,
+    only: range | None = None,
     processes: int | None = None,
 ) -> Counters:
     """Execute `code` on `grid` workgroups and write the results into the buffers of `arguments`.
 
     grid: workgroups in x, y and z. arguments: a `Buffer`, a number or None for each kernel argument; the two scratch
     pointers that Triton appends may be missing. batch: waves executed at once. budget: wave instructions after
-    which the launch is given up. first: how many workgroups to execute of the grid, by default all. processes: how many
-    share the workgroups, by default up to one a core where the launch takes long enough; results, counts and errors are
+    which the launch is given up. only: the workgroups to execute, x fastest, by default all. processes: how many share
+    the workgroups, by default up to one a core where the launch takes long enough; results, counts and errors are
     the same. Kernels with atomic operations are always executed by one.
     """
     sizes = _grid(grid)
     per_workgroup = max(code.workgroup_size // code.wave_size, 1)
-    total = min(sizes[0] * sizes[1] * sizes[2], first or 2**62)
+    chosen = range(sizes[0] * sizes[1] * sizes[2])
+    chosen = chosen if only is None else chosen[only.start : only.stop]
+    total = len(chosen)
     at_once = _workgroups_at_once(code, per_workgroup, batch)
 
     def begin(*, shared: bool = False) -> Memory:
@@ -78,10 +80,10 @@ def launch(
             if count > 1 and processes is None:
                 if machine.pace is None:
                     # How long a kernel takes is known after its first batch.
-                    start = work.execute(range(min(at_once, total)))
+                    start = work.execute(chosen[:at_once])
                 count = min(count, int((total - start) * (machine.pace or 0.0) / _SHARE_SECONDS))
             count = max(min(count, total - start), 1)
-            work.divide(_batches(range(start, total), at_once, count), count)
+            work.divide(_batches(chosen[start:], at_once, count), count)
             return _collect(machine)
 
     most = most_processes(code, processes)
@@ -115,14 +117,14 @@ class _Work:
         self.machine, self.grid, self.per_workgroup, self.budget = machine, grid, per_workgroup, budget
 
     def execute(self, workgroups: range) -> int:
-        """One batch; the number of the workgroup after it."""
+        """One batch; how many workgroups it had."""
         machine, began = self.machine, time.perf_counter()
         numbers = np.arange(workgroups.start, workgroups.stop)
         machine.begin(numbers, self.per_workgroup)
         group = start_group(machine.code, machine.family, machine.memory, self.grid, numbers, self.per_workgroup)
         _Scheduler(machine, group, self.per_workgroup, self.budget - machine.executed()).run()
         machine.pace = (time.perf_counter() - began) / len(numbers)
-        return workgroups.stop
+        return len(numbers)
 
     def divide(self, batches: list[range], processes: int) -> None:
         """All batches. Raises NotDivided where it takes one process to say what the kernel does."""
