@@ -242,7 +242,8 @@ def test_what_is_modelled_says_so_in_every_row():
 
 def test_a_workload_that_was_counted_is_projected():
     html = section(html_of(made_up.engines()), "projection")
-    assert html.count("<td>modelled</td>") == 4
+    assert html.count("<td>modelled</td>") == 8
+    assert html.count("<td>shipped</td>") == html.count("<td>every</td>") == 4
     for card in ("gfx942", "gfx1100", "gfx1200", "gfx1201"):
         assert card in html
 

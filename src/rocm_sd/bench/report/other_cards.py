@@ -160,10 +160,12 @@ def projection(records: Sequence[Record]) -> Section | None:
 
 def _model_error(row: dict[str, Any]) -> str | None:
     """In the words of the projection, or from its figures."""
+    if row.get("model_error"):
+        return str(row["model_error"])
     deviation = row.get("deviation")
     if isinstance(deviation, dict) and _cell(deviation.get("as_used")):
         return f"{_cell(deviation['as_used'])}% on the card that was timed"
-    return str(row["model_error"]) if row.get("model_error") else None
+    return None
 
 
 def _cell(value: object) -> str:
