@@ -29,7 +29,7 @@ from rocm_sd.engine.parts import Parts
 from rocm_sd.errors import NumericsFailure, Unsupported
 from rocm_sd.kernels.triton import attention as attention_kernels
 from rocm_sd.kernels.triton import layer_norm_residual as norm_kernels
-from rocm_sd.ops import OPS, group_norm_silu, upsample
+from rocm_sd.ops import OPS, group_norm_silu, linear_residual, upsample
 from rocm_sd.tuning import environment, resolve
 from rocm_sd.verify import compiler, device, emulated, emulator
 from rocm_sd.verify.proofs import EMULATED
@@ -227,6 +227,17 @@ def test_one_workgroup_counts_for_all_where_only_work_is_counted():
     assert (ours.wave_instructions, ours.bytes_loaded, ours.bytes_stored, ours.by_class) == (
         whole.wave_instructions, whole.bytes_loaded, whole.bytes_stored, whole.by_class,
     )  # fmt: skip
+
+
+def test_launches_that_differ_in_a_number_are_counted_apart():
+    flops = []
+    with torch.no_grad(), emulated("gfx1100", prefer="triton", one_only=True) as card:
+        for width in (128, 256, 128):
+            card.launches.clear()
+            linear_residual(torch.zeros(64, width).half(), torch.zeros(64, width).half())
+            flops.append(card.total().matrix_flops)
+    assert flops[0] == flops[2] >= 2 * 64 * 64 * 128
+    assert flops[1] == 2 * flops[0]
 
 
 def test_its_library_answers_contiguous_as_rocms_does_by_default():
