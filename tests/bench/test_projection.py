@@ -187,14 +187,16 @@ def test_counts_are_there_for_every_card_that_is_emulated_and_say_their_plan():
 
 
 def test_no_less_is_counted_than_convolutions_must_compute():
-    """Padding and halves of a tile that nobody needs make it more. Those of a point may be products there."""
+    """Tiles over the edge make it more: of 320 channels 1.6 times, where one has 256. Those of a point may be
+    products there, and an enlargement that is convolved whole computes 2.25 times as much.
+    """
     items = [each for each in projection._items("sd15-512") if each.part == "step" and "conv2d" in each.op]
     whole = sum(each.count * each.flops for each in items)
     least = sum(each.count * each.flops for each in items if each.problem.get("kernel", 3) == 3)
     for gfx in ("gfx942", "gfx1100", "gfx1201"):
         calls = [call for call in projection.counted("sd15-512", gfx, "every") if call.part == "step"]
         found = sum(call.count * call.flops for call in calls if "conv2d" in call.op)
-        assert 0.99 * least < found < 1.5 * whole
+        assert 0.99 * least < found < 2.0 * whole
 
 
 def test_the_error_is_that_of_the_recorded_picture():
