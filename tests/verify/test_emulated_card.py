@@ -27,6 +27,7 @@ from rocm_sd.engine import convolutions
 from rocm_sd.engine.optimization import optimize_with, report, restore
 from rocm_sd.engine.parts import Parts
 from rocm_sd.errors import NumericsFailure, Unsupported
+from rocm_sd.kernels.hip import toolchain
 from rocm_sd.kernels.triton import attention as attention_kernels
 from rocm_sd.kernels.triton import layer_norm_residual as norm_kernels
 from rocm_sd.ops import OPS, group_norm_silu, linear_residual, upsample
@@ -227,6 +228,20 @@ def test_one_workgroup_counts_for_all_where_only_work_is_counted():
     assert (ours.wave_instructions, ours.bytes_loaded, ours.bytes_stored, ours.by_class) == (
         whole.wave_instructions, whole.bytes_loaded, whole.bytes_stored, whole.by_class,
     )  # fmt: skip
+
+
+def test_hip_kernels_are_the_cards_where_there_is_a_clang():
+    try:
+        toolchain.find_compiler()
+    except toolchain.NoHipCompiler as error:
+        pytest.skip(str(error))
+    x = half(1, 64, 9, 7).contiguous(memory_format=torch.channels_last)
+    stock, exact = (group_norm_silu(each, 8) for each in (x, x.double()))
+    with emulated("gfx1100", prefer="hip") as card:
+        ours = group_norm_silu(x, 8)
+    assert {(launch.op, launch.config) for launch in card.launches} == {("group_norm_silu", None)}
+    assert all(launch.counters.wave_instructions for launch in card.launches)
+    numerics.require("group_norm_silu", ours, exact, stock)
 
 
 def test_launches_that_differ_in_a_number_are_counted_apart():

@@ -145,7 +145,7 @@ class EmulatedCard:
         known_as = id(code), grid, *(each.value for each in arguments if not isinstance(each.value, torch.Tensor))
         if known_as not in self._counted:
             x, y, z = grid
-            # Not at an edge, where a convolution leaves out what lies in the padding.
+            # Not at an edge, where a tile may have less to do.
             middle = x // 2 + x * (y // 2 + y * (z // 2))
             one = run.executed(code, grid, arguments, only=range(middle, middle + 1))
             self._counted[known_as] = scaled(one, math.prod(grid))
