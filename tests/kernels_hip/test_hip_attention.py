@@ -55,7 +55,7 @@ class EmulatedLauncher:
     def launch(self, kernel, grid, arguments):
         code = code_of(self.edit(kernel) if self.edit else kernel, self.arch.name)
         given = [_Argument(f"argument {place}", "", value) for place, value in enumerate(arguments)]
-        counters = self.run._execute(code, grid, given) if self.run.execute else None
+        counters = self.run.executed(code, grid, given) if self.run.execute else None
         self.run.calls.append(Call(kernel.name, grid, None, code, counters))
 
 

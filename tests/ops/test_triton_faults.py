@@ -139,7 +139,7 @@ def test_the_doctor_examines_beside_a_broken_triton(tmp_path):
 
 @pytest.fixture
 def _asked_anew():
-    caches = (triton_kernels.why_not_compiled, triton_kernels._why_not_imported, triton_kernels._why_not_driven)
+    caches = (triton_kernels._why_not_imported, triton_kernels._why_not_driven)
     for each in caches:
         each.cache_clear()
     yield

@@ -236,8 +236,10 @@ _kept: OrderedDict[tuple[Any, ...], Machine] = OrderedDict()
 @contextmanager
 def machine_for(code: CodeObject, memory: Memory) -> Iterator[Machine]:
     """The kernel's machine, which nobody else has meanwhile: two threads that launch one kernel get two."""
+    # By its name, too: several kernels may be in one text, each with its own entry.
     key = (
-        code.arch, code.text, code.text_address, code.vgprs, code.agprs, code.lds, code.scratch, code.wave_size,
+        code.arch, code.name, code.text, code.text_address, code.entry_offset, code.vgprs, code.agprs, code.lds,
+        code.scratch, code.wave_size,
     )  # fmt: skip
     machine = _kept.pop(key, None) or Machine(code)
     with machine.launched(memory):
