@@ -17,8 +17,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from user_sessions import COUNTS, KINDS, OPERATIONS, Session, every_rule
 
 LONG = settings.default.max_examples > 100
-# Of 70 examples hypothesis makes about a hundred sequences.
-SEQUENCES, LENGTH = (2_000, 60) if LONG else (70, 3)
+# Of 70 examples hypothesis makes about a hundred sequences; of the profile `fuzz` these are 2,000.
+SEQUENCES, LENGTH = (settings.default.max_examples // 5, 60) if LONG else (70, 3)
 
 
 class Run:

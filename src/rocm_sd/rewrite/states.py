@@ -1,13 +1,16 @@
 """What modules are at a time, and whether they still are: their classes, the forwards of these, and all attributes.
 
-No list says which attributes matter. A call of a model goes through this hundreds of times: values are compared by
-identity first, in C, and nothing is looked at closer unless something differs.
+No list says which attributes matter, but for a few of torch that no call reads. A call of a model goes through
+this hundreds of times: all modules are compared in a few passes in C, most values by identity, and nothing is looked at
+closer unless something differs.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from itertools import chain
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import ref
 
@@ -15,13 +18,20 @@ import torch
 from torch import nn
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
 __all__ = ["CLASS", "WHATEVER", "Difference", "Held", "States", "bare", "equal"]
 
 CLASS = "class"
 _MISSING = object()
 _PLAIN = (type(None), bool, int, float, str, bytes, torch.dtype, torch.device, torch.Size, type)
+# Of nn.Module: read where weights are saved or loaded and never in a call, or told by the hooks that they are about.
+_NOT_COMPARED = frozenset({
+    "_state_dict_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
+    "_non_persistent_buffers_set",
+    "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs",
+    "_is_full_backward_hook",
+})  # fmt: skip
 
 
 class _Whatever:
@@ -126,15 +136,25 @@ class States:
         self._states = [_state(module, strongly=strongly) for _, module in found]
         for name in self._states[0].keys() & set(any_value) if found else ():
             self._states[0][name] = WHATEVER
+        self._sizes = [len(vars(module)) for _, module in found]
+        # Most attributes are hooks, of which there are none. What has them must stay empty; all else, stay the same.
+        self._empty = [_getter(name for name, value in each.items() if _is_empty(value)) for each in self._states]
+        compared = [
+            {name: value for name, value in each.items() if value is not WHATEVER and not _is_empty(value)}
+            for each in self._states
+        ]
+        self._get = [_getter(each) for each in compared]
+        self._values = [get(each) for get, each in zip(self._get, compared, strict=True)]
         # All children at once: a comparison in Python for each module would be most of the time.
         self._children = [] if strongly else [_Children(vars(module)["_modules"]) for _, module in found]
-        self._names = [name for children in self._children for name in children.names]
+        self._counts = [len(children.names) for children in self._children]
         self._places = [place for children in self._children for place in children.places]
         self._child_kinds = [type(place()) for place in self._places]
         self._methods: list[tuple[Any, str]] = []
         if methods is not None:
             self._methods = [*methods, *_methods(module for _, module in found)]
-        self._functions = [getattr(kind, name) for kind, name in self._methods]
+        self._owners, self._called = [kind for kind, _ in self._methods], [name for _, name in self._methods]
+        self._functions = list(map(getattr, self._owners, self._called))
 
     def _alive(self) -> list[Any]:
         return self._modules if self._strongly else [module() for module in self._modules]
@@ -143,24 +163,30 @@ class States:
         modules = self._alive()
         if list(map(type, modules)) != self._kinds:
             return False
-        # Tensors and arrays that are compared have no one answer.
+        own = [module.__dict__ for module in modules]
+        if list(map(len, own)) != self._sizes:
+            return False
+        # One that is gone is no key; tensors and arrays that are compared have no one answer.
         try:
-            own = list(map(vars, modules))
-            if self._states != own:
+            if (
+                any(chain.from_iterable(map(_call, self._empty, own)))
+                or list(map(_call, self._get, own)) != self._values
+            ):
                 return False
-        except (RuntimeError, ValueError, TypeError):
+        except (KeyError, RuntimeError, ValueError, TypeError):
             return False
         if not self._strongly and not self._same_children(own):
             return False
-        return [getattr(kind, name) for kind, name in self._methods] == self._functions
+        return list(map(getattr, self._owners, self._called)) == self._functions
 
     def _same_children(self, own: Sequence[Mapping[str, Any]]) -> bool:
-        now = [each["_modules"] for each in own]
+        now = list(map(_modules_of, own))
         found = list(chain.from_iterable(map(dict.values, now)))
         # A reference to a module that is gone gives None, as an empty place does: their types differ.
         if [place() for place in self._places] != found or list(map(type, found)) != self._child_kinds:
             return False
-        return self._names == list(chain.from_iterable(now))
+        # Of the same modules in the same order, a name could only be another one where stock's forward fails, too.
+        return list(map(len, now)) == self._counts
 
     def _then(self) -> list[dict[str, Any]]:
         if self._strongly:
@@ -197,15 +223,32 @@ def _methods(modules: Iterable[nn.Module]) -> Iterator[tuple[type, str]]:
     yield from seen
 
 
+_modules_of = itemgetter("_modules")
+_call = getattr(operator, "call", lambda function, value: function(value))
+
+
+def _getter(names: Iterable[str]) -> Callable[[Mapping[str, Any]], tuple[Any, ...]]:
+    """Of what a module has under these names; always a tuple."""
+    several = tuple(names)
+    if len(several) > 1:
+        return itemgetter(*several)
+    return (lambda _: ()) if not several else lambda own: (own[several[0]],)
+
+
+def _is_empty(value: Any) -> bool:
+    return isinstance(value, (dict, set)) and not value
+
+
 def _state(module: nn.Module, *, strongly: bool) -> dict[str, Any]:
     own = vars(module)
     # Hooks, children and a LoRA's scales are dicts inside, which change in place.
+    kept = {name: _copied(value) if strongly else _kept(value) for name, value in own.items()}
+    kept.update(dict.fromkeys(_NOT_COMPARED & own.keys(), WHATEVER))
     if strongly:
-        return {name: _copied(value) for name, value in own.items()}
-    kept = {name: _kept(value) for name, value in own.items()}
+        return kept
     for name in ("_parameters", "_buffers", "_modules"):
         # The last by itself; of the others, whatever there is.
-        kept[name] = WHATEVER if own[name] else {}
+        kept[name] = WHATEVER if own[name] or name == "_modules" else {}
     return kept
 
 
@@ -216,7 +259,7 @@ def _copied(value: Any) -> Any:
 
 
 def _kept(value: Any) -> Any:
-    if type(value) in _PLAIN:
+    if type(value) in _PLAIN or (type(value) is tuple and all(type(part) in _PLAIN for part in value)):
         return value
     if isinstance(value, dict):
         return {name: _kept(part) for name, part in value.items()}

@@ -69,8 +69,27 @@ def test_each_operation_that_is_worse_is_noted_with_how_much(alike, operation, d
 @pytest.mark.parametrize("operation", OPERATIONS)
 @pytest.mark.parametrize("value", [float("nan"), 0.0])
 def test_a_result_that_is_no_result_is_worse(alike, operation, value):
-    alike(**{operation: lambda y: torch.full_like(y, value)})
+    alike(**{operation: lambda y: y * 0 + value})
     assert why_less_exact(CPU, torch.float32) is not None
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_a_worse_gradient_is_worse(alike, operation):
+    """Gradients of samplers that steer a picture go through the same layout."""
+
+    def worse(y):
+        y.register_hook(lambda gradient: gradient * (1 + 1e-5))
+        return y
+
+    alike(**{operation: worse})
+    assert why_less_exact(CPU, torch.float32) is not None
+
+
+def test_it_is_measured_in_any_mode():
+    with torch.inference_mode():
+        first = why_less_exact(CPU, torch.float32)
+    with torch.no_grad():
+        assert why_less_exact(CPU, torch.float32) == first
 
 
 def test_random_numbers_of_the_program_stay():
