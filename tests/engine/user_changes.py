@@ -250,6 +250,4 @@ def gradient(session):
             answer = model(*args, **named)[0]
             return torch.autograd.grad(answer.square().sum(), latents)[0]
 
-    found = session.each(through)
-    if not any(isinstance(grad, Exception) for grad in found):
-        session.judge(lambda index, _seed: found[index], 0)
+    session.judge(lambda index, _seed: through(session.pipes[index]), 0)
