@@ -113,12 +113,24 @@ FOUND = {
         ("wrap_the_step", {"before": True}, 0),
     ],
 }
+# Of a copy, the stand-ins inside of Diffusers' hooks were not found, and its layout stayed.
+COPIED = [
+    ("offload", {"way": "model"}, 0),
+    ("offload_off", {}, 1),
+    ("deep_copy", {"again": False}, None),
+    ("offload", {"way": "block_level"}, None),
+]
 
 
 @pytest.mark.parametrize("step_graph", ["0", "1"], ids=["stepwise", "captured"])
 @pytest.mark.parametrize("name", FOUND)
 def test_a_sequence_that_went_wrong_once(tmp_path, name, step_graph):
     replay(tmp_path, "sdxl", step_graph, FOUND[name])
+
+
+@pytest.mark.parametrize("step_graph", ["0", "1"], ids=["stepwise", "captured"])
+def test_a_copy_that_is_offloaded_is_restored(tmp_path, step_graph):
+    replay(tmp_path, "sd3", step_graph, COPIED)
 
 
 def teardown_module():

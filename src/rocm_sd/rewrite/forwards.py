@@ -103,7 +103,16 @@ def discard(owner: Any) -> bool:
             setattr(owner, name, MethodType(getattr(type(owner), name.removeprefix("_old_")), owner))
         else:
             delattr(owner, name)
-    return bool(found)
+    # One that Diffusers' hooks were put around since then is kept by these.
+    inside = [
+        (kept, name)
+        for kept in getattr(owner.__dict__.get("_diffusers_hook"), "_fn_refs", ())
+        for name in ("forward", "original_forward")
+        if is_ours(getattr(kept, name)) and not is_placed(owner, getattr(kept, name))
+    ]
+    for kept, name in inside:
+        setattr(kept, name, MethodType(type(owner).forward, owner))
+    return bool(found or inside)
 
 
 def _function(method: Any) -> Any:
