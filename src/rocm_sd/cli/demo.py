@@ -1,8 +1,9 @@
-"""rocm-sd demo: eight prompts, stock and optimised side by side, pictures and a timing table."""
+"""rocm-sd demo: eight prompts, stock and each quality side by side, pictures and a timing table."""
 
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -19,22 +20,24 @@ if TYPE_CHECKING:
 __all__ = ["demo"]
 
 
+_ENGINES = ("stock", "exact", "high", "balanced")
+
+
 def demo(
     steps: Annotated[int, typer.Option(help="Denoising steps.")] = 20,
     seed: Annotated[int, typer.Option(help="The same seed gives the same pictures.")] = 0,
     out: Annotated[Path, typer.Option(help="The folder to write to.")] = Path("out"),
     device: Device = None,
 ) -> None:
-    """Draw eight prompts with the built-in model, stock and optimised side by side.
+    """Draw eight prompts with the built-in model: stock, and rocm-sd in each quality, side by side.
 
     rocm-sd demo
 
-    rocm-sd demo --steps 10 --seed 7 --out pictures
+    rocm-sd demo --steps 50 --seed 7 --out pictures
     """
     from rocm_sd import models
-    from rocm_sd.cli.generate import side_by_side
     from rocm_sd.cli.pictures import save_png, save_text, sheet, writable_folder
-    from rocm_sd.engine import optimize, report, restore
+    from rocm_sd.engine import optimize, report
     from rocm_sd.integrations import diffusers as host
     from rocm_sd.integrations.diffusers.loading import default_device, hush
     from rocm_sd.models.emoji import DEMO_PROMPTS
@@ -43,38 +46,70 @@ def demo(
     writable_folder(out)
     hush()
     console = Console()
-    with status(console, f"Loading {source.name} ..."):
-        pipe = host.load_pipeline(source, default_device(device))
-    results: dict[str, list[Generated]] = {"stock": [], "rocm-sd": []}
+    # One pipeline for each: to optimise one again and again would make its graphs anew for every picture.
+    pipes = {}
+    for engine in _ENGINES:
+        with status(console, f"Loading {source.name} ({engine}) ..."):
+            pipes[engine] = host.load_pipeline(source, default_device(device))
+            if engine != "stock":
+                optimize(pipes[engine], quality=engine)
+    results: dict[str, list[Generated]] = {engine: [] for engine in _ENGINES}
     # One picture of each engine is drawn and thrown away: first runs pay for what later ones do not.
     pictures = (len(DEMO_PROMPTS) + 1) * len(results)
     with bar("drawing", pictures, console=console, transient=False) as update:
         for prompt in (DEMO_PROMPTS[0], *DEMO_PROMPTS):
             for engine, drawn in results.items():
-                (optimize if engine == "rocm-sd" else restore)(pipe)
-                drawn.append(
-                    host.generate(pipe, host.Request(prompt, steps=steps, seed=seed, guidance=source.guidance))
-                )
+                request = host.Request(prompt, steps=steps, seed=seed, guidance=source.guidance)
+                drawn.append(host.generate(pipes[engine], request))
                 update(advance=1, description=f"{engine}: {prompt}")
-    stock, ours = (drawn[1:] for drawn in results.values())
+    drawn_by = {engine: drawn[1:] for engine, drawn in results.items()}
 
     parameters = {"model": source.name, "steps": steps, "seed": seed}
-    cells = [(drawn.images[0], prompt) for drawn, prompt in zip(ours, DEMO_PROMPTS, strict=True)]
+    cells = [(drawn.images[0], prompt) for drawn, prompt in zip(drawn_by["exact"], DEMO_PROMPTS, strict=True)]
     save_png(sheet([cells[:4], cells[4:]], cell=256), out / "demo.png", parameters)
-    pairs = [row for first, second in zip(stock, ours, strict=True) for row in side_by_side(first, second)]
-    save_png(sheet(pairs), out / "compare.png", parameters)
-    times = {"stock": [g.seconds for g in stock], "rocm-sd": [g.seconds for g in ours]}
-    save_text(_markdown(times, source.name, steps), out / "timing.md")
-    save_text(json.dumps(parameters | {"seconds": times}, indent=2) + "\n", out / "timing.json")
+    times = {engine: [drawn.seconds for drawn in several] for engine, several in drawn_by.items()}
+    near = {engine: _nearness(drawn_by["stock"], several) for engine, several in drawn_by.items()}
+    rows = [
+        [(drawn_by[e][n].images[0], f"{e}, {times[e][n]:.2f} s{_in_decibels(e, near[e][n])}") for e in _ENGINES]
+        for n in range(len(DEMO_PROMPTS))
+    ]
+    save_png(sheet(rows), out / "compare.png", parameters)
+    save_text(_markdown(times, near, source.name, steps), out / "timing.md")
+    facts = parameters | {"seconds": times, "psnr_db": {e: [_finite(p) for p in near[e]] for e in _ENGINES}}
+    save_text(json.dumps(facts, indent=2) + "\n", out / "timing.json")
 
-    optimize(pipe)
-    console.print(report(pipe))
-    console.print(_table(times))
+    console.print(report(pipes["exact"]))
+    console.print(_table(times, near))
+    for engine in ("high", "balanced"):
+        notes = [note for note in report(pipes[engine]).notes if " is approximated" in note or " exact" in note]
+        say(console, f"{engine}: {'; '.join(notes)}")
     for name in ("demo.png", "compare.png", "timing.md", "timing.json"):
         say(console, f"wrote {out / name}")
 
 
-def _rows(times: dict[str, list[float]]) -> list[tuple[str, str, str, str]]:
+def _nearness(stock: list[Generated], ours: list[Generated]) -> list[float]:
+    """PSNR of each pair of pictures, in dB; infinite where they are equal."""
+    import numpy as np
+
+    found = []
+    for first, second in zip(stock, ours, strict=True):
+        one, other = (np.asarray(drawn.images[0].convert("RGB"), dtype=np.float64) for drawn in (first, second))
+        error = float(((one - other) ** 2).mean())
+        found.append(math.inf if error == 0 else 10 * math.log10(255**2 / error))
+    return found
+
+
+def _finite(number: float) -> float | None:
+    return round(number, 2) if math.isfinite(number) else None
+
+
+def _in_decibels(engine: str, psnr: float) -> str:
+    if engine == "stock":
+        return ""
+    return f", {psnr:.1f} dB" if math.isfinite(psnr) else ", equal"
+
+
+def _rows(times: dict[str, list[float]], near: dict[str, list[float]]) -> list[tuple[str, str, str, str, str]]:
     """Median, quartiles and the ratio of the medians; a ratio inside the spread is said to be none."""
     stock = statistics.median(times["stock"])
     rows = []
@@ -85,22 +120,32 @@ def _rows(times: dict[str, list[float]]) -> list[tuple[str, str, str, str]]:
         ratio = f"{stock / median:.2f}x ({ratios[0]:.2f} to {ratios[2]:.2f})" + (
             ", no difference beyond the spread" if undecided else ""
         )
-        rows.append((engine, f"{median:.3f}", f"{low:.3f} to {high:.3f}", ratio if engine != "stock" else "1.00x"))
+        psnr = statistics.median(near[engine])
+        difference = "equal" if math.isinf(psnr) else f"{psnr:.1f} dB"
+        rows.append(
+            (
+                engine,
+                f"{median:.3f}",
+                f"{low:.3f} to {high:.3f}",
+                ratio if engine != "stock" else "1.00x",
+                "" if engine == "stock" else difference,
+            )
+        )
     return rows
 
 
-_HEADINGS = ("engine", "median s", "quartiles s", "against stock (quartiles of pairs)")
+_HEADINGS = ("engine", "median s", "quartiles s", "against stock (quartiles of pairs)", "PSNR to stock")
 
 
-def _table(times: dict[str, list[float]]) -> Table:
+def _table(times: dict[str, list[float]], near: dict[str, list[float]]) -> Table:
     table = Table(*_HEADINGS, title="Seconds a picture, interleaved runs", title_justify="left")
-    for row in _rows(times):
+    for row in _rows(times, near):
         table.add_row(*row)
     return table
 
 
-def _markdown(times: dict[str, list[float]], model: str, steps: int) -> str:
+def _markdown(times: dict[str, list[float]], near: dict[str, list[float]], model: str, steps: int) -> str:
     lines = [f"Seconds a picture, {model}, {steps} steps, interleaved runs", "", "| " + " | ".join(_HEADINGS) + " |"]
     lines.append("|" + "---|" * len(_HEADINGS))
-    lines += ["| " + " | ".join(row) + " |" for row in _rows(times)]
+    lines += ["| " + " | ".join(row) + " |" for row in _rows(times, near)]
     return "\n".join(lines) + "\n"

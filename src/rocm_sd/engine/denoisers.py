@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Denoiser", "denoiser"]
+__all__ = ["FEATURES", "Denoiser", "denoiser"]
+
+# An argument that no model takes: from one part of the engine to another, through what is installed between them.
+FEATURES = "rocm_sd_features"
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from rocm_sd.engine.schedule import ScheduleRun
 
-__all__ = ["captured_models", "holds", "install"]
+__all__ = ["captured_models", "follow_schedule", "holds", "install"]
 
 _PARTS = ("unet", "transformer", "controlnet", "vae")
 _KEY = "graphs"
@@ -137,6 +137,13 @@ def captured_models(target: Any) -> list[nn.Module]:
     # Several ControlNets are one part.
     models = [model for part in parts for model in getattr(part, "nets", [getattr(part, "decoder", part)])]
     return [model for model in models if denoiser(model) is not None]
+
+
+def follow_schedule(target: Any) -> tuple[Callable[[], ScheduleRun | None], Callable[[], None]]:
+    """Which schedule a pipeline runs, or None, whenever asked; and how to stop following it."""
+    follow = _Follow(target)
+    follow.hook()
+    return follow.run, follow.unhook_all
 
 
 class _Follow:

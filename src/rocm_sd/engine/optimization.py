@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from rocm_sd import arch, settings
-from rocm_sd.engine import calibration, convolutions, denoising, levels, vae
+from rocm_sd.engine import approximation, calibration, convolutions, denoising, levels, vae
+from rocm_sd.engine.approximation import Setting, Skipping
 from rocm_sd.engine.capture import graphs_wanted, start_compiling
 from rocm_sd.engine.denoisers import denoiser
 from rocm_sd.engine.installed import Installed
@@ -56,21 +57,22 @@ _OPTIMIZED: WeakKeyDictionary[Any, _State] = WeakKeyDictionary()
 _LEFT: WeakKeyDictionary[nn.Module, list[tuple[Installed, ...]]] = WeakKeyDictionary()
 
 
-def optimize(target: Target, level: str = "auto", quality: str = "exact") -> Target:
+def optimize(target: Target, level: str = "auto", quality: str | Skipping = "exact") -> Target:
     """Make a pipeline, a UNet or a VAE faster in place, and return it. A second call with other options starts afresh.
 
-    `level` trades memory for speed and never changes the picture. `quality` sets how far approximations may go;
-    `exact` allows none.
+    `level` trades memory for speed and never changes the picture. `quality` sets how far approximations may go: `exact`
+    allows none, `high` and `balanced` what was measured for such a model, a `Skipping` what it says.
     """
     return optimize_with(target, level, quality, EVERYTHING)
 
 
-def optimize_with(target: Target, level: str, quality: str, parts: Parts) -> Target:
+def optimize_with(target: Target, level: str, quality: str | Skipping, parts: Parts) -> Target:
     """`optimize` with some of its parts. What they leave to stock inside an op or a block is so within
     `parts.in_force()` only.
     """
     require_one_of("level", level, LEVELS)
-    require_one_of("quality", quality, QUALITIES)
+    if not isinstance(quality, Skipping):
+        require_one_of("quality", quality, QUALITIES)
     require_named()
     if settings.current().emulate is not None:
         from rocm_sd.verify import device as emulated_device  # noqa: PLC0415 -- needs Triton and tinygrad
@@ -95,23 +97,24 @@ def optimize_with(target: Target, level: str, quality: str, parts: Parts) -> Tar
     if parts.convolution_library:
         installed.append(_convolution_library(modules, device))
     models = denoising.captured_models(target)
+    approximated, notes = _approximated(target, models, quality, decision)
+    installed += [approximation.install_inside(model) for model in approximated]
     if graphs:
         as_they_are = {
             model for name, module in modules.items() if not ways[name].captured for model in subjects(module)
         }
         installed.append(denoising.install(target, [model for model in models if model not in as_they_are], parts))
+    installed += [_left_out(target, model, settings) for model, settings in approximated.items()]
     if parts.calibrated and parts.plan is None and parts.rules is None and calibration.counts(device):
         keys = (calibration.model_key(model) for model in models)
         had = {key: standing(key, device, graphs=graphs) for key in keys}
         again = _Again(ref(target), level, quality, parts, device, graphs, had)
         installed.append(calibration.install(models, device, again.first_call))
-    notes = [*dict.fromkeys(note for way in ways.values() for note in way.notes)]
+    notes += [*dict.fromkeys(note for way in ways.values() for note in way.notes)]
     installed.append(levels.install(target, decision))
     installed += [_planned_vae(module, decision.level) for name, module in modules.items() if is_vae(name, module)]
-    if quality != "exact":
-        notes.append(f"quality {quality} allows approximations; none exists in this version, so the result is exact")
     _OPTIMIZED[target] = _State(
-        Report(architecture.name, level, quality, tuple(changes), tuple(notes)),
+        Report(architecture.name, level, _named(quality), tuple(changes), tuple(notes)),
         device,
         tuple(installed),
         finalize(target, _leave, [ref(module) for module in modules.values()], tuple(installed)),
@@ -210,7 +213,7 @@ class _Again:
 
     target: ref[Any]
     level: str
-    quality: str
+    quality: str | Skipping
     parts: Parts
     device: torch.device
     graphs: bool
@@ -276,6 +279,48 @@ class _Again:
         subject = calibration.Subject(decoder, (torch.zeros(shape, dtype=weight.dtype, device=self.device),), {})
         known_here = calibration.measured(key, self.device, graphs=self.graphs, call=subject.call)
         return [] if known_here is not None else [subject]
+
+
+def _named(quality: str | Skipping) -> str:
+    return "of its own" if isinstance(quality, Skipping) else quality
+
+
+def _approximated(
+    target: Any, models: Iterable[nn.Module], quality: str | Skipping, decision: levels.Decision
+) -> tuple[dict[nn.Module, list[Setting]], list[str]]:
+    """Of each UNet what is left out, and in words why of another one nothing is."""
+    found: dict[nn.Module, list[Setting]] = {}
+    notes: list[str] = []
+    if quality == "exact" or (isinstance(quality, Skipping) and quality.is_exact):
+        return found, notes
+    unets = [model for model in models if getattr(denoiser(model), "is_unet", False)]
+    if getattr(target, "scheduler", None) is None or not unets:
+        notes.append(
+            f"quality {_named(quality)} leaves out steps of a pipeline's UNet; there is none, and all is exact"
+        )
+        return found, notes
+    for unet in unets:
+        kind = type(unet).__name__
+        own = [Setting(1, quality, "as given")] if isinstance(quality, Skipping) else None
+        settings = own or approximation.shipped(unet, str(quality))
+        if not settings:
+            notes.append(f"{kind} is exact: for such a model nothing was measured that quality {quality} allows")
+        elif decision.sequential_guidance:
+            notes.append(f"{kind} is exact: its level computes the halves of a batch one after the other")
+        else:
+            found[unet] = settings
+    return found, notes
+
+
+def _left_out(target: Any, unet: nn.Module, settings: list[Setting]) -> Installed:
+    run_of, stop = denoising.follow_schedule(target)
+    installed = approximation.install_outside(target, unet, settings, run_of)
+
+    def restore() -> None:
+        installed.restore()
+        stop()
+
+    return Installed(installed.notes, restore)
 
 
 def _weakly_held(target: Any) -> bool:

@@ -14,7 +14,7 @@ from rocm_sd.rewrite import resblock
 from rocm_sd.rewrite.apply import Rule
 from rocm_sd.rewrite.convolutions import of_diffusers
 
-__all__ = ["RULE"]
+__all__ = ["RULE", "joined"]
 
 
 def _forward(
@@ -31,16 +31,20 @@ def _forward(
     skips = iter(reversed(res_hidden_states_tuple))
     attentions = getattr(self, "attentions", None) or [None] * len(self.resnets)
     for resnet, attention in zip(self.resnets, attentions, strict=True):
-        skip = next(skips)
-        if resblock.takes_two(resnet, hidden_states, skip):
-            hidden_states = resblock.of_two(resnet, hidden_states, skip, temb)
-        else:
-            hidden_states = resnet(torch.cat((hidden_states, skip), 1), temb)
+        hidden_states = joined(resnet, hidden_states, next(skips), temb)
         if attention is not None:
             hidden_states = attention(hidden_states, **kwargs, return_dict=False)[0]
     for upsampler in self.upsamplers or ():
         hidden_states = upsampler(hidden_states, upsample_size)
     return hidden_states
+
+
+def joined(resnet: Any, x: torch.Tensor, skip: torch.Tensor, temb: torch.Tensor | None) -> torch.Tensor:
+    """A ResNet block of both, which are not joined where it can read two."""
+    if resblock.takes_two(resnet, x, skip):
+        return resblock.of_two(resnet, x, skip, temb)
+    made: torch.Tensor = resnet(torch.cat((x, skip), 1), temb)
+    return made
 
 
 _ATTENTION = {"encoder_hidden_states", "cross_attention_kwargs", "attention_mask", "encoder_attention_mask"}

@@ -1,0 +1,7 @@
+"""Steps that leave work out, within a budget of quality: what, when, and by which settings."""
+
+from rocm_sd.engine.approximation.installing import install_inside, install_outside
+from rocm_sd.engine.approximation.shipped import Setting, shipped
+from rocm_sd.engine.approximation.skipping import EXACT, Skipping
+
+__all__ = ["EXACT", "Setting", "Skipping", "install_inside", "install_outside", "shipped"]

@@ -1,0 +1,75 @@
+"""Put a UNet's approximation on it, in two parts: what picks a branch goes outside of its graphs, what computes one
+inside of them.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+from weakref import ref
+
+from rocm_sd.engine.approximation.branches import Branches, answer_branch
+from rocm_sd.engine.installed import Installed
+from rocm_sd.rewrite import forwards
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from torch import nn
+
+    from rocm_sd.engine.approximation.shipped import Setting
+    from rocm_sd.engine.schedule import ScheduleRun
+
+__all__ = ["install_inside", "install_outside"]
+
+# Pipelines whose batches are two halves, without the prompt and with it, in this order.
+_HALVES = tuple(
+    f"{family}{kind}Pipeline"
+    for family in ("StableDiffusion", "StableDiffusionXL")
+    for kind in ("", "Img2Img", "Inpaint", "ControlNet", "ControlNetImg2Img", "ControlNetInpaint")
+)
+
+
+def install_inside(unet: nn.Module) -> Installed:
+    return Installed(tuple, forwards.surround(unet, answer_branch))
+
+
+def install_outside(
+    target: Any, unet: nn.Module, settings: list[Setting], run_of: Callable[[], ScheduleRun | None]
+) -> Installed:
+    held = ref(target)
+    known = any(kind.__name__ in _HALVES for kind in type(target).__mro__)
+
+    def is_guided() -> bool:
+        return known and bool(getattr(held(), "do_classifier_free_guidance", False))
+
+    branches = Branches(settings, run_of, is_guided)
+    at_work = [True]
+
+    def answer(unet: nn.Module, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        # A wrapper by somebody else may outlive `restore`.
+        return branches.answer(unet, inner, args, kwargs) if at_work[0] else inner(*args, **kwargs)
+
+    take_off = forwards.surround(unet, answer)
+
+    def restore() -> None:
+        at_work[0] = False
+        branches.clear()
+        take_off()
+
+    return Installed(lambda: tuple(_notes(type(unet).__name__, settings, branches, known=known)), restore)
+
+
+def _notes(kind: str, settings: list[Setting], branches: Branches, *, known: bool) -> Iterator[str]:
+    counts = branches.counts
+    # Of the pictures so far; before the first one, of each number of steps.
+    for setting in settings if branches.last is None else [branches.last]:
+        since = f" from {setting.from_steps} steps on" if branches.last is None and setting.from_steps > 1 else ""
+        if not setting.skipping.is_exact:
+            yield f"{kind} is approximated{since}: {setting.skipping} ({setting.why})"
+    if not known and any(setting.skipping.skips_guidance for setting in settings):
+        yield f"{kind}: guidance is computed in every step: which half of a batch has the prompt is not known here"
+    if counts:
+        names = ("whole", "shallow", "guidance kept", "no guidance")
+        yield f"{kind}: calls so far: {', '.join(f'{counts[name]} {name}' for name in names if counts[name])}"
+    for reason, calls in branches.whole_because.items():
+        yield f"{kind}: {calls} calls are exact, because {reason}"

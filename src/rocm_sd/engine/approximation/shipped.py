@@ -1,0 +1,65 @@
+"""Settings that come with rocm-sd, by family of models and number of steps, each with where it was measured."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from typing import Any
+
+from rocm_sd.engine.approximation.skipping import EXACT, Skipping
+
+__all__ = ["Setting", "family", "shipped"]
+
+_FILE = "shipped.json"
+# By the width of the text that a UNet sees, and of its outermost blocks.
+_FAMILIES: dict[Any, str] = {(192, 64): "emoji-sd", (768, 320): "SD 1.5", (1024, 320): "SD 2.1", (2048, 320): "SDXL"}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is left out from so many steps on, and why it may be."""
+
+    from_steps: int
+    skipping: Skipping
+    why: str
+
+
+def family(unet: Any) -> str | None:
+    config = getattr(unet, "config", None)
+    width = getattr(config, "cross_attention_dim", None)
+    channels = getattr(config, "block_out_channels", None) or (None,)
+    return _FAMILIES.get((width, channels[0]) if isinstance(width, int) else (None, None))
+
+
+def shipped(unet: Any, quality: str) -> list[Setting]:
+    """The one with the most steps last; none where nothing was measured for such a model."""
+    kind = family(unet)
+    found = [
+        Setting(entry["from_steps"], Skipping(**entry["skipping"]), _in_words(kind, entry["measured"]))
+        for entry in _entries()
+        if entry["family"] == kind and entry["quality"] == quality
+    ]
+    return sorted(found, key=lambda setting: setting.from_steps)
+
+
+def of_steps(settings: list[Setting], steps: int) -> Setting:
+    """The setting for a picture of so many steps."""
+    fitting = [setting for setting in settings if setting.from_steps <= steps]
+    return fitting[-1] if fitting else Setting(0, EXACT, f"nothing was measured for {steps} steps")
+
+
+def _in_words(kind: str | None, measured: dict[str, Any]) -> str:
+    match = "{:+.1f} points ({:+.1f} to {:+.1f})".format(*measured["match"])
+    return (
+        f"{kind}, {measured['steps']} steps, {measured['prompts']} prompts on one {measured['on']}: median PSNR "
+        f"{measured['psnr']:.1f} dB, SSIM {measured['ssim']:.3f}, prompt match {match}"
+    )
+
+
+@cache
+def _entries() -> list[dict[str, Any]]:
+    text = resources.files(__package__).joinpath(_FILE).read_text(encoding="utf-8")
+    entries: list[dict[str, Any]] = json.loads(text)["settings"]
+    return entries

@@ -1,0 +1,97 @@
+"""Which steps of a picture leave what out.
+
+Deep-feature caching: what the deep layers of a UNet hand upwards changes little from one step to the next, so that some
+steps compute the shallow layers alone (DeepCache, arXiv 2312.00858). Guidance: the difference that a prompt makes
+changes little, too, so that some steps compute the half of a batch that has the prompt and take the difference from an
+earlier step; towards the end it may be left out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+from rocm_sd.errors import InvalidOption
+
+__all__ = ["EXACT", "Skipping", "Step"]
+
+
+class Step(NamedTuple):
+    """`whole`: all layers are computed. `guided`: both halves of the batch are; otherwise the half with the prompt.
+    `difference`: whether such a step has the difference of an earlier one, or none.
+    """
+
+    whole: bool = True
+    guided: bool = True
+    difference: bool = True
+
+
+@dataclass(frozen=True)
+class Skipping:
+    """`depth`: how many layers of the way up a shallow step computes; 0 for no shallow steps. `every`: one of so many
+    steps is whole, and so are the first `whole_first` and the last `whole_last`. `order`: 0 to take the deep features
+    as they were, 1 to go on in the direction in which they changed.
+
+    `guided_every`: one of so many steps computes both halves, and so do the first `guided_first`; from the share
+    `guidance_end` of the steps on, no step has guidance.
+    """
+
+    depth: int = 0
+    every: int = 1
+    whole_first: int = 1
+    whole_last: int = 0
+    order: int = 0
+    guided_every: int = 1
+    guided_first: int = 1
+    guidance_end: float = 1.0
+
+    def __post_init__(self) -> None:
+        least = {"depth": 0, "every": 1, "whole_first": 1, "whole_last": 0, "guided_every": 1, "guided_first": 1}
+        for name, lowest in least.items():
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < lowest:
+                raise InvalidOption(name, value, [], hint=f"It takes a whole number of {lowest} or more.")
+        if self.order not in {0, 1}:
+            raise InvalidOption("order", self.order, ["0", "1"])
+        if not 0 <= self.guidance_end <= 1:
+            raise InvalidOption("guidance_end", self.guidance_end, [], hint="It takes a share of the steps, 0 to 1.")
+
+    @property
+    def caches(self) -> bool:
+        return self.depth > 0 and self.every > 1
+
+    @property
+    def skips_guidance(self) -> bool:
+        return self.guided_every > 1 or self.guidance_end < 1
+
+    @property
+    def is_exact(self) -> bool:
+        return not self.caches and not self.skips_guidance
+
+    def step(self, number: int, first: int, count: int) -> Step:
+        """Of step `number` of a picture's, which begins at step `first` of `count`."""
+        since = number - first
+        whole = not self.caches or since < self.whole_first or number >= count - self.whole_last
+        whole = whole or (since - self.whole_first + 1) % self.every == 0
+        if number >= self.guidance_end * count:
+            return Step(whole, guided=False, difference=False)
+        guided = since < self.guided_first or (since - self.guided_first + 1) % self.guided_every == 0
+        return Step(whole, guided)
+
+    def to_dict(self) -> dict[str, Any]:
+        """What differs from no approximation at all."""
+        return {name: value for name, value in asdict(self).items() if value != getattr(EXACT, name)}
+
+    def __str__(self) -> str:
+        said = []
+        if self.caches:
+            taken = "extrapolated" if self.order else "reused"
+            said.append(f"deep features {taken}, one step of {self.every} computes all layers (depth {self.depth})")
+        if self.guided_every > 1:
+            said.append(f"guidance reused, one step of {self.guided_every} computes it")
+        if self.guidance_end < 1:
+            said.append(f"no guidance after {self.guidance_end:.0%} of the steps")
+        return ", ".join(said) or "nothing left out"
+
+
+EXACT = Skipping()
