@@ -31,6 +31,7 @@ __all__ = [
     "ROCmStableDiffusionXLImg2ImgPipeline",
     "ROCmStableDiffusionXLInpaintPipeline",
     "ROCmStableDiffusionXLPipeline",
+    "Skipping",
     "__version__",
     "detect",
     "ops",
@@ -42,7 +43,7 @@ __all__ = [
 if TYPE_CHECKING:
     from rocm_sd import ops
     from rocm_sd.arch import detect
-    from rocm_sd.engine import optimize, report, restore
+    from rocm_sd.engine import Skipping, optimize, report, restore
     from rocm_sd.integrations.diffusers import (
         ROCmFluxImg2ImgPipeline,
         ROCmFluxInpaintPipeline,
@@ -67,6 +68,7 @@ if TYPE_CHECKING:
 # Resolved on first use: importing rocm_sd costs nothing, and set-up reads arch/ before torch is installed.
 _LAZY = {
     **{name: "rocm_sd.integrations.diffusers" for name in __all__ if name.startswith("ROCm")},
+    "Skipping": "rocm_sd.engine",
     "detect": "rocm_sd.arch",
     "optimize": "rocm_sd.engine",
     "report": "rocm_sd.engine",

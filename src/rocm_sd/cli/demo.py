@@ -81,8 +81,8 @@ def demo(
     console.print(report(pipes["exact"]))
     console.print(_table(times, near))
     for engine in ("high", "balanced"):
-        notes = [note for note in report(pipes[engine]).notes if " is approximated" in note or " exact" in note]
-        say(console, f"{engine}: {'; '.join(notes)}")
+        for note in report(pipes[engine]).approximations:
+            say(console, f"{engine}: {note}")
     for name in ("demo.png", "compare.png", "timing.md", "timing.json"):
         say(console, f"wrote {out / name}")
 

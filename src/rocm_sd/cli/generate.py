@@ -84,7 +84,7 @@ def _draw(
     console: Console, pipe: Any, request: Request, model: str, level: str, quality: str, out: Path, *, compare: bool
 ) -> None:
     from rocm_sd.cli.pictures import save_png, sheet
-    from rocm_sd.engine import optimize
+    from rocm_sd.engine import optimize, report
 
     parameters = request.to_dict() | {"model": model, "scheduler": type(pipe.scheduler).__name__}
     stock = run_with_progress(console, pipe, request, "stock") if compare else None
@@ -94,6 +94,9 @@ def _draw(
         save_png(image, path, parameters | {"level": level, "quality": quality})
         say(console, f"wrote {path}")
     console.print(f"{len(ours.images)} picture(s) in {ours.seconds:.2f} s")
+    if quality != "exact":
+        for note in report(pipe).approximations:
+            say(console, f"quality {quality}: {note}")
     if stock:
         path = out / f"compare-{_slug(request.prompt)}-{request.seed}.png"
         save_png(sheet(side_by_side(stock, ours)), path, parameters)

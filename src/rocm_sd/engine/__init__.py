@@ -1,5 +1,6 @@
 """optimize, restore, report: one call makes a pipeline fast, one brings it back, one says what was done and why."""
 
+from rocm_sd.engine.approximation import Skipping
 from rocm_sd.engine.capture import graphs_wanted
 from rocm_sd.engine.denoising import captured_models
 from rocm_sd.engine.installed import Installed
@@ -10,6 +11,6 @@ from rocm_sd.engine.parts import EVERYTHING, Parts
 from rocm_sd.engine.reporting import Report
 
 __all__ = [
-    "EVERYTHING", "LEVELS", "QUALITIES", "Installed", "Parts", "Report", "captured_models", "free_memory",
+    "EVERYTHING", "LEVELS", "QUALITIES", "Installed", "Parts", "Report", "Skipping", "captured_models", "free_memory",
     "graphs_wanted", "is_out_of_memory", "optimize", "optimize_with", "prepare_plan", "report", "restore",
 ]  # fmt: skip

@@ -47,6 +47,8 @@ class _State:
     device: torch.device
     # In the order in which they were installed; taken back in the opposite one.
     installed: tuple[Installed, ...]
+    # Of them, what leaves something out.
+    lossy: tuple[Installed, ...]
     on_end: finalize[Any, Any]
 
 
@@ -97,26 +99,28 @@ def optimize_with(target: Target, level: str, quality: str | Skipping, parts: Pa
     if parts.convolution_library:
         installed.append(_convolution_library(modules, device))
     models = denoising.captured_models(target)
-    approximated, notes = _approximated(target, models, quality, decision)
+    approximated, left_exact = _approximated(target, models, quality, decision)
     installed += [approximation.install_inside(model) for model in approximated]
     if graphs:
         as_they_are = {
             model for name, module in modules.items() if not ways[name].captured for model in subjects(module)
         }
         installed.append(denoising.install(target, [model for model in models if model not in as_they_are], parts))
-    installed += [_left_out(target, model, settings) for model, settings in approximated.items()]
+    lossy = [_left_out(target, model, settings) for model, settings in approximated.items()]
+    installed += lossy
     if parts.calibrated and parts.plan is None and parts.rules is None and calibration.counts(device):
         keys = (calibration.model_key(model) for model in models)
         had = {key: standing(key, device, graphs=graphs) for key in keys}
         again = _Again(ref(target), level, quality, parts, device, graphs, had)
         installed.append(calibration.install(models, device, again.first_call))
-    notes += [*dict.fromkeys(note for way in ways.values() for note in way.notes)]
+    notes = [*left_exact, *dict.fromkeys(note for way in ways.values() for note in way.notes)]
     installed.append(levels.install(target, decision))
     installed += [_planned_vae(module, decision.level) for name, module in modules.items() if is_vae(name, module)]
     _OPTIMIZED[target] = _State(
-        Report(architecture.name, level, _named(quality), tuple(changes), tuple(notes)),
+        Report(architecture.name, level, _named(quality), tuple(changes), tuple(notes), tuple(left_exact)),
         device,
         tuple(installed),
+        tuple(lossy),
         finalize(target, _leave, [ref(module) for module in modules.values()], tuple(installed)),
     )
     _OPTIMIZED[target].on_end.atexit = False
@@ -185,7 +189,8 @@ def report(target: Any) -> Report:
         notes.append(f"its weights are on {device} now, and it was optimised for {state.device}: call optimize again")
     # What has changed since then may run as stock does.
     changes = tuple(change.now() for change in state.report.changes)
-    return replace(state.report, changes=changes, notes=(*notes, *state.report.notes))
+    left_out = (*state.report.approximations, *(note for installed in state.lossy for note in installed.notes()))
+    return replace(state.report, changes=changes, notes=(*notes, *state.report.notes), approximations=left_out)
 
 
 def prepare_plan(model: nn.Module, plan: Plan, mode: str) -> Callable[[], None] | None:

@@ -18,13 +18,16 @@ __all__ = ["Report"]
 
 @dataclass(frozen=True)
 class Report:
-    """`notes` are sentences on what concerns the whole pipeline: its layout, its level."""
+    """`notes` are sentences on what concerns the whole pipeline: its layout, its level. `approximations`: those of them
+    that say what a quality leaves out, and why of a model nothing is.
+    """
 
     arch: str
     level: str
     quality: str
     changes: tuple[Change, ...]
     notes: tuple[str, ...] = ()
+    approximations: tuple[str, ...] = ()
 
     @property
     def replaced(self) -> tuple[Change, ...]:
@@ -42,6 +45,7 @@ class Report:
             "replaced": [{"path": c.path, "kind": c.kind, "rule": c.rule} for c in self.replaced],
             "skipped": [{"path": c.path, "kind": c.kind, "rule": c.rule, "why": c.why_skipped} for c in self.skipped],
             "notes": list(self.notes),
+            "approximations": list(self.approximations),
         }
 
     def __rich__(self) -> Table:

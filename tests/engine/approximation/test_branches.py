@@ -18,7 +18,7 @@ SETTINGS = {
     "cached": Skipping(depth=1, every=3),
     "deeper": Skipping(depth=3, every=2),
     "extrapolated": Skipping(depth=2, every=2, order=1),
-    "guidance kept": Skipping(guided_every=3),
+    "guidance reused": Skipping(guided_every=3),
     "guidance ended": Skipping(guidance_end=0.5),
     "both": Skipping(depth=1, every=4, order=1, guided_every=2),
     "out of step": Skipping(depth=2, every=2, guided_every=3, guidance_end=0.8),
@@ -166,7 +166,8 @@ def test_what_cannot_be_approximated_says_so(tmp_path):
     assert any("all is exact" in note for note in rocm_sd.report(pipe.unet).notes)
     rocm_sd.restore(pipe.unet)
     rocm_sd.optimize(pipe, quality="high")
-    assert any("nothing was measured" in note for note in rocm_sd.report(pipe).notes)
+    assert any("nothing was measured" in note for note in rocm_sd.report(pipe).approximations)
+    assert rocm_sd.report(rocm_sd.optimize(pipe)).approximations == ()
     rocm_sd.optimize(pipe, "memory", SETTINGS["both"])
     assert any("one after the other" in note and "exact" in note for note in rocm_sd.report(pipe).notes)
 

@@ -118,7 +118,7 @@ class Branches:
         rows = slice(batch // 2, None)
         part = {name: _part(known, name, value, rows) for name, value in named.items()}
         result = self._branch(inner, part, kept, step, number, rows)
-        self.counts["guidance kept" if step.difference else "no guidance"] += 1
+        self.counts["guidance reused" if step.difference else "no guidance"] += 1
         without = result - kept.difference if step.difference and kept.difference is not None else result
         return torch.cat([without, result])
 

@@ -69,7 +69,7 @@ def _notes(kind: str, settings: list[Setting], branches: Branches, *, known: boo
     if not known and any(setting.skipping.skips_guidance for setting in settings):
         yield f"{kind}: guidance is computed in every step: which half of a batch has the prompt is not known here"
     if counts:
-        names = ("whole", "shallow", "guidance kept", "no guidance")
+        names = ("whole", "shallow", "guidance reused", "no guidance")
         yield f"{kind}: calls so far: {', '.join(f'{counts[name]} {name}' for name in names if counts[name])}"
     for reason, calls in branches.whole_because.items():
         yield f"{kind}: {calls} calls are exact, because {reason}"
