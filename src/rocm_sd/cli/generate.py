@@ -42,7 +42,9 @@ def generate(
     ] = None,
     batch: Annotated[int, typer.Option(help="Pictures from one prompt.")] = 1,
     level: Annotated[str, typer.Option(help="auto, performance or memory: never changes the picture.")] = "auto",
-    quality: Annotated[str, typer.Option(help="exact, high or balanced: how far approximations may go.")] = "exact",
+    quality: Annotated[
+        str, typer.Option(help="exact, high, balanced or a budget: how far approximations may go.")
+    ] = "exact",
     out: Annotated[Path, typer.Option(help="The folder to write to.")] = Path("out"),
     device: Device = None,
     compare: Annotated[bool, typer.Option("--compare", help="Draw stock and optimised side by side.")] = False,
@@ -57,13 +59,13 @@ def generate(
     """
     from rocm_sd import models
     from rocm_sd.cli.pictures import writable_folder
-    from rocm_sd.engine import LEVELS, QUALITIES
+    from rocm_sd.engine import LEVELS, require_quality
     from rocm_sd.integrations import diffusers as host
     from rocm_sd.integrations.diffusers.loading import default_device, hush
 
     # Everything that can be wrong with the options is said before a model is loaded.
     require_one_of("level", level, LEVELS)
-    require_one_of("quality", quality, QUALITIES)
+    require_quality(quality)
     if scheduler is not None:
         require_one_of("scheduler", scheduler, host.SCHEDULERS)
     width, height = parse_size(size)

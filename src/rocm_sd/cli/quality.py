@@ -16,7 +16,6 @@ from rocm_sd.errors import InvalidOption, ModelNotFound, Unsupported, require_on
 
 if TYPE_CHECKING:
     import PIL.Image
-    import torch
     from PIL.Image import Image
 
     from rocm_sd.models.emoji import Prompt
@@ -172,7 +171,7 @@ def measure(
     from rocm_sd.quality import prompt_match, similarity
     from rocm_sd.quality.embedding import IMAGE_SIZE, load_embedding
 
-    first, second = (_tensor([side.images[name] for name in names]) for side in sides)
+    first, second = (similarity.as_tensor([side.images[name] for name in names]) for side in sides)
     embedding = load_embedding()
     near = similarity.similarity(first, second)
     result: dict[str, Any] = {
@@ -199,17 +198,6 @@ def measure(
     if fid:
         result["fid"] = similarity.fid(first, second, fid)
     return result
-
-
-def _tensor(images: list[Image]) -> torch.Tensor:
-    import numpy as np
-    import torch
-
-    sizes = {image.size for image in images}
-    if len(sizes) > 1:
-        raise Unsupported("quality", f"pictures of different sizes {sorted(sizes)}")
-    arrays = np.stack([np.asarray(image.convert("RGB")) for image in images])
-    return torch.from_numpy(arrays).permute(0, 3, 1, 2).float() / 255
 
 
 def _table(sides: list[_Side], result: dict[str, Any]) -> Table:

@@ -7,7 +7,7 @@ import re
 import time
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
-from pathlib import Path  # noqa: TC003 -- typer reads the annotations
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -66,11 +66,22 @@ def tune(
         typer.Option(help="--static: architectures, e.g. gfx1100,gfx942. (default: all that can be compiled for)"),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="--static: folder for GFX/OP.json. (default: the data of this installation)")
+        Path | None,
+        typer.Option(
+            help="--static: folder for GFX/OP.json; --quality: for pictures. (default: this installation's data; out)"
+        ),
     ] = None,
     jobs: Annotated[
         int | None, typer.Option(min=1, help="--static: compilers at once. (default: as many as fit)")
     ] = None,
+    quality: Annotated[
+        bool, typer.Option("--quality", help="Find the fastest approximation within a budget (docs/quality.md).")
+    ] = False,
+    within: Annotated[
+        str, typer.Option(help="--quality: high, balanced, all, or psnr=32,ssim=0.97,match=0.5.")
+    ] = "all",
+    prompts: Annotated[Path | None, typer.Option(help="--quality: a text file with one prompt a line.")] = None,
+    steps: Annotated[int, typer.Option(min=4, help="--quality: of the pictures that are drawn.")] = 20,
     device: Device = None,
     as_json: Annotated[bool, typer.Option("--json", help="Every figure, machine-readable.")] = False,
 ) -> None:
@@ -81,6 +92,8 @@ def tune(
     rocm-sd tune sd15-512 --sizes 512x512,768x768 --batch 1,4 --budget 2m
 
     rocm-sd tune ./my-model --ops attention,conv2d
+
+    rocm-sd tune --quality ./my-model --steps 30 --prompts prompts.txt
 
     rocm-sd tune --list
 
@@ -97,6 +110,9 @@ def tune(
     begun = time.monotonic()
     if static:
         _tune_static(names or [], arch, out, jobs, as_json=as_json)
+        return
+    if quality:
+        _tune_quality(names, within, prompts, steps, out, device, as_json=as_json)
         return
     given = [option for option, value in (("--arch", arch), ("--out", out), ("--jobs", jobs)) if value is not None]
     if given:
@@ -119,6 +135,26 @@ def tune(
         seconds, on, chosen = _seconds(budget), default_device(device), halving.strategy(strategy)
         options = TunerOptions(seconds, timeout, chosen, fresh)
         _search(database, on, options, begun, *asked, as_json=as_json)
+
+
+def _tune_quality(
+    names: list[str] | None,
+    within: str,
+    prompts: Path | None,
+    steps: int,
+    out: Path | None,
+    device: str | None,
+    *,
+    as_json: bool,
+) -> None:
+    from rocm_sd.cli.tune_quality import tune_quality
+    from rocm_sd.integrations.diffusers.loading import default_device
+
+    if names and len(names) > 1:
+        raise InvalidOption("model", " ".join(names), [], hint="Give one model.")
+    model = None if not names or names[0] == "emoji" else names[0]
+    folder = Path("out") if out is None else out
+    tune_quality(model, within, prompts, steps, folder, default_device(device), as_json=as_json)
 
 
 def _search(

@@ -23,6 +23,7 @@ from rocm_sd.engine.parts import EVERYTHING, Parts
 from rocm_sd.engine.reporting import Report
 from rocm_sd.errors import Unsupported, require_one_of
 from rocm_sd.ops.registry import require_named
+from rocm_sd.quality.budget import parse_budget
 from rocm_sd.rewrite import apply, forwards, undo
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from rocm_sd.engine.calibration import Plan
     from rocm_sd.engine.model_ways import ModelWay
 
-__all__ = ["QUALITIES", "optimize", "optimize_with", "prepare_plan", "report", "restore"]
+__all__ = ["QUALITIES", "optimize", "optimize_with", "prepare_plan", "report", "require_quality", "restore"]
 
 log = logging.getLogger("rocm_sd")
 
@@ -63,9 +64,20 @@ def optimize(target: Target, level: str = "auto", quality: str | Skipping = "exa
     """Make a pipeline, a UNet or a VAE faster in place, and return it. A second call with other options starts afresh.
 
     `level` trades memory for speed and never changes the picture. `quality` sets how far approximations may go: `exact`
-    allows none, `high` and `balanced` what was measured for such a model, a `Skipping` what it says.
+    allows none; `high`, `balanced` and a budget in numbers (`psnr=32,ssim=0.97`) what was measured for such a model
+    (`rocm-sd tune --quality`); a `Skipping` what it says.
     """
     return optimize_with(target, level, quality, EVERYTHING)
+
+
+def require_quality(quality: str | Skipping) -> None:
+    """It is a name that is known, a budget in numbers, or a setting."""
+    if isinstance(quality, Skipping):
+        return
+    if "=" in quality:
+        parse_budget(quality)
+    else:
+        require_one_of("quality", quality, QUALITIES)
 
 
 def optimize_with(target: Target, level: str, quality: str | Skipping, parts: Parts) -> Target:
@@ -73,8 +85,7 @@ def optimize_with(target: Target, level: str, quality: str | Skipping, parts: Pa
     `parts.in_force()` only.
     """
     require_one_of("level", level, LEVELS)
-    if not isinstance(quality, Skipping):
-        require_one_of("quality", quality, QUALITIES)
+    require_quality(quality)
     require_named()
     if settings.current().emulate is not None:
         from rocm_sd.verify import device as emulated_device  # noqa: PLC0415 -- needs Triton and tinygrad
@@ -117,7 +128,7 @@ def optimize_with(target: Target, level: str, quality: str | Skipping, parts: Pa
     installed.append(levels.install(target, decision))
     installed += [_planned_vae(module, decision.level) for name, module in modules.items() if is_vae(name, module)]
     _OPTIMIZED[target] = _State(
-        Report(architecture.name, level, _named(quality), tuple(changes), tuple(notes), tuple(left_exact)),
+        Report(architecture.name, level, quality, tuple(changes), tuple(notes), tuple(left_exact)),
         device,
         tuple(installed),
         tuple(lossy),
@@ -286,10 +297,6 @@ class _Again:
         return [] if known_here is not None else [subject]
 
 
-def _named(quality: str | Skipping) -> str:
-    return "of its own" if isinstance(quality, Skipping) else quality
-
-
 def _approximated(
     target: Any, models: Iterable[nn.Module], quality: str | Skipping, decision: levels.Decision
 ) -> tuple[dict[nn.Module, list[Setting]], list[str]]:
@@ -300,16 +307,15 @@ def _approximated(
         return found, notes
     unets = [model for model in models if getattr(denoiser(model), "is_unet", False)]
     if getattr(target, "scheduler", None) is None or not unets:
-        notes.append(
-            f"quality {_named(quality)} leaves out steps of a pipeline's UNet; there is none, and all is exact"
-        )
+        notes.append(f"quality {quality} leaves out steps of a pipeline's UNet; there is none, and all is exact")
         return found, notes
     for unet in unets:
         kind = type(unet).__name__
         own = [Setting(1, quality, "as given")] if isinstance(quality, Skipping) else None
-        settings = own or approximation.shipped(unet, str(quality))
+        settings = own or approximation.known(unet, str(quality))
         if not settings:
-            notes.append(f"{kind} is exact: for such a model nothing was measured that quality {quality} allows")
+            search = "rocm-sd tune --quality MODEL" + (f" --within {quality}" if "=" in str(quality) else "")
+            notes.append(f"{kind} is exact: nothing was measured for it that quality {quality} allows; type: {search}")
         elif decision.sequential_guidance:
             notes.append(f"{kind} is exact: its level computes the halves of a batch one after the other")
         else:

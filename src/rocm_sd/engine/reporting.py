@@ -19,12 +19,12 @@ __all__ = ["Report"]
 @dataclass(frozen=True)
 class Report:
     """`notes` are sentences on what concerns the whole pipeline: its layout, its level. `approximations`: those of them
-    that say what a quality leaves out, and why of a model nothing is.
+    that say what a quality leaves out, and why of a model nothing is. `quality`: as `optimize` was given it.
     """
 
     arch: str
     level: str
-    quality: str
+    quality: Any
     changes: tuple[Change, ...]
     notes: tuple[str, ...] = ()
     approximations: tuple[str, ...] = ()
@@ -41,7 +41,7 @@ class Report:
         return {
             "arch": self.arch,
             "level": self.level,
-            "quality": self.quality,
+            "quality": str(self.quality),
             "replaced": [{"path": c.path, "kind": c.kind, "rule": c.rule} for c in self.replaced],
             "skipped": [{"path": c.path, "kind": c.kind, "rule": c.rule, "why": c.why_skipped} for c in self.skipped],
             "notes": list(self.notes),

@@ -6,17 +6,19 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from rocm_sd.errors import MissingDependency, Unsupported, optional_module
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from pathlib import Path
 
+    from PIL.Image import Image
     from torch import Tensor, nn
 
-__all__ = ["Similarity", "clip_score", "fid", "frechet_distance", "similarity"]
+__all__ = ["Similarity", "as_tensor", "clip_score", "fid", "frechet_distance", "similarity"]
 
 _WINDOW = 7  # of scikit-image's SSIM
 
@@ -35,6 +37,15 @@ class Similarity:
     @property
     def mean_ssim(self) -> float:
         return sum(self.ssim) / len(self.ssim)
+
+
+def as_tensor(images: Sequence[Image]) -> Tensor:
+    """[B, 3, H, W] in 0..1 of pictures of one size."""
+    sizes = {image.size for image in images}
+    if len(sizes) > 1:
+        raise Unsupported("quality", f"pictures of different sizes {sorted(sizes)}")
+    arrays = np.stack([np.asarray(image.convert("RGB")) for image in images])
+    return torch.from_numpy(arrays).permute(0, 3, 1, 2).float() / 255
 
 
 def similarity(first: Tensor, second: Tensor) -> Similarity:

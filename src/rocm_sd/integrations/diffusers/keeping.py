@@ -13,7 +13,7 @@ from weakref import ref
 import torch
 from torch import nn
 
-from rocm_sd.engine import LEVELS, QUALITIES, Report, optimize, report, restore
+from rocm_sd.engine import LEVELS, Report, optimize, report, require_quality, restore
 from rocm_sd.errors import Unsupported, require_one_of
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Keeper", "in_force"]
 
-Options: TypeAlias = "tuple[str, str]"
+Options: TypeAlias = "tuple[str, Any]"
 
 
 def in_force(pipe: Any) -> Report | None:
@@ -43,7 +43,7 @@ class Keeper:
     def __init__(self, level: str = "auto", quality: str = "exact") -> None:
         # Said before a model is loaded.
         require_one_of("level", level, LEVELS)
-        require_one_of("quality", quality, QUALITIES)
+        require_quality(quality)
         self._wish: Options | None = (level, quality)
         self._done_at: Any = None
         self._busy = False

@@ -1,0 +1,164 @@
+"""rocm-sd tune --quality: the fastest approximation of a model within a budget, on its own pictures."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+from rocm_sd.cli.terminal import bar, literal, say, status
+from rocm_sd.errors import InvalidOption, Unsupported
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import torch
+
+    from rocm_sd.bench.quality_search import Found, Searcher
+    from rocm_sd.quality.budget import Budget
+
+__all__ = ["tune_quality"]
+
+# For a model of which nothing else is known: faces, text, hair, repetition and plain areas, where a change shows first.
+_PROMPTS = (
+    "a portrait of an old fisherman with a grey beard, natural light",
+    "a shop sign that says OPEN above a wooden door",
+    "a red fox in deep snow, pine trees behind it",
+    "a bowl of ramen with an egg, seen from above",
+    "a stone bridge over a river in autumn, oil painting",
+    "a city street at night in the rain, neon lights",
+    "a white sailing boat on a calm blue sea",
+    "a bookshelf full of old books",
+)
+_MOST_PROMPTS = 1000
+
+
+def tune_quality(
+    model: str | None, within: str, prompts: Path | None, steps: int, out: Path, device: torch.device, *, as_json: bool
+) -> None:
+    from rocm_sd import models
+    from rocm_sd.bench.quality_search import Searcher
+    from rocm_sd.cli.pictures import writable_folder
+    from rocm_sd.integrations import diffusers as host
+    from rocm_sd.integrations.diffusers.loading import hush
+    from rocm_sd.quality.budget import BUDGETS, parse_budget
+
+    budgets = [(name, BUDGETS[name]) for name in BUDGETS] if within == "all" else [parse_budget(within)]
+    source = models.resolve(model)
+    texts, match = _subjects(source.name, prompts)
+    requests = [
+        host.Request(text, steps=steps, seed=number, guidance=source.guidance) for number, text in enumerate(texts)
+    ]
+    writable_folder(out)
+    hush()
+    console = Console(stderr=as_json)
+    with status(console, f"Loading {source.name} ..."):
+        pipe = host.load_pipeline(source, device)
+    if getattr(pipe, "unet", None) is None:
+        raise Unsupported("tune --quality", f"a {type(pipe).__name__}: it has no UNet, whose steps are approximated")
+    found: dict[str, Found] = {}
+    with bar("drawing", None, console=console) as update:
+        searcher = Searcher(pipe, requests, match, lambda what: update(advance=1, description=what))
+        for name, budget in budgets:
+            # Kept one by one: Ctrl-C leaves what was found before.
+            found[name] = searcher.search(budget)
+            _keep(pipe, name, budget, steps, len(texts), found[name])
+            _pictures(searcher, found[name], texts, out / f"quality-{name}.png")
+    if as_json:
+        print(json.dumps({name: _facts(one) for name, one in found.items()}, indent=2))  # noqa: T201 -- for programs
+        return
+    console.print(_table(found, dict(budgets), steps, len(texts)))
+    for name, one in found.items():
+        if one.skipping is None:
+            say(console, f"{name}: nothing of {one.tried} settings is within it and faster, so that it is exact.")
+        else:
+            say(
+                console, f'{name}: {one.skipping}. Used from {steps} steps on: rocm_sd.optimize(pipe, quality="{name}")'
+            )
+            say(console, f"wrote {out / f'quality-{name}.png'}")
+
+
+def _subjects(model: str, file: Path | None) -> tuple[list[str], Any]:
+    """Prompts, and what tells whether pictures show them; None for models whose pictures nothing here can read."""
+    from rocm_sd.models.emoji import trained_prompts
+    from rocm_sd.quality import prompt_match, similarity
+    from rocm_sd.quality.embedding import load_embedding
+
+    if file is not None:
+        return _read(file), None
+    if model != "emoji-sd":
+        return list(_PROMPTS), None
+    wanted, embedding = trained_prompts(24), load_embedding()
+
+    def match(images: Any, exact: Any) -> Any:
+        ours, theirs = (
+            prompt_match.match(similarity.as_tensor(each), wanted, embedding).top1 for each in (images, exact)
+        )
+        return prompt_match.difference_interval(ours, theirs)
+
+    return [prompt.text for prompt in wanted], match
+
+
+def _read(file: Path) -> list[str]:
+    try:
+        texts = [line.strip() for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidOption(
+            "prompts", file, [], hint=f"It takes a text file with one prompt a line ({error})."
+        ) from error
+    if not 2 <= len(texts) <= _MOST_PROMPTS:
+        hint = f"It has {len(texts)} prompts, and takes 2 to {_MOST_PROMPTS}, one a line."
+        raise InvalidOption("prompts", file, [], hint=hint)
+    return texts
+
+
+def _keep(pipe: Any, name: str, budget: Budget, steps: int, prompts: int, found: Found) -> None:
+    from rocm_sd.engine.approximation import EXACT, remember
+
+    if found.skipping is None:
+        why = f"{steps} steps, {prompts} prompts: nothing of {found.tried} settings is within {budget}"
+        remember(pipe.unet, name, steps, EXACT, why, {"budget": budget.to_dict()})
+        return
+    speedup = "{:.2f} times exact ({:.2f} to {:.2f})".format(*found.speedup or ())
+    why = f"{steps} steps, {prompts} prompts: {speedup}, {found.scores}"
+    remember(pipe.unet, name, steps, found.skipping, why, {"budget": budget.to_dict(), **_facts(found)})
+
+
+def _facts(found: Found) -> dict[str, Any]:
+    scores = found.scores
+    if scores is None or found.skipping is None:
+        return {"skipping": None, "tried": found.tried}
+    match = None if scores.match is None else [scores.match.value, scores.match.low, scores.match.high]
+    return {
+        "skipping": found.skipping.to_dict(),
+        "tried": found.tried,
+        "speedup": list(found.speedup or ()),
+        # Equal pictures have no finite one.
+        "psnr_db": [min(value, 999.0) for value in scores.psnr],
+        "ssim": list(scores.ssim),
+        "match": match,
+    }
+
+
+def _pictures(searcher: Searcher, found: Found, texts: list[str], path: Path) -> None:
+    from rocm_sd.cli.pictures import save_png, sheet
+
+    if found.skipping is None or found.scores is None:
+        return
+    ours = searcher.pictures[found.skipping]
+    rows = [
+        [(searcher.exact[n], f"exact: {texts[n]}"), (ours[n], f"{found.scores.psnr[n]:.1f} dB")]
+        for n in range(min(8, len(texts)))
+    ]
+    save_png(sheet(rows), path, {"setting": str(found.skipping)})
+
+
+def _table(found: dict[str, Found], budgets: dict[str, Budget], steps: int, prompts: int) -> Table:
+    title = f"Within a budget of quality, {steps} steps, {prompts} prompts"
+    table = Table("budget", "at least", "times exact", "pictures", title=title, title_justify="left")
+    for name, one in found.items():
+        speed = "exact" if one.speedup is None else "{:.2f} ({:.2f} to {:.2f})".format(*one.speedup)
+        table.add_row(literal(name), str(budgets[name]), speed, "" if one.scores is None else str(one.scores))
+    return table

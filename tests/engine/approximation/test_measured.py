@@ -1,0 +1,91 @@
+"""Settings that were found on the user's own model: kept by its weights, and damaged files left out."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+import rocm_sd
+from pipelines import CASES
+from rocm_sd.engine.approximation import EXACT, Skipping, known, remember
+from rocm_sd.engine.approximation.measured import fingerprint
+from rocm_sd.errors import InvalidOption
+from tiny_models import unet_of
+
+SKIPPING = Skipping(depth=1, every=2)
+
+
+@pytest.fixture(autouse=True)
+def cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("ROCM_SD_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "quality.json"
+
+
+def test_what_is_remembered_is_found_by_the_weights(cache):
+    unet = unet_of("sd15")
+    assert remember(unet, "high", 20, SKIPPING, "so fast", {"psnr": 31.0}) == cache
+    remember(unet, "high", 50, Skipping(depth=1, every=4), "faster", {})
+    remember(unet, "balanced", 20, EXACT, "nothing within it", {})
+    assert [(s.from_steps, s.skipping.every) for s in known(unet, "high")] == [(20, 2), (50, 4)]
+    assert known(unet, "high")[0].why == "measured here: so fast"
+    assert known(unet, "balanced")[0].skipping.is_exact
+    assert known(unet, "psnr=30") == []
+    # In another dtype it is the same model; with other weights it is another.
+    assert len(known(unet.to(torch.float64), "high")) == 2
+    unet.conv_in.weight.data += 1
+    assert known(unet, "high") == []
+
+
+def test_the_last_one_counts():
+    unet = unet_of("sd15")
+    remember(unet, "high", 20, SKIPPING, "then", {})
+    remember(unet, "high", 20, Skipping(depth=2, every=3), "now", {})
+    assert [setting.why for setting in known(unet, "high")] == ["measured here: now"]
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", '{"settings": 3}', '{"settings": [3, {}]}', '{"settings": [{"model": 1}]}']
+)
+def test_a_damaged_file_is_left_out_and_written_anew(cache, text):
+    unet = unet_of("sd15")
+    cache.parent.mkdir()
+    cache.write_text(text)
+    assert known(unet, "high") == []
+    remember(unet, "high", 20, SKIPPING, "now", {})
+    assert len(known(unet, "high")) == 1
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"skipping": {"depth": -1}}, {"skipping": {"speed": 3}}, {"steps": "x"}, {"steps": None}]
+)
+def test_a_damaged_entry_is_left_out(cache, wrong):
+    unet = unet_of("sd15")
+    remember(unet, "high", 20, SKIPPING, "now", {})
+    record = json.loads(cache.read_text())
+    record["settings"].append(record["settings"][0] | wrong)
+    cache.write_text(json.dumps(record))
+    assert [setting.from_steps for setting in known(unet, "high")] == [20]
+
+
+def test_weights_that_lie_nowhere_have_no_fingerprint():
+    unet = unet_of("sd15")
+    with torch.device("meta"):
+        unet.conv_in = torch.nn.Conv2d(4, 8, 3)
+    assert fingerprint(unet) is None
+    assert known(unet, "high") == []
+
+
+def test_optimize_takes_what_was_measured(tmp_path):
+    pipe = CASES["sd15"].build(tmp_path)
+    for quality in ("high", "psnr=30,ssim=0.9"):
+        rocm_sd.optimize(pipe, quality=quality)
+        (note,) = rocm_sd.report(pipe).approximations
+        assert "nothing was measured" in note
+        assert "rocm-sd tune --quality" in note
+        remember(pipe.unet, quality, 4, SKIPPING, "so fast", {})
+        rocm_sd.optimize(pipe, quality=quality)
+        assert any("measured here: so fast" in note for note in rocm_sd.report(pipe).approximations)
+    with pytest.raises(InvalidOption):
+        rocm_sd.optimize(pipe, quality="psnr=fast")
