@@ -178,13 +178,19 @@ class _Inner:
 def surround(owner: Any, answer: Answer, name: str = "forward") -> Callable[[], None]:
     """Have `answer(owner, inner, args, kwargs)` called in place of the method `inner`; how to take it off.
 
-    `inner` may be kept: it does not keep the object alive. A compiler traces the method alone.
+    `inner` may be kept: it does not keep the object alive. A compiler traces the method alone, and by way of the class
+    where it is the class's: what it found in a dictionary of weak references, it looks for by its place, and a garbage
+    collection meanwhile moves the places.
     """
+    kind, in_class = type(owner), name in vars(type(owner))
+    plain = original(owner, name) is None
 
     # A function of its own for each: one that a wrapper keeps alive must not find what a later one calls.
     @wraps(getattr(type(owner), name))
     def stand_in(self: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
+            if plain and type(self) is kind:
+                return (kind.__dict__[name] if in_class else getattr(kind, name))(self, *args, **kwargs)
             return inner(self, stand_in)(*args, **kwargs)
         return answer(self, _Inner(ref(self), stand_in), args, kwargs)
 
