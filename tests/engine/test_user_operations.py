@@ -90,6 +90,8 @@ TestAnySequence = Machine.TestCase
 
 
 def replay(folder, kind, step_graph, operations):
+    """How many pictures were held against stock's."""
+    before = COUNTS["pictures"]
     run = Run(kind, step_graph, folder)
     try:
         for name, arguments, seed in operations:
@@ -98,6 +100,7 @@ def replay(folder, kind, step_graph, operations):
         run.end()
     finally:
         run.patch.undo()
+    return COUNTS["pictures"] - before
 
 
 # Sequences that were found, and what was wrong after them.
@@ -125,12 +128,12 @@ COPIED = [
 @pytest.mark.parametrize("step_graph", ["0", "1"], ids=["stepwise", "captured"])
 @pytest.mark.parametrize("name", FOUND)
 def test_a_sequence_that_went_wrong_once(tmp_path, name, step_graph):
-    replay(tmp_path, "sdxl", step_graph, FOUND[name])
+    assert replay(tmp_path, "sdxl", step_graph, FOUND[name]) >= 2
 
 
 @pytest.mark.parametrize("step_graph", ["0", "1"], ids=["stepwise", "captured"])
 def test_a_copy_that_is_offloaded_is_restored(tmp_path, step_graph):
-    replay(tmp_path, "sd3", step_graph, COPIED)
+    assert replay(tmp_path, "sd3", step_graph, COPIED) >= 2
 
 
 def teardown_module():

@@ -40,10 +40,8 @@ MODES = {
     "inference": torch.inference_mode,
 }
 # Before a picture is called wrong: over 256 values an error is by chance more than twice stock's, once in some
-# thousand pictures. The rule is the same over more of them, and holds the first. Of pictures whose values a VAE has
-# cut off at black and white few points tell: over 40 of one sequence ours had 1.3 times stock's error, and over the
-# six with the worst of them 2.1 times.
-MORE_SEEDS = tuple(range(11, 34))
+# thousand pictures. The rule is the same over more of them, and holds the first.
+MORE_SEEDS = (11, 12, 13, 14, 15)
 
 COUNTS: Counter[str] = Counter()
 
