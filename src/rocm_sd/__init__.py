@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 __all__ = [
+    "Approximation",
     "ROCmFluxImg2ImgPipeline",
     "ROCmFluxInpaintPipeline",
     "ROCmFluxPipeline",
@@ -43,7 +44,7 @@ __all__ = [
 if TYPE_CHECKING:
     from rocm_sd import ops
     from rocm_sd.arch import detect
-    from rocm_sd.engine import Skipping, optimize, report, restore
+    from rocm_sd.engine import Approximation, Skipping, optimize, report, restore
     from rocm_sd.integrations.diffusers import (
         ROCmFluxImg2ImgPipeline,
         ROCmFluxInpaintPipeline,
@@ -68,6 +69,7 @@ if TYPE_CHECKING:
 # Resolved on first use: importing rocm_sd costs nothing, and set-up reads arch/ before torch is installed.
 _LAZY = {
     **{name: "rocm_sd.integrations.diffusers" for name in __all__ if name.startswith("ROCm")},
+    "Approximation": "rocm_sd.engine",
     "Skipping": "rocm_sd.engine",
     "detect": "rocm_sd.arch",
     "optimize": "rocm_sd.engine",

@@ -35,7 +35,7 @@ def test_cheaper_ones_come_first():
     costs = [cost for cost, _ in found]
     assert costs == sorted(costs)
     assert 0.1 < costs[0] < 0.3
-    assert all(skipping.guided_every in {1, skipping.every} for _, skipping in found)
+    assert all(one.skipping.guided_every in {1, one.skipping.every} for _, one in found)
     assert not candidates(3, {1: 0.2})
     assert not candidates(20, {})
 
@@ -45,7 +45,7 @@ def test_a_setting_is_found_kept_and_used(model, capsys, monkeypatch):
     monkeypatch.setattr(quality_search.Searcher, "_speedup", lambda *_: (1.5, 1.2, 1.8))
     assert tune(model, "--within", "psnr=1", "--json") == 0
     facts = json.loads(capsys.readouterr().out)["psnr=1"]
-    assert facts["skipping"]["every"] > 1
+    assert facts["approximation"]["skipping"]["every"] > 1
     assert len(facts["psnr_db"]) == len(facts["ssim"]) == 3
     assert facts["match"] is None
     assert (model.parent / "out" / "quality-psnr=1.png").is_file()
@@ -62,7 +62,7 @@ def test_a_budget_that_nothing_meets_is_exact_and_said_so(model, capsys):
     text = " ".join(capsys.readouterr().out.split())
     assert "is within it and faster, so that it is exact" in text
     record = json.loads((model.parent / "cache" / "quality.json").read_text())
-    assert record["settings"][0]["skipping"] == {}
+    assert record["settings"][0]["approximation"] == {}
     assert "nothing of" in record["settings"][0]["why"]
 
 

@@ -151,7 +151,11 @@ class Session(test_sequences.Walk):
         COUNTS["drawn again"] += 1
         with laid_out_as(self.twins.ours, self.twins.stock):
             several = [[self.drawn_exactly(draw, index, each) for index in range(3)] for each in (seed, *MORE_SEEDS)]
-        stocks, exacts, all_ours = zip(*several, strict=True)
+        # Of bfloat16 and a schedule of zero SNR, it hangs on a rounding whether there is a picture at all.
+        finite = [pictures for pictures in several if bool(pictures[0].isfinite().all())]
+        COUNTS["unjudged"] += len(several) - len(finite)
+        assert finite, "stock has no picture at all in this layout"
+        stocks, exacts, all_ours = zip(*finite, strict=True)
         require_as_exact_as_stock(list(all_ours), list(exacts), list(stocks), times=2)
 
 

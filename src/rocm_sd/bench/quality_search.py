@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rocm_sd import measuring
-from rocm_sd.engine import Skipping, optimize
+from rocm_sd.engine import Approximation, Skipping, optimize
 from rocm_sd.integrations import diffusers as host
 from rocm_sd.quality import similarity
 from rocm_sd.quality.budget import Scores
@@ -39,7 +39,7 @@ _SCREENED = 2
 _TURNS = measuring.LEAST_TURNS
 
 
-def candidates(steps: int, shallow: Mapping[int, float]) -> list[tuple[float, Skipping]]:
+def candidates(steps: int, shallow: Mapping[int, float]) -> list[tuple[float, Approximation]]:
     """With the share of an exact picture's time that each would take, the least first. `shallow`: the share of a whole
     call that a shallow one takes, by depth. Steps that compute guidance are whole ones: others cost quality.
     """
@@ -48,8 +48,8 @@ def candidates(steps: int, shallow: Mapping[int, float]) -> list[tuple[float, Sk
         if every * 2 > steps:
             continue
         skipping = Skipping(depth, every, order=order, guided_every=every if guided else 1)
-        found.append((_cost(skipping, steps, shallow[depth]), skipping))
-    return sorted(found, key=lambda each: (each[0], each[1].order))
+        found.append((_cost(skipping, steps, shallow[depth]), Approximation(skipping)))
+    return sorted(found, key=lambda each: (each[0], each[1].skipping.order))
 
 
 def _cost(skipping: Skipping, steps: int, shallow: float) -> float:
@@ -59,9 +59,9 @@ def _cost(skipping: Skipping, steps: int, shallow: float) -> float:
 
 @dataclass(frozen=True)
 class Found:
-    """`skipping` is None where nothing was within the budget and faster. `speedup`: over exact, with its interval."""
+    """`approximation`: None where nothing was within the budget and faster. `speedup`: over exact, and its interval."""
 
-    skipping: Skipping | None
+    approximation: Approximation | None
     scores: Scores | None
     speedup: tuple[float, float, float] | None
     tried: int
@@ -74,12 +74,12 @@ class Searcher:
         self, pipe: Any, requests: Sequence[host.Request], match: Matched | None, on_step: Callable[[str], None]
     ) -> None:
         self._pipe, self._requests, self._match, self._on_step = pipe, requests, match, on_step
-        self._scored: dict[Skipping, Scores | None] = {}
+        self._scored: dict[Approximation, Scores | None] = {}
         optimize(pipe)
         self._draw(requests[:1], "warming up")
         self.exact = self._draw(requests, "exact")
         self._shallow = self._measured_shallow()
-        self.pictures: dict[Skipping, list[Image]] = {}
+        self.pictures: dict[Approximation, list[Image]] = {}
 
     def _draw(self, requests: Sequence[host.Request], what: str) -> list[Image]:
         images = []
@@ -110,43 +110,43 @@ class Searcher:
 
     def search(self, budget: Budget) -> Found:
         tried = 0
-        for _, skipping in candidates(self._requests[0].steps, self._shallow):
+        for _, candidate in candidates(self._requests[0].steps, self._shallow):
             tried += 1
-            scores = self._scores(skipping, budget)
+            scores = self._scores(candidate, budget)
             if scores is None or not budget.holds(scores):
                 continue
-            speedup = self._speedup(skipping)
+            speedup = self._speedup(candidate)
             if speedup[1] > 1:
-                return Found(skipping, scores, speedup, tried)
+                return Found(candidate, scores, speedup, tried)
         return Found(None, None, None, tried)
 
-    def _scores(self, skipping: Skipping, budget: Budget) -> Scores | None:
+    def _scores(self, candidate: Approximation, budget: Budget) -> Scores | None:
         """None where the first prompts are far outside."""
-        if skipping in self._scored:
-            return self._scored[skipping]
-        optimize(self._pipe, quality=skipping)
-        images = self._draw(self._requests[:_SCREENED], str(skipping))
+        if candidate in self._scored:
+            return self._scored[candidate]
+        optimize(self._pipe, quality=candidate)
+        images = self._draw(self._requests[:_SCREENED], str(candidate))
         near = self._nearness(images)
         if near.median_psnr < budget.psnr - _FAR_DB:
             return None
-        images += self._draw(self._requests[_SCREENED:], str(skipping))
-        self.pictures[skipping] = images
+        images += self._draw(self._requests[_SCREENED:], str(candidate))
+        self.pictures[candidate] = images
         near = self._nearness(images)
         match = None if self._match is None else self._match(images, self.exact)
-        scores = self._scored[skipping] = Scores(near.psnr, near.ssim, match)
+        scores = self._scored[candidate] = Scores(near.psnr, near.ssim, match)
         return scores
 
     def _nearness(self, images: Sequence[Image]) -> Scores:
         found = similarity.similarity(*(similarity.as_tensor(each) for each in (self.exact[: len(images)], images)))
         return Scores(found.psnr, found.ssim)
 
-    def _speedup(self, skipping: Skipping) -> tuple[float, float, float]:
+    def _speedup(self, candidate: Approximation) -> tuple[float, float, float]:
         """Over the exact pipeline: pictures in turns, each after one that is thrown away."""
         exact: list[float] = []
         ours: list[float] = []
         request = self._requests[0]
         for _ in range(_TURNS):
-            for quality, times in (("exact", exact), (skipping, ours)):
+            for quality, times in (("exact", exact), (candidate, ours)):
                 optimize(self._pipe, quality=quality)
                 self._draw([request, request], "timing")
                 times.append(self._seconds(request))

@@ -71,11 +71,12 @@ def tune_quality(
         return
     console.print(_table(found, dict(budgets), steps, len(texts)))
     for name, one in found.items():
-        if one.skipping is None:
+        if one.approximation is None:
             say(console, f"{name}: nothing of {one.tried} settings is within it and faster, so that it is exact.")
         else:
             say(
-                console, f'{name}: {one.skipping}. Used from {steps} steps on: rocm_sd.optimize(pipe, quality="{name}")'
+                console,
+                f'{name}: {one.approximation}. Used from {steps} steps on: rocm_sd.optimize(pipe, quality="{name}")',
             )
             say(console, f"wrote {out / f'quality-{name}.png'}")
 
@@ -115,24 +116,24 @@ def _read(file: Path) -> list[str]:
 
 
 def _keep(pipe: Any, name: str, budget: Budget, steps: int, prompts: int, found: Found) -> None:
-    from rocm_sd.engine.approximation import EXACT, remember
+    from rocm_sd.engine.approximation import Approximation, remember
 
-    if found.skipping is None:
+    if found.approximation is None:
         why = f"{steps} steps, {prompts} prompts: nothing of {found.tried} settings is within {budget}"
-        remember(pipe.unet, name, steps, EXACT, why, {"budget": budget.to_dict()})
+        remember(pipe.unet, name, steps, Approximation(), why, {"budget": budget.to_dict()})
         return
     speedup = "{:.2f} times exact ({:.2f} to {:.2f})".format(*found.speedup or ())
     why = f"{steps} steps, {prompts} prompts: {speedup}, {found.scores}"
-    remember(pipe.unet, name, steps, found.skipping, why, {"budget": budget.to_dict(), **_facts(found)})
+    remember(pipe.unet, name, steps, found.approximation, why, {"budget": budget.to_dict(), **_facts(found)})
 
 
 def _facts(found: Found) -> dict[str, Any]:
     scores = found.scores
-    if scores is None or found.skipping is None:
-        return {"skipping": None, "tried": found.tried}
+    if scores is None or found.approximation is None:
+        return {"approximation": None, "tried": found.tried}
     match = None if scores.match is None else [scores.match.value, scores.match.low, scores.match.high]
     return {
-        "skipping": found.skipping.to_dict(),
+        "approximation": found.approximation.to_dict(),
         "tried": found.tried,
         "speedup": list(found.speedup or ()),
         # Equal pictures have no finite one.
@@ -145,14 +146,14 @@ def _facts(found: Found) -> dict[str, Any]:
 def _pictures(searcher: Searcher, found: Found, texts: list[str], path: Path) -> None:
     from rocm_sd.cli.pictures import save_png, sheet
 
-    if found.skipping is None or found.scores is None:
+    if found.approximation is None or found.scores is None:
         return
-    ours = searcher.pictures[found.skipping]
+    ours = searcher.pictures[found.approximation]
     rows = [
         [(searcher.exact[n], f"exact: {texts[n]}"), (ours[n], f"{found.scores.psnr[n]:.1f} dB")]
         for n in range(min(8, len(texts)))
     ]
-    save_png(sheet(rows), path, {"setting": str(found.skipping)})
+    save_png(sheet(rows), path, {"setting": str(found.approximation)})
 
 
 def _table(found: dict[str, Found], budgets: dict[str, Budget], steps: int, prompts: int) -> Table:

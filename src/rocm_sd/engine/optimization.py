@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 from weakref import WeakKeyDictionary, finalize, ref
 
 import torch
@@ -13,7 +13,7 @@ from torch import nn
 
 from rocm_sd import arch, settings
 from rocm_sd.engine import approximation, calibration, convolutions, denoising, levels, vae
-from rocm_sd.engine.approximation import Setting, Skipping
+from rocm_sd.engine.approximation import Approximation, Setting, Skipping
 from rocm_sd.engine.capture import graphs_wanted, start_compiling
 from rocm_sd.engine.denoisers import denoiser
 from rocm_sd.engine.installed import Installed
@@ -40,6 +40,7 @@ QUALITIES = ("exact", "high", "balanced")
 _STEPS = 20  # of a picture, roughly: what runs at each of them is searched before what runs once
 
 Target = TypeVar("Target")
+Quality: TypeAlias = str | Skipping | Approximation
 
 
 @dataclass(frozen=True)
@@ -60,19 +61,19 @@ _OPTIMIZED: WeakKeyDictionary[Any, _State] = WeakKeyDictionary()
 _LEFT: WeakKeyDictionary[nn.Module, list[tuple[Installed, ...]]] = WeakKeyDictionary()
 
 
-def optimize(target: Target, level: str = "auto", quality: str | Skipping = "exact") -> Target:
+def optimize(target: Target, level: str = "auto", quality: Quality = "exact") -> Target:
     """Make a pipeline, a UNet or a VAE faster in place, and return it. A second call with other options starts afresh.
 
     `level` trades memory for speed and never changes the picture. `quality` sets how far approximations may go: `exact`
     allows none; `high`, `balanced` and a budget in numbers (`psnr=32,ssim=0.97`) what was measured for such a model
-    (`rocm-sd tune --quality`); a `Skipping` what it says.
+    (`rocm-sd tune --quality`); a `Skipping` or an `Approximation` what it says.
     """
     return optimize_with(target, level, quality, EVERYTHING)
 
 
-def require_quality(quality: str | Skipping) -> None:
+def require_quality(quality: Quality) -> None:
     """It is a name that is known, a budget in numbers, or a setting."""
-    if isinstance(quality, Skipping):
+    if isinstance(quality, Skipping | Approximation):
         return
     if "=" in quality:
         parse_budget(quality)
@@ -80,7 +81,7 @@ def require_quality(quality: str | Skipping) -> None:
         require_one_of("quality", quality, QUALITIES)
 
 
-def optimize_with(target: Target, level: str, quality: str | Skipping, parts: Parts) -> Target:
+def optimize_with(target: Target, level: str, quality: Quality, parts: Parts) -> Target:
     """`optimize` with some of its parts. What they leave to stock inside an op or a block is so within
     `parts.in_force()` only.
     """
@@ -229,7 +230,7 @@ class _Again:
 
     target: ref[Any]
     level: str
-    quality: str | Skipping
+    quality: Quality
     parts: Parts
     device: torch.device
     graphs: bool
@@ -298,12 +299,12 @@ class _Again:
 
 
 def _approximated(
-    target: Any, models: Iterable[nn.Module], quality: str | Skipping, decision: levels.Decision
+    target: Any, models: Iterable[nn.Module], quality: Quality, decision: levels.Decision
 ) -> tuple[dict[nn.Module, list[Setting]], list[str]]:
     """Of each UNet what is left out, and in words why of another one nothing is."""
     found: dict[nn.Module, list[Setting]] = {}
     notes: list[str] = []
-    if quality == "exact" or (isinstance(quality, Skipping) and quality.is_exact):
+    if quality == "exact" or (not isinstance(quality, str) and quality.is_exact):
         return found, notes
     unets = [model for model in models if getattr(denoiser(model), "is_unet", False)]
     if getattr(target, "scheduler", None) is None or not unets:
@@ -311,8 +312,7 @@ def _approximated(
         return found, notes
     for unet in unets:
         kind = type(unet).__name__
-        own = [Setting(1, quality, "as given")] if isinstance(quality, Skipping) else None
-        settings = own or approximation.known(unet, str(quality))
+        settings = approximation.known(unet, quality) if isinstance(quality, str) else [_as_given(quality)]
         if not settings:
             search = "rocm-sd tune --quality MODEL" + (f" --within {quality}" if "=" in str(quality) else "")
             notes.append(f"{kind} is exact: nothing was measured for it that quality {quality} allows; type: {search}")
@@ -321,6 +321,10 @@ def _approximated(
         else:
             found[unet] = settings
     return found, notes
+
+
+def _as_given(quality: Skipping | Approximation) -> Setting:
+    return Setting(1, quality if isinstance(quality, Approximation) else Approximation(quality), "as given")
 
 
 def _left_out(target: Any, unet: nn.Module, settings: list[Setting]) -> Installed:

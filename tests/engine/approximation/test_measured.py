@@ -9,12 +9,12 @@ import torch
 
 import rocm_sd
 from pipelines import CASES
-from rocm_sd.engine.approximation import EXACT, Skipping, known, remember
+from rocm_sd.engine.approximation import Approximation, Skipping, known, remember
 from rocm_sd.engine.approximation.measured import fingerprint
 from rocm_sd.errors import InvalidOption
 from tiny_models import unet_of
 
-SKIPPING = Skipping(depth=1, every=2)
+SKIPPING = Approximation(Skipping(depth=1, every=2))
 
 
 @pytest.fixture(autouse=True)
@@ -26,8 +26,8 @@ def cache(monkeypatch, tmp_path):
 def test_what_is_remembered_is_found_by_the_weights(cache):
     unet = unet_of("sd15")
     assert remember(unet, "high", 20, SKIPPING, "so fast", {"psnr": 31.0}) == cache
-    remember(unet, "high", 50, Skipping(depth=1, every=4), "faster", {})
-    remember(unet, "balanced", 20, EXACT, "nothing within it", {})
+    remember(unet, "high", 50, Approximation(Skipping(depth=1, every=4)), "faster", {})
+    remember(unet, "balanced", 20, Approximation(), "nothing within it", {})
     assert [(s.from_steps, s.skipping.every) for s in known(unet, "high")] == [(20, 2), (50, 4)]
     assert known(unet, "high")[0].why == "measured here: so fast"
     assert known(unet, "balanced")[0].skipping.is_exact
@@ -41,7 +41,7 @@ def test_what_is_remembered_is_found_by_the_weights(cache):
 def test_the_last_one_counts():
     unet = unet_of("sd15")
     remember(unet, "high", 20, SKIPPING, "then", {})
-    remember(unet, "high", 20, Skipping(depth=2, every=3), "now", {})
+    remember(unet, "high", 20, Approximation(Skipping(depth=2, every=3)), "now", {})
     assert [setting.why for setting in known(unet, "high")] == ["measured here: now"]
 
 
@@ -58,8 +58,13 @@ def test_a_damaged_file_is_left_out_and_written_anew(cache, text):
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"skipping": {"depth": -1}}, {"skipping": {"speed": 3}}, {"steps": "x"}, {"steps": None}]
-)
+    "wrong",
+    [
+        {"approximation": {"skipping": {"depth": -1}}}, {"approximation": {"skipping": {"speed": 3}}},
+        {"approximation": {"eight_bits": "int4"}}, {"approximation": {"merged": "x"}}, {"approximation": 3},
+        {"approximation": {"skipping": 3}}, {"steps": "x"}, {"steps": None},
+    ],
+)  # fmt: skip
 def test_a_damaged_entry_is_left_out(cache, wrong):
     unet = unet_of("sd15")
     remember(unet, "high", 20, SKIPPING, "now", {})

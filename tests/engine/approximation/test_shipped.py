@@ -35,7 +35,7 @@ def test_each_names_a_record_that_says_the_same(entry):
     assert (record["steps"], record["prompts"], record["device"]) == (
         measured["steps"], measured["prompts"], measured["on"],
     )  # fmt: skip
-    (row,) = [row for row in record["settings"] if row["setting"] == entry["skipping"]]
+    (row,) = [row for row in record["settings"] if row["setting"] == entry["approximation"]["skipping"]]
     assert round(row["psnr median"], 1) == measured["psnr"]
     assert round(row["ssim mean"], 3) == measured["ssim"]
     assert [round(100 * value, 1) for value in row["top-1 difference"]] == measured["match"]

@@ -1,8 +1,19 @@
 """Steps that leave work out, within a budget of quality: what, when, and by which settings."""
 
+from rocm_sd.engine.approximation.combined import Approximation
 from rocm_sd.engine.approximation.installing import install_inside, install_outside
 from rocm_sd.engine.approximation.measured import known, remember
 from rocm_sd.engine.approximation.shipped import Setting, shipped
 from rocm_sd.engine.approximation.skipping import EXACT, Skipping
 
-__all__ = ["EXACT", "Setting", "Skipping", "install_inside", "install_outside", "known", "remember", "shipped"]
+__all__ = [
+    "EXACT",
+    "Approximation",
+    "Setting",
+    "Skipping",
+    "install_inside",
+    "install_outside",
+    "known",
+    "remember",
+    "shipped",
+]

@@ -64,8 +64,8 @@ def _notes(kind: str, settings: list[Setting], branches: Branches, *, known: boo
     # Of the pictures so far; before the first one, of each number of steps.
     for setting in settings if branches.last is None else [branches.last]:
         since = f" from {setting.from_steps} steps on" if branches.last is None and setting.from_steps > 1 else ""
-        if not setting.skipping.is_exact:
-            yield f"{kind} is approximated{since}: {setting.skipping} ({setting.why})"
+        if not setting.approximation.is_exact:
+            yield f"{kind} is approximated{since}: {setting.approximation} ({setting.why})"
     if not known and any(setting.skipping.skips_guidance for setting in settings):
         yield f"{kind}: guidance is computed in every step: which half of a batch has the prompt is not known here"
     if counts:

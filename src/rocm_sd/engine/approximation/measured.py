@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rocm_sd import files
+from rocm_sd.engine.approximation.combined import Approximation
 from rocm_sd.engine.approximation.shipped import Setting, shipped
-from rocm_sd.engine.approximation.skipping import Skipping
 from rocm_sd.errors import RocmSdError
 from rocm_sd.plain_json import NotPlain, parsed
 from rocm_sd.tuning.location import default_path
@@ -50,17 +50,21 @@ def measured(unet: Any, quality: str) -> list[Setting]:
 
 def _setting(entry: dict[str, Any]) -> Setting | None:
     try:
-        return Setting(int(entry["steps"]), Skipping(**entry["skipping"]), f"measured here: {entry['why']}")
-    except (KeyError, TypeError, ValueError, RocmSdError) as error:
+        return Setting(
+            int(entry["steps"]), Approximation.from_dict(entry["approximation"]), f"measured here: {entry['why']}"
+        )
+    except (KeyError, TypeError, ValueError, AttributeError, RocmSdError) as error:
         log.warning("an entry of %s is left out: %s", _file(), error)
         return None
 
 
-def remember(unet: Any, quality: str, steps: int, skipping: Skipping, why: str, evidence: dict[str, Any]) -> Path:
+def remember(
+    unet: Any, quality: str, steps: int, approximation: Approximation, why: str, evidence: dict[str, Any]
+) -> Path:
     """In place of what was known for such pictures; the file that has it now."""
     key = {"model": fingerprint(unet), "quality": quality, "steps": steps}
     others = [entry for entry in _entries() if {name: entry.get(name) for name in key} != key]
-    entry = {**key, "skipping": skipping.to_dict(), "why": why, "evidence": evidence}
+    entry = {**key, "approximation": approximation.to_dict(), "why": why, "evidence": evidence}
     text = json.dumps({"settings": [*others, entry]}, indent=1, allow_nan=False)
     files.write_text(_file(), text + "\n")
     return _file()

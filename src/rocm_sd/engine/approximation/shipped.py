@@ -6,9 +6,12 @@ import json
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rocm_sd.engine.approximation.skipping import EXACT, Skipping
+from rocm_sd.engine.approximation.combined import NOTHING, Approximation
+
+if TYPE_CHECKING:
+    from rocm_sd.engine.approximation.skipping import Skipping
 
 __all__ = ["Setting", "family", "shipped"]
 
@@ -19,11 +22,15 @@ _FAMILIES: dict[Any, str] = {(192, 64): "emoji-sd", (768, 320): "SD 1.5", (1024,
 
 @dataclass(frozen=True)
 class Setting:
-    """What is left out from so many steps on, and why it may be."""
+    """What is approximated from so many steps on, and why it may be."""
 
     from_steps: int
-    skipping: Skipping
+    approximation: Approximation
     why: str
+
+    @property
+    def skipping(self) -> Skipping:
+        return self.approximation.skipping
 
 
 def family(unet: Any) -> str | None:
@@ -37,7 +44,9 @@ def shipped(unet: Any, quality: str) -> list[Setting]:
     """The one with the most steps last; none where nothing was measured for such a model."""
     kind = family(unet)
     found = [
-        Setting(entry["from_steps"], Skipping(**entry["skipping"]), _in_words(kind, entry["measured"]))
+        Setting(
+            entry["from_steps"], Approximation.from_dict(entry["approximation"]), _in_words(kind, entry["measured"])
+        )
         for entry in _entries()
         if entry["family"] == kind and entry["quality"] == quality
     ]
@@ -47,7 +56,7 @@ def shipped(unet: Any, quality: str) -> list[Setting]:
 def of_steps(settings: list[Setting], steps: int) -> Setting:
     """The setting for a picture of so many steps."""
     fitting = [setting for setting in settings if setting.from_steps <= steps]
-    return fitting[-1] if fitting else Setting(0, EXACT, f"nothing was measured for {steps} steps")
+    return fitting[-1] if fitting else Setting(0, NOTHING, f"nothing was measured for {steps} steps")
 
 
 def _in_words(kind: str | None, measured: dict[str, Any]) -> str:
