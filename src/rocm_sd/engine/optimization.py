@@ -301,14 +301,15 @@ class _Again:
 def _approximated(
     target: Any, models: Iterable[nn.Module], quality: Quality, decision: levels.Decision
 ) -> tuple[dict[nn.Module, list[Setting]], list[str]]:
-    """Of each UNet what is left out, and in words why of another one nothing is."""
+    """Of each UNet and transformer what is left out, and in words why of another one nothing is."""
     found: dict[nn.Module, list[Setting]] = {}
     notes: list[str] = []
     if quality == "exact" or (not isinstance(quality, str) and quality.is_exact):
         return found, notes
-    unets = [model for model in models if getattr(denoiser(model), "is_unet", False)]
+    unets = [model for model in models if approximation.can_be_approximated(model)]
     if getattr(target, "scheduler", None) is None or not unets:
-        notes.append(f"quality {quality} leaves out steps of a pipeline's UNet; there is none, and all is exact")
+        parts = "a pipeline's UNet or transformer"
+        notes.append(f"quality {quality} leaves out steps of {parts}; there is none, and all is exact")
         return found, notes
     for unet in unets:
         kind = type(unet).__name__

@@ -1,4 +1,4 @@
-"""Put a UNet's approximation on it, in two parts: what picks a branch goes outside of its graphs, what computes one
+"""Put a denoiser's approximation on it, in two parts: what picks a branch goes outside of its graphs, what computes one
 inside of them.
 """
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 from rocm_sd.engine.approximation.branches import Branches, answer_branch
+from rocm_sd.engine.denoisers import denoiser
 from rocm_sd.engine.installed import Installed
 from rocm_sd.rewrite import forwards
 
@@ -19,57 +20,69 @@ if TYPE_CHECKING:
     from rocm_sd.engine.approximation.shipped import Setting
     from rocm_sd.engine.schedule import ScheduleRun
 
-__all__ = ["install_inside", "install_outside"]
+__all__ = ["has_halves", "install_inside", "install_outside"]
 
 # Pipelines whose batches are two halves, without the prompt and with it, in this order.
+_KINDS = ("", "Img2Img", "Inpaint", "ControlNet", "ControlNetImg2Img", "ControlNetInpaint", "ControlNetInpainting")
 _HALVES = tuple(
     f"{family}{kind}Pipeline"
-    for family in ("StableDiffusion", "StableDiffusionXL")
-    for kind in ("", "Img2Img", "Inpaint", "ControlNet", "ControlNetImg2Img", "ControlNetInpaint")
+    for family in ("StableDiffusion", "StableDiffusionXL", "StableDiffusion3")
+    for kind in _KINDS
 )
 
 
-def install_inside(unet: nn.Module) -> Installed:
-    return Installed(tuple, forwards.surround(unet, answer_branch))
+def has_halves(target: Any) -> bool:
+    """Whether it is known which half of a guided batch of a pipeline has the prompt."""
+    return any(kind.__name__ in _HALVES for kind in type(target).__mro__)
+
+
+def install_inside(model: nn.Module) -> Installed:
+    return Installed(tuple, forwards.surround(model, answer_branch))
 
 
 def install_outside(
-    target: Any, unet: nn.Module, settings: list[Setting], run_of: Callable[[], ScheduleRun | None]
+    target: Any, model: nn.Module, settings: list[Setting], run_of: Callable[[], ScheduleRun | None]
 ) -> Installed:
     held = ref(target)
-    known = any(kind.__name__ in _HALVES for kind in type(target).__mro__)
+    known = has_halves(target)
 
     def is_guided() -> bool:
         return known and bool(getattr(held(), "do_classifier_free_guidance", False))
 
-    branches = Branches(settings, run_of, is_guided)
+    def scheduler_of() -> Any:
+        return getattr(held(), "scheduler", None)
+
+    branches = Branches(settings, run_of, scheduler_of, is_guided)
     at_work = [True]
 
-    def answer(unet: nn.Module, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def answer(model: nn.Module, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # A wrapper by somebody else may outlive `restore`.
-        return branches.answer(unet, inner, args, kwargs) if at_work[0] else inner(*args, **kwargs)
+        return branches.answer(model, inner, args, kwargs) if at_work[0] else inner(*args, **kwargs)
 
-    take_off = forwards.surround(unet, answer)
+    take_off = forwards.surround(model, answer)
 
     def restore() -> None:
         at_work[0] = False
         branches.clear()
         take_off()
 
-    return Installed(lambda: tuple(_notes(type(unet).__name__, settings, branches, known=known)), restore)
+    kind, one_sample = type(model).__name__, getattr(denoiser(model), "samples", 2) == 1
+    why = "it is inside of the model" if one_sample else "which half of a batch has the prompt is not known here"
+    return Installed(lambda: tuple(_notes(kind, settings, branches, None if known else why)), restore)
 
 
-def _notes(kind: str, settings: list[Setting], branches: Branches, *, known: bool) -> Iterator[str]:
+def _notes(kind: str, settings: list[Setting], branches: Branches, why_guided: str | None) -> Iterator[str]:
+    """`why_guided`: why guidance is computed in every step, if it is."""
     counts = branches.counts
     # Of the pictures so far; before the first one, of each number of steps.
     for setting in settings if branches.last is None else [branches.last]:
         since = f" from {setting.from_steps} steps on" if branches.last is None and setting.from_steps > 1 else ""
         if not setting.approximation.is_exact:
             yield f"{kind} is approximated{since}: {setting.approximation} ({setting.why})"
-    if not known and any(setting.skipping.skips_guidance for setting in settings):
-        yield f"{kind}: guidance is computed in every step: which half of a batch has the prompt is not known here"
+    if why_guided is not None and any(setting.skipping.skips_guidance for setting in settings):
+        yield f"{kind}: guidance is computed in every step: {why_guided}"
     if counts:
         names = ("whole", "shallow", "guidance reused", "no guidance")
         yield f"{kind}: calls so far: {', '.join(f'{counts[name]} {name}' for name in names if counts[name])}"
-    for reason, calls in branches.whole_because.items():
+    for reason, calls in list(branches.whole_because.items()):
         yield f"{kind}: {calls} calls are exact, because {reason}"

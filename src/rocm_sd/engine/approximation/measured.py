@@ -23,26 +23,43 @@ __all__ = ["fingerprint", "known", "measured", "remember"]
 
 log = logging.getLogger(__name__)
 
+# Of UNets, SD3's transformers and Flux's: the layer that the latents come into, and the one that they leave by.
+_ENDS = (("conv_in", "pos_embed.proj", "x_embedder"), ("conv_out", "proj_out"))
+
 
 def _file() -> Path:
     return default_path().with_name("quality.json")
 
 
-def fingerprint(unet: Any) -> str | None:
-    """Of the weights at both ends of a UNet, whatever dtype and device they have now; None where they lie on none."""
-    layers = [unet.conv_in, unet.conv_out]
-    if any(layer.weight.device.type == "meta" for layer in layers):
+def fingerprint(model: Any) -> str | None:
+    """Of the weights at both ends of a UNet or a transformer, whatever dtype and device they have now; None where they
+    lie on none, or are not known by name.
+    """
+    weights = [_weight(model, *paths) for paths in _ENDS]
+    known = [weight for weight in weights if isinstance(weight, torch.Tensor) and weight.device.type != "meta"]
+    if len(known) < len(weights):
         return None
-    told = hashlib.sha256(type(unet).__name__.encode())
-    for layer in layers:
+    told = hashlib.sha256(type(model).__name__.encode())
+    for weight in known:
         # As the shortest that models come in has them.
-        told.update(layer.weight.detach().to("cpu", torch.bfloat16).contiguous().view(torch.int16).numpy().tobytes())
+        told.update(weight.detach().to("cpu", torch.bfloat16).contiguous().view(torch.int16).numpy().tobytes())
     return told.hexdigest()[:24]
 
 
-def measured(unet: Any, quality: str) -> list[Setting]:
+def _weight(model: Any, *paths: str) -> Any:
+    """That of the first layer that the model has; a LoRA's layer has the model's own inside."""
+    for path in paths:
+        layer = model
+        for name in path.split("."):
+            layer = getattr(layer, name, None)
+        if layer is not None:
+            return getattr(getattr(layer, "base_layer", layer), "weight", None)
+    return None
+
+
+def measured(model: Any, quality: str) -> list[Setting]:
     """Those of this model, the one with the most steps last."""
-    mine = fingerprint(unet)
+    mine = fingerprint(model)
     entries = [entry for entry in _entries() if mine is not None and entry.get("model") == mine]
     found = [_setting(entry) for entry in entries if entry.get("quality") == quality]
     return sorted((setting for setting in found if setting is not None), key=lambda setting: setting.from_steps)
@@ -59,10 +76,10 @@ def _setting(entry: dict[str, Any]) -> Setting | None:
 
 
 def remember(
-    unet: Any, quality: str, steps: int, approximation: Approximation, why: str, evidence: dict[str, Any]
+    model: Any, quality: str, steps: int, approximation: Approximation, why: str, evidence: dict[str, Any]
 ) -> Path:
     """In place of what was known for such pictures; the file that has it now."""
-    key = {"model": fingerprint(unet), "quality": quality, "steps": steps}
+    key = {"model": fingerprint(model), "quality": quality, "steps": steps}
     others = [entry for entry in _entries() if {name: entry.get(name) for name in key} != key]
     entry = {**key, "approximation": approximation.to_dict(), "why": why, "evidence": evidence}
     text = json.dumps({"settings": [*others, entry]}, indent=1, allow_nan=False)
@@ -82,6 +99,6 @@ def _entries() -> list[dict[str, Any]]:
         return []
 
 
-def known(unet: Any, quality: str) -> list[Setting]:
+def known(model: Any, quality: str) -> list[Setting]:
     """What was measured here and what is shipped, the one with the most steps last; of two for the same, ours."""
-    return sorted([*shipped(unet, quality), *measured(unet, quality)], key=lambda setting: setting.from_steps)
+    return sorted([*shipped(model, quality), *measured(model, quality)], key=lambda setting: setting.from_steps)

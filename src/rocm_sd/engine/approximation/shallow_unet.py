@@ -47,8 +47,12 @@ def why_not_call(named: Mapping[str, Any]) -> str | None:
     given = next((name for name in _UNKNOWN if named.get(name) is not None), None)
     if given is not None:
         return f"it is given {given}"
-    if (named.get("cross_attention_kwargs") or {}).get("gligen") is not None:
+    attention = named.get("cross_attention_kwargs") or {}
+    if attention.get("gligen") is not None:
         return "it is given boxes (GLIGEN)"
+    # It is put on a LoRA's layers by the forward itself.
+    if attention.get("scale", 1) != 1:
+        return "it is given a scale among its cross_attention_kwargs"
     of_a_controlnet = (named.get("mid_block_additional_residual"), named.get("down_block_additional_residuals"))
     if sum(given is not None for given in of_a_controlnet) == 1:
         return "it is given the states of an adapter"

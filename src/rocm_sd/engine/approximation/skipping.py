@@ -1,13 +1,15 @@
 """Which steps of a picture leave what out.
 
 Deep-feature caching: what the deep layers of a UNet hand upwards changes little from one step to the next, so that some
-steps compute the shallow layers alone (DeepCache, arXiv 2312.00858). Guidance: the difference that a prompt makes
-changes little, too, so that some steps compute the half of a batch that has the prompt and take the difference from an
-earlier step; towards the end it may be left out.
+steps compute the shallow layers alone (DeepCache, arXiv 2312.00858). In a transformer that is what all blocks but the
+first ones add; how much the first ones add tells how much it will have changed (first-block cache). Guidance: the
+difference that a prompt makes changes little, too, so that some steps compute the half of a batch that has the prompt
+and take the difference from an earlier step; towards the end it may be left out.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
@@ -17,8 +19,9 @@ __all__ = ["EXACT", "Skipping", "Step"]
 
 
 class Step(NamedTuple):
-    """`whole`: all layers are computed. `guided`: both halves of the batch are; otherwise the half with the prompt.
-    `difference`: whether such a step has the difference of an earlier one, or none.
+    """`whole`: all layers are computed; otherwise, where `first_block` is given, the first blocks tell. `guided`: both
+    halves of the batch are; otherwise the half with the prompt. `difference`: whether such a step has the difference of
+    an earlier one, or none.
     """
 
     whole: bool = True
@@ -28,9 +31,14 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class Skipping:
-    """`depth`: how many layers of the way up a shallow step computes; 0 for no shallow steps. `every`: one of so many
-    steps is whole, and so are the first `whole_first` and the last `whole_last`. `order`: 0 to take the deep features
-    as they were, 1 to go on in the direction in which they changed.
+    """`depth`: how many layers of the way up a shallow step of a UNet computes, and how many blocks of a transformer's
+    first ones; 0 for no shallow steps. `every`: one of so many steps is whole, and so are the first `whole_first` and
+    the last `whole_last`. `order`: 0 to take the deep features as they were, 1 to go on in the direction in which they
+    changed.
+
+    `first_block`: of a transformer, a step is shallow where what the first block adds (the first `depth`, if that is
+    more) has changed by less than this share since the last whole step; 0 for steps by `every` alone. With both, steps
+    that `every` makes whole are whole in any case.
 
     `guided_every`: one of so many steps computes both halves, and so do the first `guided_first`; from the share
     `guidance_end` of the steps on, no step has guidance.
@@ -44,6 +52,7 @@ class Skipping:
     guided_every: int = 1
     guided_first: int = 1
     guidance_end: float = 1.0
+    first_block: float = 0.0
 
     def __post_init__(self) -> None:
         least = {"depth": 0, "every": 1, "whole_first": 1, "whole_last": 0, "guided_every": 1, "guided_first": 1}
@@ -53,12 +62,21 @@ class Skipping:
                 raise InvalidOption(name, value, [], hint=f"It takes a whole number of {lowest} or more.")
         if self.order not in {0, 1}:
             raise InvalidOption("order", self.order, ["0", "1"])
+        share = self.first_block
+        if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 <= share < math.inf:
+            hint = "It takes a share of change, such as 0.1; 0 for none."
+            raise InvalidOption("first_block", share, [], hint=hint)
         if not 0 <= self.guidance_end <= 1:
             raise InvalidOption("guidance_end", self.guidance_end, [], hint="It takes a share of the steps, 0 to 1.")
 
     @property
     def caches(self) -> bool:
-        return self.depth > 0 and self.every > 1
+        return self.first_block > 0 or (self.depth > 0 and self.every > 1)
+
+    @property
+    def head(self) -> int:
+        """How many of a transformer's blocks every step computes."""
+        return max(self.depth, 1)
 
     @property
     def skips_guidance(self) -> bool:
@@ -72,7 +90,7 @@ class Skipping:
         """Of step `number` of a picture's, which begins at step `first` of `count`."""
         since = number - first
         whole = not self.caches or since < self.whole_first or number >= count - self.whole_last
-        whole = whole or (since - self.whole_first + 1) % self.every == 0
+        whole = whole or (self.every > 1 and (since - self.whole_first + 1) % self.every == 0)
         if number >= self.guidance_end * count:
             return Step(whole, guided=False, difference=False)
         guided = since < self.guided_first or (since - self.guided_first + 1) % self.guided_every == 0
@@ -84,8 +102,12 @@ class Skipping:
 
     def __str__(self) -> str:
         said = []
-        if self.caches:
-            taken = "extrapolated" if self.order else "reused"
+        taken = "extrapolated" if self.order else "reused"
+        if self.first_block:
+            first = f"the first {self.depth} blocks change" if self.depth > 1 else "the first block changes"
+            often = f", one step of {self.every} computes all of them" if self.every > 1 else ""
+            said.append(f"later blocks {taken} where {first} by less than {self.first_block:g}{often}")
+        elif self.caches:
             said.append(f"deep features {taken}, one step of {self.every} computes all layers (depth {self.depth})")
         if self.guided_every > 1:
             said.append(f"guidance reused, one step of {self.guided_every} computes it")
