@@ -90,8 +90,10 @@ def _engines() -> str:
         for measured in record.measurements:
             if measured.ms:
                 first = "" if measured.first_picture_s is None else f"{measured.first_picture_s:.1f}"
+                # An approximation is never listed without what its pictures score.
+                lossy = f" ({measured.quality})" if measured.quality.is_lossy else ""
                 rows.append(
-                    (text, record.machine.device, measured.engine, measured.batch, f"{measured.p50_ms:.0f}",
+                    (text, record.machine.device, measured.engine + lossy, measured.batch, f"{measured.p50_ms:.0f}",
                      _compared(record, measured, "stock"), first, _mib(_peak(measured)), _file(name, record))
                 )  # fmt: skip
     return _table(headings, rows, ("workload", "card", "engine", "record")) if rows else "Nothing is recorded yet.\n"

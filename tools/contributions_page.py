@@ -21,7 +21,9 @@ __all__ = ["main", "page", "problems", "stale"]
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE, SCHEMA = "docs/contributions.md", "docs/assets/bench-record.schema.json"
-_HEADINGS = ("device", "engine", "batch", "picture ms", "times as fast as stock", "versions", "when", "file")
+_HEADINGS = (
+    "device", "engine", "batch", "picture ms", "times as fast as stock", "pictures", "versions", "when", "file",
+)  # fmt: skip
 _VERSIONS = ("torch", "rocm", "hip", "cuda", "diffusers", "triton", "rocm-sd")
 # Neither HTML nor Markdown reads anything into these within a line.
 _HARMLESS = frozenset(" .,:;+-/()@%_")
@@ -79,6 +81,7 @@ def _rows(name: str, record: Record) -> list[tuple[str, ...]]:
             str(measured.batch),
             f"{measured.p50_ms / measured.batch:.0f}",
             _as_fast(record, measured),
+            _escaped(str(measured.quality)),
             _escaped(shown_versions) if first else "",
             _escaped(record.when[:10]) if first else "",
             f"`{name}`" if first else "",

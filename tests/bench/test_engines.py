@@ -47,8 +47,12 @@ def work():
 
 
 def test_the_engines_of_the_documents_are_built_in():
-    expected = ["stock", "channels_last", "compile", "compile_max", "rocm-sd", "xformers", "onnxruntime"]
+    ours = ["rocm-sd", "rocm-sd-high", "rocm-sd-balanced"]
+    expected = ["stock", "channels_last", "compile", "compile_max", *ours, "xformers", "onnxruntime"]
     assert [engine.name for engine in subject.BUILT_IN] == expected
+    # What approximates says so, and claims the budget of its name; all others are held to exactness.
+    lossy = {engine.name: engine.lossy.quality for engine in subject.BUILT_IN if engine.lossy}
+    assert lossy == {"rocm-sd-high": "high", "rocm-sd-balanced": "balanced"}
 
 
 def test_defaults_leave_out_what_compiles_for_minutes():

@@ -12,6 +12,7 @@ import pytest
 import contributions_page
 from rocm_sd.bench import gate, submission
 from rocm_sd.bench.records import Comparison, Machine, Measurement, Record, UnreadableRecord, WorkloadFacts
+from rocm_sd.bench.verdict import EXACT, Quality
 
 ROOT = Path(__file__).parents[2]
 
@@ -216,7 +217,9 @@ def test_the_page_lists_valid_contributions_and_names_the_others(tmp_path, capsy
     assert contributions_page.main(["--check"], tmp_path) == 0
     page = (tmp_path / "docs/contributions.md").read_text()
     assert "## sd15-512" in page
-    assert "| AMD Radeon RX 7900 XTX (gfx1100) | stock | 1 | 4000 |  | torch 2.11.0+rocm7 | 2026-11-15 |" in page
+    assert (
+        "| AMD Radeon RX 7900 XTX (gfx1100) | stock | 1 | 4000 |  | exact | torch 2.11.0+rocm7 | 2026-11-15 |" in page
+    )
     assert "|  | rocm-sd | 1 | 1600 | 2.50 (2.40 to 2.60) |" in page
     assert f"`contributions/gfx1100/{file.name}`" in page
     moved = tmp_path / "contributions/gfx942" / file.name
@@ -255,3 +258,51 @@ def test_names_that_cards_have_are_taken(tmp_path, name):
 def test_the_repository_s_own_page_and_schema_are_up_to_date():
     assert contributions_page.problems() == {}
     assert list(contributions_page.stale()) == [], "type: python tools/contributions_page.py"
+
+
+NEAR = Quality("high", "one step of 2", (41.0, 43.0, 45.0), (0.99, 0.98, 0.97), (0.0, -0.01, 0.01))
+
+
+def approximated(quality: Quality, engine: str = "rocm-sd-high", **more) -> Record:
+    """A record in which one engine leaves out three quarters of the work: faster than its counted arithmetic allows."""
+    ours = measured(engine, 60.0, floor_ms=None, quality=quality, **more)
+    return record(
+        measurements=(measured("stock", 240.0, floor_ms=None), ours),
+        comparisons=(Comparison(engine, "stock", 1, 4.0, 3.9, 4.1, "faster"),),
+        workload=replace(record().workload, flops=None),
+    )
+
+
+def test_an_approximation_is_published_with_its_scores(tmp_path):
+    file = submission.write(approximated(NEAR), tmp_path / "contributions/gfx1100")
+    assert submission.validate(file) == ()
+    assert submission.load(file).measurements[1].quality == NEAR
+    (tmp_path / "docs/assets").mkdir(parents=True)
+    assert contributions_page.main([], tmp_path) == 0
+    page = html.unescape((tmp_path / "docs/contributions.md").read_text())
+    assert "within high: PSNR 43.0 dB, SSIM 0.980, prompt match +0.0 (-1.0 to +1.0) points, 3 prompts" in page
+
+
+@pytest.mark.parametrize(
+    ("changed", "sentence"),
+    [
+        (approximated(EXACT), "is an approximation, and does not say how far its pictures are"),
+        (approximated(replace(NEAR, psnr_db=(), ssim=())), "its pictures were not compared with the exact ones"),
+        (approximated(replace(NEAR, psnr_db=(20.0,) * 3)), "claims the quality high"),
+        (approximated(replace(NEAR, name="balanced")), "claims the quality balanced, and is high"),
+        (approximated(replace(NEAR, match=(-0.5, -0.6, -0.4))), "claims the quality high"),
+        (approximated(NEAR, error=5e-3), "more than 2.0 times stock's"),
+        (replace(approximated(NEAR), kind="pareto"), "survey of settings"),
+    ],
+)
+def test_an_approximation_without_scores_or_outside_its_claim_is_refused(changed, sentence, tmp_path):
+    with pytest.raises(submission.Unpublishable) as refused:
+        submission.write(changed, tmp_path)
+    assert sentence in str(refused.value)
+
+
+def test_an_approximation_that_has_no_definition_is_judged_by_its_pictures(tmp_path):
+    without = approximated(NEAR, error=None, stock_error=None)
+    assert submission.validate(submission.write(without, tmp_path)) == ()
+    exact = approximated(EXACT, engine="theirs", error=None, stock_error=None)
+    assert "was compared with nothing" in "; ".join(submission.implausible(exact))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib.metadata
 import tempfile
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,8 @@ import torch
 
 import rocm_sd
 from rocm_sd import plugging
+from rocm_sd.bench.lossy import Lossy, claiming
+from rocm_sd.bench.verdict import LOSSY_ENGINES
 from rocm_sd.errors import Unsupported, require_one_of
 
 if TYPE_CHECKING:
@@ -33,7 +36,8 @@ ENTRY_POINTS = "rocm_sd.bench_engines"
 class Engine:
     """`prepare` takes a pipeline of its own and returns it ready; compiling may come with the first picture.
 
-    `why_not(device)` gives the reason that it cannot run there, or None. `provider` is who computes.
+    `why_not(device)` gives the reason that it cannot run there, or None. `provider` is who computes. `lossy`: of one
+    that approximates; without it an engine is exact, and is held to that.
     """
 
     name: str
@@ -41,6 +45,7 @@ class Engine:
     prepare: Callable[[Any], Any]
     why_not: Callable[[torch.device], str | None]
     version: Callable[[], str]
+    lossy: Lossy | None = None
 
 
 def _anywhere(_device: torch.device) -> str | None:
@@ -73,8 +78,12 @@ def _compiled(mode: str) -> Callable[[Any], Any]:
     return prepare
 
 
-def _optimized(pipe: Any) -> Any:
-    return rocm_sd.optimize(pipe)
+def _optimized(pipe: Any, quality: str = "exact") -> Any:
+    return rocm_sd.optimize(pipe, quality=quality)
+
+
+def _our_version() -> str:
+    return f"rocm-sd {rocm_sd.__version__}"
 
 
 def _xformers(pipe: Any) -> Any:
@@ -129,7 +138,11 @@ BUILT_IN: tuple[Engine, ...] = (
     Engine("channels_last", "torch", _channels_last, _anywhere, _torch_version),
     Engine("compile", "inductor", _compiled("reduce-overhead"), _anywhere, _torch_version),
     Engine("compile_max", "inductor", _compiled("max-autotune"), _anywhere, _torch_version),
-    Engine("rocm-sd", "rocm-sd", _optimized, _anywhere, lambda: f"rocm-sd {rocm_sd.__version__}"),
+    Engine("rocm-sd", "rocm-sd", _optimized, _anywhere, _our_version),
+    *(
+        Engine(name, "rocm-sd", partial(_optimized, quality=quality), _anywhere, _our_version, claiming(quality))
+        for name, quality in LOSSY_ENGINES.items()
+    ),
     Engine("xformers", "xformers", _xformers, _xformers_why_not, _version_of("xformers")),
     Engine("onnxruntime", "onnxruntime", _onnxruntime, _onnxruntime_why_not, _version_of("onnxruntime")),
 )

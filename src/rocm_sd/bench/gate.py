@@ -14,7 +14,7 @@ from rocm_sd.engine import is_out_of_memory
 from rocm_sd.errors import NumericsFailure
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
     from rocm_sd.bench.workloads import Workload
 
@@ -43,17 +43,30 @@ class GateVerdict:
 
 
 class PictureGate:
-    """Exact latents and one exact picture at one batch size, and how far stock is from them in the workload's dtype."""
+    """Exact latents and one exact picture at one batch size, and how far stock is from them in the workload's dtype.
 
-    def __init__(self, workload: Workload, batch: int) -> None:
-        self._workload, self._batch = workload, batch
-        self.steps = min(STEPS, workload.facts.steps)
+    `defined`: what makes a stock pipeline, of any dtype, the one that is compared with; an approximation is held to its
+    own definition so. `times`: how many times stock's error the latents' may be.
+    """
+
+    def __init__(
+        self,
+        workload: Workload,
+        batch: int,
+        *,
+        defined: Callable[[Any], Any] = lambda pipe: pipe,
+        steps: int = STEPS,
+        seeds: Sequence[int] = SEEDS,
+        times: float = LATENTS_TIMES,
+    ) -> None:
+        self._workload, self._batch, self._defined, self._seeds, self._times = workload, batch, defined, seeds, times
+        self.steps = min(steps, workload.facts.steps)
         # Float32 would be compared with itself.
         exact_dtype = torch.float64 if workload.dtype is torch.float32 else torch.float32
         with _full_precision():
             self._latents, self._picture = self._exact(exact_dtype)
         free_memory()
-        self.stock_error, self._stock_picture_error = self._errors(workload.pipeline())
+        self.stock_error, self._stock_picture_error = self._errors(defined(workload.pipeline()))
         free_memory()
         if not self.stock_error < float("inf"):
             raise NumericsFailure(
@@ -66,7 +79,7 @@ class PictureGate:
         error, picture_error = self._errors(pipe)
         rounding = torch.finfo(self._workload.dtype).eps
         for what, found, times, stock in (
-            ("of the latents", error, LATENTS_TIMES, self.stock_error),
+            ("of the latents", error, self._times, self.stock_error),
             ("of the picture", picture_error, PICTURE_TIMES, self._stock_picture_error),
         ):
             # Written so that NaN, which compares false, fails.
@@ -78,14 +91,14 @@ class PictureGate:
         # One by one: a library's kernel that is wrong for large batches must not be what others are held against.
         alone = range(self._batch)
         try:
-            return self._drawn(self._workload.pipeline(dtype), alone)
+            return self._drawn(self._defined(self._workload.pipeline(dtype)), alone)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
         # A card with room for the model in half precision need not have it in float32. The roundings are the same.
         free_memory()
         log.warning("too little memory for the model in %s: its layers come to the card one by one", dtype)
-        return self._drawn(self._workload.pipeline(dtype, by_layers=True), alone)
+        return self._drawn(self._defined(self._workload.pipeline(dtype, by_layers=True)), alone)
 
     def _drawn(self, pipe: Any, alone: Sequence[int | None] = (None,)) -> tuple[torch.Tensor, torch.Tensor]:
         """Latents of every seed, and a picture of the first. `alone`: which of the batch, each by itself."""
@@ -97,7 +110,7 @@ class PictureGate:
             ]
             return torch.cat([drawn.detach().to("cpu", torch.float64) for drawn in each])
 
-        return torch.stack([draw(seed, "latent") for seed in SEEDS]), draw(SEEDS[0], "pt")
+        return torch.stack([draw(seed, "latent") for seed in self._seeds]), draw(self._seeds[0], "pt")
 
     def _errors(self, pipe: Any) -> tuple[float, float]:
         drawn = self._drawn(pipe)

@@ -18,6 +18,7 @@ from functools import partial
 from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
+from rocm_sd.bench.verdict import EQUAL_DB, EXACT, Quality
 from rocm_sd.comparison import Comparison
 from rocm_sd.errors import RocmSdError
 from rocm_sd.files import write_text
@@ -58,7 +59,7 @@ _NEVER_NEGATIVE = (
 )  # fmt: skip
 # What the types of the dataclasses below do not say of their values.
 RULES: Rules = {
-    "Record.kind": {"enum": ["engines", "ablation", "op"]},
+    "Record.kind": {"enum": ["engines", "ablation", "op", "pareto"]},
     "Record.when": {"pattern": _TIME},
     **{f"Machine.{name}": _NOT_NEGATIVE for name in ("compute_units", "memory_mib")},
     **{f"WorkloadFacts.{name}": _NOT_NEGATIVE for name in ("height", "width", "steps")},
@@ -69,6 +70,9 @@ RULES: Rules = {
     "Measurement.ms": {"items": {"type": "number", **_POSITIVE}},
     **{f"Measurement.{name}": _NOT_NEGATIVE for name in _NEVER_NEGATIVE},
     "Measurement.temperature_c": {"minimum": -273.15, "maximum": _MOST},
+    "Quality.psnr_db": {"items": {"type": "number", "minimum": 0, "maximum": EQUAL_DB}},
+    "Quality.ssim": {"items": {"type": "number", "minimum": -1, "maximum": 1}},
+    "Quality.match": {"items": {"type": "number", "minimum": -1, "maximum": 1}},
     **{f"Comparison.{name}": _POSITIVE for name in ("ratio", "low", "high")},
     "Comparison.batch": _COUNT,
     "Comparison.verdict": {"enum": ["faster", "slower", "no difference"]},
@@ -132,6 +136,9 @@ class Measurement:
     same run. `first_picture_s` is what is waited for once: from the call that makes the engine ready to its first
     picture; `warm_up_s` goes on until its time settles. `floor_ms` is the least time that the arithmetic of one
     batch can take on this card; `card_ms` is how long the card was busy with one batch, without the gaps.
+
+    `quality`: of an engine that approximates, what its pictures score. Its `error` is against its own definition, and
+    `stock_error` that of the definition with stock's ops (lossy.py). Its arithmetic was not counted: it has no floor.
     """
 
     engine: str
@@ -153,6 +160,7 @@ class Measurement:
     left_out: str | None = None
     notes: tuple[str, ...] = ()
     card_ms: float | None = None
+    quality: Quality = EXACT
 
     @property
     def average_ms(self) -> float:
@@ -188,7 +196,8 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Record:
-    """`kind`: "engines" side by side, or "ablation", whose measurements add one optimisation each, in order; or "op".
+    """`kind`: "engines" side by side, or "ablation", whose measurements add one optimisation each, in order; or "op";
+    or "pareto", whose measurements are stock, exact and settings that approximate.
 
     `complete` is false while a run is under way, or was interrupted; it can be resumed. `op_cases`: for kind "op", the
     call that each batch number stands for, from 1 on.
@@ -245,9 +254,9 @@ class Record:
 
 
 def record_file(out: Path, workload: str, kind: str = "engines") -> Path:
-    """sd15-512.json, sd15-512-ablation.json, op-conv2d.json."""
+    """sd15-512.json, sd15-512-ablation.json, emoji-sd-pareto.json, op-conv2d.json."""
     stem = workload.replace(":", "-")
-    return out / (f"{stem}-ablation.json" if kind == "ablation" else f"{stem}.json")
+    return out / (f"{stem}-{kind}.json" if kind in {"ablation", "pareto"} else f"{stem}.json")
 
 
 def now() -> str:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from rocm_sd import arch
 from rocm_sd.bench.gate import PictureGate, free_memory
+from rocm_sd.bench.lossy import Judged, LossyJudge
 from rocm_sd.bench.machine import PeakMemory, Points, machine
 from rocm_sd.bench.profiling.recording import card_ms
 from rocm_sd.bench.records import OURS, STOCK, Comparison, Measurement, Record, continued, now, record_file
@@ -104,6 +105,7 @@ class _EngineRun:
 
     def __post_init__(self) -> None:
         self.device = self.workload.device
+        self.lossy = LossyJudge(self.workload)
         self.measured = {(one.engine, one.batch): one for one in self.record.measurements}
         if self.with_card_times:
             self.effort.expect_card_times()
@@ -140,12 +142,13 @@ class _EngineRun:
         self.saved_at = time.perf_counter()
 
     def _comparisons(self) -> list[Comparison]:
-        """Every engine with stock, or what stands for it, and ours with every other."""
+        """Every engine with stock, or what stands for it, and ours with every other that draws the same pictures."""
         found = []
         for batch in self.batches:
             timed = {e.name: m.ms for e in self.engines if (m := self.measured.get((e.name, batch))) and m.ms}
             pairs = [(name, self.against) for name in timed if name != self.against]
-            pairs += [(OURS, name) for name in timed if name not in {self.against, OURS}]
+            rivals = [name for name in timed if not self.measured[name, batch].quality.is_lossy]
+            pairs += [(OURS, name) for name in rivals if name not in {self.against, OURS}]
             found += [
                 compare(ours, theirs, batch, timed[ours], timed[theirs])
                 for ours, theirs in pairs
@@ -254,10 +257,10 @@ class _EngineRun:
             second_mib = memory.mib()
         self._remember_memory(engine.name, batch, course)
         self.effort.advance(self.effort.picture * batch, f"batch {batch}: {engine.name}, compared with exact")
-        verdict = gate.check(pipe)
+        judged = self._judged(engine, batch, gate, pipe)
         self.effort.advance(self.effort.check * batch, f"batch {batch}: {engine.name}, warming up")
-        if verdict.wrong:
-            self._skip(engine.name, batch, verdict.wrong, verdict.error, gate.stock_error)
+        if judged.why_not:
+            self._skip(engine.name, batch, judged.why_not, judged.error, judged.stock_error)
             return None
         started = time.perf_counter()
         with watch(self.device) as readings:
@@ -266,14 +269,23 @@ class _EngineRun:
         self.effort.advance(self.effort.settling * batch, f"batch {batch}: {engine.name} is warm")
         fresh = Measurement(
             engine.name, engine.version(), engine.provider, batch, (), self.workload.facts.steps, first_s,
-            first_s + settled_s, first_mib, second_mib, floor_ms=self._floor_ms(batch), error=verdict.error,
-            stock_error=gate.stock_error,
+            first_s + settled_s, first_mib, second_mib, floor_ms=None if engine.lossy else self._floor_ms(batch),
+            error=judged.error, stock_error=judged.stock_error, notes=judged.notes, quality=judged.quality,
         )  # fmt: skip
         if settled_s >= _SENSED_S:
             fresh = replace(fresh, **readings.figures)
         # A resumed run finds compiled kernels: the first one's warm-up is the true one.
         self.measured.setdefault((engine.name, batch), fresh)
         return pipe
+
+    def _judged(self, engine: Engine, batch: int, gate: PictureGate, pipe: Any) -> Judged:
+        if engine.lossy is None:
+            found = gate.check(pipe)
+            return Judged(found.error, gate.stock_error, found.wrong)
+        return self.lossy.judge(
+            engine.name, engine.lossy, pipe, batch,
+            lambda what: self.effort.advance(0, f"batch {batch}: {engine.name}, {what}"),
+        )  # fmt: skip
 
     @property
     def _warm_up_budget_s(self) -> float:

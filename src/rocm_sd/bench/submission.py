@@ -16,6 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rocm_sd import arch
+from rocm_sd.bench import verdict
 from rocm_sd.bench.records import FORMAT as RECORD_FORMAT
 from rocm_sd.bench.records import RULES, Record, UnreadableRecord
 from rocm_sd.errors import RocmSdError
@@ -42,6 +43,8 @@ STATEMENT = (
 LEAST_TURNS = 4
 # An engine's error may be this many times stock's, as in every benchmark of this project.
 GATE = 1.5
+# One that approximates is compared with its own definition over all steps.
+_LOSSY_GATE = 2.0
 # A card may clock above its data sheet, and an engine may need fewer operations than were counted: convolutions after
 # an enlargement as four small ones leave 0.65 of a VAE's.
 _ABOVE_PEAK = 2.0
@@ -71,6 +74,7 @@ _RECORD = schema(
         **RULES,
         **{f"WorkloadFacts.{name}": {"minimum": 1} for name in ("height", "width", "steps")},
         **dict.fromkeys(_NAMES, _NAME),
+        "Quality.name": {"pattern": "^[a-z0-9=.,]+$", "maxLength": 200},
         "Machine.versions": {"propertyNames": _NAME, "additionalProperties": {"type": "string", **_NAME}},
         "Machine.arch": {"pattern": "^(gfx[0-9a-f]+|sm_[0-9]+|cpu)$", "maxLength": 20},
         "WorkloadFacts.flops": {"exclusiveMinimum": 0, "maximum": 1e30},
@@ -276,6 +280,8 @@ def _of_record(record: Record) -> Iterator[str]:
         yield f"the architecture {record.machine.arch} is not known here"
     if record.workload.name.endswith("-tiny"):
         yield "it is a trial with a small model, not a measurement"
+    if record.kind == "pareto":
+        yield "it is a survey of settings: measure the engines rocm-sd-high and rocm-sd-balanced"
     if not any(measured.ms for measured in record.measurements):
         yield "nothing was timed"
     if record.kind != "op" and record.measurements and not record.comparisons and len(record.engines) > 1:
@@ -310,14 +316,18 @@ def _of_one(record: Record, measured: Measurement) -> Iterator[str]:
         yield f"was timed {len(measured.ms)} times, and {LEAST_TURNS} are the least"
     if measured.floor_ms is not None and measured.p50_ms < measured.floor_ms:
         yield f"is faster than its own floor of {measured.floor_ms:.3g} ms"
-    least = _least_ms(record, measured)
+    yield from verdict.problems(measured.engine, measured.quality)
+    # Of an engine that leaves out work nobody has counted what is left.
+    least = None if measured.quality.is_lossy else _least_ms(record, measured)
     if least is not None and measured.p50_ms < least:
         yield f"takes {measured.p50_ms:.3g} ms, and the arithmetic alone takes {least:.3g} ms on this card"
+    gate = _LOSSY_GATE if measured.quality.is_lossy else GATE
     if measured.error is None:
-        if measured.engine not in _OWN_REFERENCE:
+        # The pictures of an approximation that has no definition in float64 were compared.
+        if measured.engine not in _OWN_REFERENCE and not measured.quality.is_scored:
             yield "was timed, and its result was compared with nothing"
-    elif measured.stock_error is not None and measured.error > GATE * measured.stock_error:
-        yield f"has an error of {measured.error:.2g}, more than {GATE} times stock's {measured.stock_error:.2g}"
+    elif measured.stock_error is not None and measured.error > gate * measured.stock_error:
+        yield f"has an error of {measured.error:.2g}, more than {gate} times stock's {measured.stock_error:.2g}"
 
 
 def _least_ms(record: Record, measured: Measurement) -> float | None:

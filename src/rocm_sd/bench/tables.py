@@ -12,22 +12,31 @@ from rich.table import Table
 from rich.text import Text
 
 from rocm_sd.bench.records import INTERVALS, Comparison, Measurement, Record
+from rocm_sd.bench.verdict import problems
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["COLUMNS", "csv_text", "heading", "markdown", "rich_tables", "rows"]
+__all__ = ["COLUMNS", "LOSSY_NOTE", "csv_text", "heading", "markdown", "rich_tables", "rows"]
 
+LOSSY_NOTE = (
+    "Engines with a quality approximate: their error is against their own definition, and PSNR, SSIM and prompt match "
+    "are of their pictures against stock's of the same prompts and seeds."
+)
 COLUMNS: tuple[str, ...] = (
     "engine", "version", "provider", "batch", "average ms", "p50 ms", "p90 ms", "card ms", "images/s", "it/s",
     "first-run MiB", "second-run MiB", "first picture s", "warm-up s", "power W", "J/image", "% of floor",
     "error", "stock's error", "x stock", "x stock low", "x stock high", "verdict", "left out",
+    "quality", "prompts", "PSNR dB", "SSIM", "match points", "pictures",
 )  # fmt: skip
 # A usual terminal has room for a third of them.
 _SPEED = ("engine", "batch", "average ms", "p50 ms", "p90 ms", "card ms", "images/s", "it/s", "% of floor")
 # Stock's error stands in its own row.
 _AGAINST = ("engine", "batch", "x stock", "interval", "verdict", "error")
+# Of engines that approximate, and of no other.
+_PICTURES = ("engine", "batch", "quality", "prompts", "PSNR dB", "SSIM", "match points", "pictures")
 _PRICE = ("engine", "batch", "first-run MiB", "second-run MiB", "first picture s", "power W", "J/image")
+_TEXTS = {"engine", "provider", "interval", "verdict", "quality", "match points", "pictures"}
 
 
 def rows(record: Record) -> list[dict[str, str]]:
@@ -49,9 +58,10 @@ def _row(record: Record, one: Measurement) -> dict[str, str]:
         "error": _figures(one.error),
         "stock's error": _figures(one.stock_error),
         "left out": one.left_out or "",
+        **_pictures(one),
     }
     # No speed is shown where there is a reason not to, whatever else a record may hold.
-    if one.ms and not one.left_out:
+    if one.ms and not one.left_out and not any(problems(one.engine, one.quality, claims=False)):
         cells |= {
             "average ms": _milliseconds(one.average_ms),
             "p50 ms": _milliseconds(one.p50_ms),
@@ -71,6 +81,23 @@ def _row(record: Record, one: Measurement) -> dict[str, str]:
                 "verdict": comparison.verdict,
             }
     return {column: cells.get(column, "") for column in COLUMNS}
+
+
+def _pictures(one: Measurement) -> dict[str, str]:
+    """Of an engine that approximates: how far its pictures are from the exact ones, and within which budget."""
+    quality = one.quality
+    if not quality.is_lossy:
+        return {}
+    if not quality.is_scored:
+        return {"quality": quality.name, "pictures": quality.verdict}
+    return {
+        "quality": quality.name,
+        "prompts": str(quality.prompts),
+        "PSNR dB": quality.psnr_words,
+        "SSIM": f"{quality.mean_ssim:.3f}",
+        "match points": quality.match_words or "not measured",
+        "pictures": quality.verdict,
+    }
 
 
 def _against_stock(record: Record, one: Measurement) -> Comparison | None:
@@ -128,7 +155,7 @@ def rich_tables(record: Record) -> RenderableType:
     else:
         # With the card's own time there is no room for the mean: the median is there.
         dropped = "average ms" if any(row["card ms"] for row in every) else ""
-        groups = (tuple(column for column in _SPEED if column != dropped), _AGAINST, _PRICE)
+        groups = (tuple(column for column in _SPEED if column != dropped), _AGAINST, _PICTURES, _PRICE)
         words = "; ".join(dict.fromkeys(f"{row['engine']}: {row['version']}, by {row['provider']}" for row in every))
     parts: list[RenderableType] = [Text(line) for line in (heading(record), words) if line]
     shown = (_table(columns, every, record.kind) for columns in groups)
@@ -145,7 +172,7 @@ def _table(columns: Sequence[str], every: list[dict[str, str]], kind: str) -> Ta
         return None
     table = Table()
     for column in shown:
-        is_text = column in {"engine", "provider", "interval", "verdict"} or (column == "batch" and kind == "op")
+        is_text = column in _TEXTS or (column == "batch" and kind == "op")
         name = "call" if column == "batch" and kind == "op" else column
         # Heads of two lines: then the figures have room in 80 columns.
         head = name.replace("% of ", "% of\n") if "%" in name else name.replace(" ", "\n")
@@ -170,6 +197,8 @@ def _notes(record: Record) -> list[str]:
     ]
     notes += [f"{one.engine}{_where(record, one)}: {note}" for one in record.measurements for note in one.notes]
     notes += record.notes
+    if any(one.quality.is_lossy and one.ms for one in record.measurements):
+        notes.append(LOSSY_NOTE)
     if record.comparisons:
         notes.append(INTERVALS)
     if any(c.verdict == "no difference" for c in record.comparisons):

@@ -10,6 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from rocm_sd.bench.records import FORMAT, Record, UnreadableRecord
+from rocm_sd.bench.verdict import problems
 from rocm_sd.errors import RocmSdError
 from rocm_sd.plain_json import read_json, shortened
 from rocm_sd.typed_json import is_number
@@ -108,6 +109,8 @@ def _require_sense(record: Record, path: Path) -> None:
         explained = bool(m.ms) or m.left_out is not None or not record.complete
         require(explained, f"{where} has neither timings nor a reason")
         require(not (m.ms and m.left_out), f"{where} was skipped and has timings")
+        unscored = next(problems(m.engine, m.quality, claims=False), "") if m.ms else ""
+        require(not unscored, f"{where} {unscored}")
     for c in record.comparisons:
         require(c.low <= c.high, f"the interval of {c.engine!r} against {c.against!r} is inside out")
     if record.kind == "op":

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from rocm_sd.bench.records import COMPILE, INTERVALS, OURS, STOCK
 from rocm_sd.bench.report.charts import Bar, WaterfallRow, bars, waterfall
 from rocm_sd.bench.report.parts import Figure, Headline, MachineFacts, Section, Table, ratio_words, shown, times
+from rocm_sd.bench.verdict import problems
 from rocm_sd.comparison import TURNS_FOR_95, Comparison
 
 if TYPE_CHECKING:
@@ -30,8 +31,14 @@ def workload_words(record: Record) -> str:
 
 
 def _usable(measurement: Measurement | None) -> bool:
-    """No speed is shown for a result that is not a number."""
-    return bool(measurement and measurement.ms and (measurement.error is None or math.isfinite(measurement.error)))
+    """No speed is shown for a result that is not a number, nor for an approximation whose pictures nobody scored."""
+    if measurement is None or not measurement.ms or _unscored(measurement):
+        return False
+    return measurement.error is None or math.isfinite(measurement.error)
+
+
+def _unscored(m: Measurement) -> str | None:
+    return next(problems(m.engine, m.quality, claims=False), None)
 
 
 def _comparison(record: Record, engine: str, against: str, batch: int) -> Comparison | None:
@@ -92,13 +99,15 @@ def cards(records: Sequence[Record]) -> tuple[MachineFacts, ...]:
 _COLUMNS = (
     "engine", "version", "provider", "average ms", "p50 ms", "p90 ms", "images/s", "it/s", "times stock",
     "interval", "first picture s", "warm-up s", "power W", "J/image", "clock MHz", "°C",
-    "% of floor", "error vs fp32", "note",
+    "% of floor", "error vs fp32", "pictures", "note",
 )  # fmt: skip
 
 
 def _row(record: Record, m: Measurement) -> tuple[object, ...]:
     if not _usable(m):
-        why = m.left_out or "not timed yet" if not m.ms else "its result is not a number"
+        unscored = _unscored(m)
+        wrong = f"it {unscored}" if unscored else "its result is not a number"
+        why = m.left_out or "not timed yet" if not m.ms else wrong
         return (m.engine, m.version, m.provider, *[None] * (len(_COLUMNS) - 4), f"no speed: {why}")
     c = _comparison(record, m.engine, STOCK, m.batch)
     figures = (m.average_ms, m.p50_ms, m.p90_ms, m.images_per_s, m.steps_per_s)
@@ -114,7 +123,7 @@ def _row(record: Record, m: Measurement) -> tuple[object, ...]:
     )
     return (
         m.engine, m.version, m.provider, *map(shown, figures), c and ratio_words(c.ratio), c and _interval(c),
-        *map(shown, after),
+        *map(shown, after), str(m.quality) if m.quality.is_lossy else None,
         "; ".join((*((c.verdict,) if c and c.verdict == "no difference" else ()), *m.notes)),
     )  # fmt: skip
 
@@ -131,6 +140,7 @@ def _bar(record: Record, m: Measurement, stock: Measurement | None) -> Bar:
     rate = stock.images_per_s if stock else m.images_per_s / c.ratio
     undecided = c.verdict == "no difference"
     text += " · no difference" if undecided else f" · {times(c.ratio)} ({_interval(c)})"
+    text += f" · {m.quality.verdict}" if m.quality.is_lossy else ""
     return Bar(m.engine, rate * c.ratio, text, rate * c.low, rate * c.high, "undecided" if undecided else kind)
 
 
@@ -155,10 +165,11 @@ def speed(records: Sequence[Record]) -> Section:
                 title,
                 _COLUMNS,
                 [_row(record, m) for m in found],
-                text=(0, 1, 2, len(_COLUMNS) - 1),
+                text=(0, 1, 2, len(_COLUMNS) - 2, len(_COLUMNS) - 1),
                 marked=[n for n, m in enumerate(found) if m.engine == OURS],
             )
             reasons = tuple(f"{m.engine}: {m.left_out}." for m in found if m.left_out)
+            reasons += tuple(f"{m.engine} approximates: {m.quality}." for m in found if m.ms and m.quality.is_lossy)
             figures.append(Figure(title, chart, table, (*_notes(record), *reasons)))
     lead = (
         "Pictures a second, whole pictures from noise to pixels; the engines took turns in one run. The value is the "
