@@ -39,7 +39,7 @@ def tune_quality(
     model: str | None, within: str, prompts: Path | None, steps: int, out: Path, device: torch.device, *, as_json: bool
 ) -> None:
     from rocm_sd import models
-    from rocm_sd.bench.quality_search import Searcher
+    from rocm_sd.bench.quality_search import Searcher, approximated_model
     from rocm_sd.cli.pictures import writable_folder
     from rocm_sd.integrations import diffusers as host
     from rocm_sd.integrations.diffusers.loading import hush
@@ -56,15 +56,17 @@ def tune_quality(
     console = Console(stderr=as_json)
     with status(console, f"Loading {source.name} ..."):
         pipe = host.load_pipeline(source, device)
-    if getattr(pipe, "unet", None) is None:
-        raise Unsupported("tune --quality", f"a {type(pipe).__name__}: it has no UNet, whose steps are approximated")
+    approximated = approximated_model(pipe)
+    if approximated is None:
+        kinds = "a UNet of SD or SDXL, or the transformer of SD3 or Flux"
+        raise Unsupported("tune --quality", f"a {type(pipe).__name__}: it takes a pipeline with {kinds}")
     found: dict[str, Found] = {}
     with bar("drawing", None, console=console) as update:
         searcher = Searcher(pipe, requests, match, lambda what: update(advance=1, description=what))
         for name, budget in budgets:
             # Kept one by one: Ctrl-C leaves what was found before.
             found[name] = searcher.search(budget)
-            _keep(pipe, name, budget, steps, len(texts), found[name])
+            _keep(approximated, name, budget, steps, len(texts), found[name])
             _pictures(searcher, found[name], texts, out / f"quality-{name}.png")
     if as_json:
         print(json.dumps({name: _facts(one) for name, one in found.items()}, indent=2))  # noqa: T201 -- for programs
@@ -115,16 +117,16 @@ def _read(file: Path) -> list[str]:
     return texts
 
 
-def _keep(pipe: Any, name: str, budget: Budget, steps: int, prompts: int, found: Found) -> None:
+def _keep(model: Any, name: str, budget: Budget, steps: int, prompts: int, found: Found) -> None:
     from rocm_sd.engine.approximation import Approximation, remember
 
     if found.approximation is None:
         why = f"{steps} steps, {prompts} prompts: nothing of {found.tried} settings is within {budget}"
-        remember(pipe.unet, name, steps, Approximation(), why, {"budget": budget.to_dict()})
+        remember(model, name, steps, Approximation(), why, {"budget": budget.to_dict()})
         return
     speedup = "{:.2f} times exact ({:.2f} to {:.2f})".format(*found.speedup or ())
     why = f"{steps} steps, {prompts} prompts: {speedup}, {found.scores}"
-    remember(pipe.unet, name, steps, found.approximation, why, {"budget": budget.to_dict(), **_facts(found)})
+    remember(model, name, steps, found.approximation, why, {"budget": budget.to_dict(), **_facts(found)})
 
 
 def _facts(found: Found) -> dict[str, Any]:

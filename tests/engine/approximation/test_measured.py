@@ -82,6 +82,23 @@ def test_weights_that_lie_nowhere_have_no_fingerprint():
     assert known(unet, "high") == []
 
 
+@pytest.mark.parametrize("name", ["sd3", "flux-dev"])
+def test_transformers_are_known_by_their_ends(tmp_path, name):
+    first, again, other = (CASES[name].build(tmp_path, seed).transformer for seed in (0, 0, 1))
+    assert fingerprint(first) == fingerprint(again.to(torch.bfloat16)) != fingerprint(other)
+    remember(first, "high", 20, Approximation(Skipping(first_block=0.1)), "so fast", {})
+    assert [setting.skipping.first_block for setting in known(again, "high")] == [0.1]
+    assert known(other, "high") == []
+    for layer in (first.x_embedder if name == "flux-dev" else first.pos_embed.proj, first.proj_out):
+        before = fingerprint(first)
+        layer.weight.data += 1
+        assert fingerprint(first) != before
+
+
+def test_a_model_of_another_kind_has_no_fingerprint():
+    assert fingerprint(torch.nn.Linear(2, 2)) is None
+
+
 def test_optimize_takes_what_was_measured(tmp_path):
     pipe = CASES["sd15"].build(tmp_path)
     for quality in ("high", "psnr=30,ssim=0.9"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from rocm_sd.engine.approximation import EXACT, Skipping
@@ -23,6 +25,10 @@ def table(skipping, count=12, first=0):
         (Skipping(guided_every=3, guided_first=2), "WWWWWWWWWWWW", "gg..g..g..g."),
         (Skipping(guidance_end=0.5), "WWWWWWWWWWWW", "gggggg......"),
         (Skipping(depth=2, every=2, guided_every=2), "WsWsWsWsWsWs", "g.g.g.g.g.g."),
+        # These may be shallow: their first block tells.
+        (Skipping(first_block=0.1), "Wsssssssssss", "gggggggggggg"),
+        (Skipping(first_block=0.1, whole_first=2, whole_last=3), "WWsssssssWWW", "gggggggggggg"),
+        (Skipping(first_block=0.1, every=4, guided_every=4), "WsssWsssWsss", "g...g...g..."),
     ],
 )
 def test_steps(skipping, layers, guidance):
@@ -42,7 +48,8 @@ def test_from_the_end_of_guidance_on_there_is_no_difference_either():
     "wrong",
     [
         {"depth": -1}, {"depth": 1.5}, {"every": 0}, {"every": True}, {"whole_first": 0}, {"order": 2},
-        {"guided_every": 0}, {"guidance_end": 1.5}, {"guidance_end": float("nan")},
+        {"guided_every": 0}, {"guidance_end": 1.5}, {"guidance_end": float("nan")}, {"first_block": -0.1},
+        {"first_block": float("nan")}, {"first_block": float("inf")}, {"first_block": True}, {"first_block": "0.1"},
     ],
 )  # fmt: skip
 def test_what_makes_no_sense_is_refused(wrong):
@@ -60,3 +67,23 @@ def test_it_says_what_it_leaves_out():
     for part in ("extrapolated", "one step of 4", "one step of 2", "no guidance after 80%"):
         assert part in words
     assert Skipping(**skipping.to_dict()) == skipping
+
+
+def test_it_says_what_the_first_block_decides():
+    assert Skipping(first_block=0).is_exact
+    assert Skipping(first_block=0.0, depth=3).is_exact
+    skipping = Skipping(first_block=0.12)
+    assert skipping.caches
+    assert not skipping.is_exact
+    assert skipping.to_dict() == {"first_block": 0.12}
+    assert str(skipping) == "later blocks reused where the first block changes by less than 0.12"
+    words = str(Skipping(first_block=0.3, depth=2, order=1, every=5, guided_every=5))
+    for part in (
+        "extrapolated",
+        "the first 2 blocks change by less than 0.3",
+        "one step of 5 computes all",
+        "guidance",
+    ):
+        assert part in words
+    assert Skipping(**json.loads(json.dumps(skipping.to_dict()))) == skipping
+    assert [Skipping(depth=depth).head for depth in (0, 1, 3)] == [1, 1, 3]
