@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from rocm_sd.cli.bench_pareto import bench_pareto, require_fitting
 from rocm_sd.cli.terminal import Device, bar, batch_sizes, literal, parts, say, status
 from rocm_sd.errors import InvalidOption, RocmSdError, Unsupported
 
@@ -27,7 +28,8 @@ __all__ = ["bench"]
 
 def bench(
     workload: Annotated[
-        str | None, typer.Argument(help="sd15-512, sdxl-mlperf, emoji, ..., op:NAME or ops.", show_default=False)
+        str | None,
+        typer.Argument(help="sd15-512, emoji, ..., op:NAME or ops; with --pareto a model.", show_default=False),
     ] = None,
     batch: Annotated[str, typer.Option(help="Batch sizes, e.g. 1,8.")] = "1",
     engines: Annotated[
@@ -52,6 +54,15 @@ def bench(
         Path | None, typer.Option(help="An earlier record: exit code 1 where this run is slower beyond the interval.")
     ] = None,
     ablation: Annotated[bool, typer.Option("--ablation", help="One optimisation added a row.")] = False,
+    pareto: Annotated[
+        bool, typer.Option("--pareto", help="Speed against quality of every setting. (default model: emoji-sd)")
+    ] = False,
+    prompts: Annotated[
+        Path | None, typer.Option(help="With --pareto: a text file, one prompt a line. (default: built-in ones)")
+    ] = None,
+    settings: Annotated[
+        int | None, typer.Option(min=1, help="With --pareto: so many settings of the search. (default: 14; 4 on a CPU)")
+    ] = None,
     submit: Annotated[Path | None, typer.Option(help="Also write a contribution to this file.")] = None,
     sign_off: Annotated[
         bool, typer.Option("--sign-off", help="With --submit: agree to its statement without being asked.")
@@ -72,6 +83,12 @@ def bench(
 
     rocm-sd bench sd15-512 --ablation --batch 1,8
 
+    rocm-sd bench --pareto
+
+    rocm-sd bench ./my-model --pareto --prompts prompts.txt --steps 30
+
+    rocm-sd bench emoji --engines stock,rocm-sd,rocm-sd-high --steps 20
+
     rocm-sd bench op:conv2d
 
     rocm-sd bench sd15-512 --against results/sd15-512.json
@@ -86,6 +103,20 @@ def bench(
     on = default_device(device)
     if listed:
         _show_list(Console(), on)
+        return
+    require_fitting(
+        {
+            "--prompts": prompts, "--settings": settings, "--batch": None if batch == "1" else batch,
+            "--engines": engines, "--model": model, "--repeats": repeats, "--against": against, "--submit": submit,
+            **{name: True if on else None for name, on in (
+                ("--cold", cold), ("--csv", as_csv), ("--markdown", as_markdown), ("--ablation", ablation),
+                ("--tiny", tiny), ("--sign-off", sign_off),
+            )},
+        },
+        pareto=pareto,
+    )  # fmt: skip
+    if pareto:
+        bench_pareto(workload, prompts, steps, settings, out, on, as_json=as_json)
         return
     if workload is None:
         raise InvalidOption("workload", "", [], hint="Type: rocm-sd bench --list, or: rocm-sd bench emoji")
@@ -238,6 +269,7 @@ def _show_list(console: Console, device: torch.device) -> None:
     for engine in engines().values():
         reason = engine.why_not(device)
         here = "yes, by default" if engine.name in default_names(device) else "when asked for"
+        here += f"; approximates, scored against {engine.lossy.quality}" if engine.lossy else ""
         table.add_row(literal(engine.name), literal(engine.provider), literal(reason) if reason else here)
     console.print(table)
 

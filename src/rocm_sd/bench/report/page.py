@@ -8,7 +8,7 @@ from importlib.resources import files
 from typing import TYPE_CHECKING
 
 from rocm_sd import __version__
-from rocm_sd.bench.report import memory, other_cards, pictures, rooflines, speed
+from rocm_sd.bench.report import memory, other_cards, pareto, pictures, rooflines, speed
 from rocm_sd.bench.report.parts import Page, Picture, Svg
 from rocm_sd.errors import optional_module
 
@@ -33,8 +33,10 @@ def page(
     if not records:
         notes.append("No whole pictures were timed.")
     projected = other_cards.projection(records)
+    surveyed = pareto.pareto(records)
     sections = (
         speed.speed(records),
+        *((surveyed,) if surveyed else ()),
         speed.ablation(records),
         rooflines.rooflines(inputs.op_runs),
         memory.memory(records),
