@@ -56,11 +56,13 @@ def clean_imports():
 def fresh():
     """Everything of ours is as new, and the host's packages can be imported within and leave no trace."""
     from rocm_sd.integrations.a1111 import host_lists, messages
+    from rocm_sd.integrations.a1111.approximated_steps import DENOISER
     from rocm_sd.integrations.a1111.permission import PERMISSION
     from rocm_sd.integrations.a1111.switch import SWITCH
 
     def reset():
         SWITCH.restore()
+        DENOISER.leave()
         SWITCH._wish = None
         PERMISSION.reset()
         PERMISSION.whole = False

@@ -180,7 +180,9 @@ def test_the_extensions_metadata_can_be_read():
 
 
 # What the fakes leave out, or have for themselves.
-_OWN = {"processing.process_images", "sd_hijack.hijack", "script_callbacks._add", "shared.Options"}
+_OWN = {
+    "processing.process_images", "processing._sampled", "sd_hijack.hijack", "script_callbacks._add", "shared.Options",
+}  # fmt: skip
 _MOVED = {"shared.OptionInfo": "options.OptionInfo", "shared.Options": "options.Options"}
 
 
@@ -238,7 +240,12 @@ _READ = {
     "modules/lowvram.py": ("sd_model.lowvram",),
     "modules/sd_models.py": ("applied_token_merged_ratio", "sd_checkpoint_info"),
     "modules/processing.py": ("extra_generation_params", "def comment(self, text)", "p.scripts.process(p)"),
-    "modules/shared_options.py": ('"upcast_attn"', '"sd_unet"'),
+    "modules/shared_options.py": ('"upcast_attn"', '"sd_unet"', '"batch_cond_uncond"'),
+    "modules/sd_samplers_cfg_denoiser.py": ("self.step += 1", "CFGDenoiserParams(x_in, image_cond_in, sigma_in,"),
+    "modules/sd_samplers_common.py": ("state.sampling_step = step", "self.model_wrap_cfg.steps = steps",
+                                      "self.model_wrap_cfg.total_steps = self.config.total_steps(steps)",
+                                      "self.model_wrap_cfg.step = 0"),
+    "modules/sd_hijack_unet.py": ("class TorchHijackForUnet", "def cat(self, tensors", "th = TorchHijackForUnet()"),
     "modules/launch_utils.py": ("def is_installed(package)", "def run_pip(command, desc=None"),
     "launch.py": ("is_installed", "run_pip"),
     "extensions-builtin/Lora/networks.py": ("loaded_networks", "def network_apply_weights(", "originals",
@@ -258,6 +265,14 @@ def test_the_real_host_asks_scripts_before_it_chooses_its_unet():
     text = (host_or_skip() / "modules" / "processing.py").read_text(encoding="utf-8")
     body = text[text.index("def process_images_inner(") :]
     assert body.index("p.scripts.process(p)") < body.index("sd_unet.apply_unet()") < body.index("p.sample(")
+
+
+def test_the_real_host_tells_of_a_step_around_the_calls_of_its_unet():
+    text = (host_or_skip() / "modules" / "sd_samplers_cfg_denoiser.py").read_text(encoding="utf-8")
+    body = text[text.index("def forward(self, x, sigma") :]
+    before, after = body.index("cfg_denoiser_callback("), body.index("cfg_denoised_callback(")
+    first, last = body.index("self.inner_model(x_in"), body.rindex("self.inner_model(x_in")
+    assert before < first < last < after < body.index("self.step += 1")
 
 
 def test_jobs_with_the_unets_of_the_real_host(as_new, monkeypatch):

@@ -66,13 +66,14 @@ def test_the_panel_and_the_settings(host, script):
     for add in host.script_callbacks.callbacks["ui_settings"]:
         add()
     options = host.shared.opts.data_labels
-    assert {"rocm_sd_enabled", "rocm_sd_level", "rocm_sd_quality", "rocm_sd_vae"} == options.keys()
+    names = ("enabled", "level", "quality", "quality_in_numbers", "vae")
+    assert {f"rocm_sd_{name}" for name in names} == options.keys()
     assert all(option.section == ("rocm_sd", "ROCm SD") for option in options.values())
-    enabled, level, quality = script.ui(False)
+    enabled, level, quality, in_numbers = script.ui(False)
     assert enabled.value is True
-    assert (level.value, quality.value) == ("auto", "exact")
+    assert (level.value, quality.value, in_numbers.value) == ("auto", "exact", "")
     assert tuple(level.choices) == ("auto", "performance", "memory")
-    assert [field for field, _ in script.infotext_fields] == [enabled, level, quality]
+    assert [field for field, _ in script.infotext_fields] == [enabled, level, quality, in_numbers]
 
 
 def test_off_is_the_host_bit_for_bit(host, script, capturing):

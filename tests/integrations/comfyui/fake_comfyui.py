@@ -256,6 +256,7 @@ class WrapperExecutor:
 
 class WrappersMP:
     DIFFUSION_MODEL = "diffusion_model"
+    SAMPLER_SAMPLE = "sampler_sample"
 
 
 class CallbacksMP:

@@ -20,6 +20,7 @@ def test_the_stand_ins_have_the_real_hosts_names_and_signatures():
     for name in ("WrappersMP", "CallbacksMP", "PatcherInjection", "WrapperExecutor"):
         assert hasattr(extension, name)
     assert extension.WrappersMP.DIFFUSION_MODEL == fake_comfyui.WrappersMP.DIFFUSION_MODEL
+    assert extension.WrappersMP.SAMPLER_SAMPLE == fake_comfyui.WrappersMP.SAMPLER_SAMPLE
     assert extension.CallbacksMP.ON_DETACH == fake_comfyui.CallbacksMP.ON_DETACH
     assert parameters(extension.PatcherInjection) == parameters(fake_comfyui.PatcherInjection)
     assert parameters(extension.WrapperExecutor) == parameters(fake_comfyui.WrapperExecutor)

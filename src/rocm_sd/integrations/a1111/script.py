@@ -7,14 +7,22 @@ from importlib import import_module, util
 from typing import Any
 
 from rocm_sd.engine import LEVELS, QUALITIES
+from rocm_sd.errors import InvalidOption
 from rocm_sd.integrations.a1111 import host, host_lists, messages
+from rocm_sd.integrations.a1111.approximated_steps import DENOISER
 from rocm_sd.integrations.a1111.permission import PERMISSION
 from rocm_sd.integrations.a1111.switch import SWITCH, Wish
+from rocm_sd.integrations.ldm import in_words, quality_of
 
 __all__ = ["INFOTEXT", "hook_in", "pasted"]
 
 INFOTEXT = "ROCm SD"
 _SECTION = ("rocm_sd", "ROCm SD")
+_IN_NUMBERS = "Quality in numbers"
+_WHAT_NUMBERS = (
+    "in place of the above where it is not empty: a budget that was measured, such as psnr=32,ssim=0.97, or a setting "
+    "to try, such as depth=1,every=3,order=1"
+)
 
 
 def hook_in() -> Any:
@@ -25,6 +33,10 @@ def hook_in() -> Any:
     callbacks.on_list_unets(host_lists.list_unet_into)
     callbacks.on_model_loaded(_model_loaded)
     callbacks.on_script_unloaded(SWITCH.restore)
+    # Hosts without these are exact whatever the quality: they do not say which step it is.
+    for name, follow in (("on_cfg_denoiser", DENOISER.begins), ("on_cfg_denoised", DENOISER.ends)):
+        if hasattr(callbacks, name):
+            getattr(callbacks, name)(follow)
     if util.find_spec("triton") is None:
         messages.say(
             "triton is not installed, so the fused kernels are not used and the ops are those of torch. The builds of "
@@ -43,8 +55,10 @@ def add_settings() -> None:
             "performance captures whole steps, memory captures none, auto decides by what is free"
         ),
         "rocm_sd_quality": shared.OptionInfo("exact", "Quality", gradio.Radio, {"choices": list(QUALITIES)}).info(
-            "no approximation exists in this version: all of them are exact"
+            "exact approximates nothing; high and balanced leave out what was measured for the model "
+            "(rocm-sd tune --quality), and nothing for others"
         ),
+        "rocm_sd_quality_in_numbers": shared.OptionInfo("", _IN_NUMBERS).info(_WHAT_NUMBERS),
         "rocm_sd_vae": shared.OptionInfo(True, "Optimize the VAE, too"),
     }
     for name, option in options.items():
@@ -69,15 +83,22 @@ def _model_loaded(sd_model: Any) -> None:
 
 
 def pasted(parameters: dict[str, Any], part: str) -> Any:
-    """What a picture's own text says: enabled, level or quality; None, which changes nothing, if it says nothing."""
+    """What a picture's own text says: enabled, level, quality or quality in numbers; None, which changes nothing, if it
+    says nothing.
+    """
     text = parameters.get(INFOTEXT)
     if text is None:
         return None
     if part == "enabled":
         return True
-    known = {"level": LEVELS, "quality": QUALITIES}[part]
-    found = re.search(rf"\b{part} (\w+)", str(text))
-    return found.group(1) if found and found.group(1) in known else None
+    # Numbers have commas in them, and no space after one.
+    found = re.search(rf"\b{'level' if part == 'level' else 'quality'} (\S+?)(?:, |$)", str(text))
+    said = found.group(1) if found else None
+    if part != "quality in numbers":
+        return said if said in {"level": LEVELS, "quality": QUALITIES}[part] else None
+    if said is None or said in QUALITIES:
+        return None if said is None else ""
+    return said if _why_not_quality(said) is None else None
 
 
 def _script_class() -> Any:
@@ -97,19 +118,26 @@ def _script_class() -> Any:
                 enabled = gradio.Checkbox(label="Enable", value=bool(_setting("rocm_sd_enabled", True)))
                 level = gradio.Radio(list(LEVELS), label="Level", value=_setting("rocm_sd_level", "auto"))
                 quality = gradio.Radio(list(QUALITIES), label="Quality", value=_setting("rocm_sd_quality", "exact"))
+                in_numbers = gradio.Textbox(
+                    label=_IN_NUMBERS, value=_setting("rocm_sd_quality_in_numbers", ""), placeholder=_WHAT_NUMBERS
+                )
                 shown = gradio.HTML(_panel())
                 gradio.Button("What is replaced").click(fn=_panel, inputs=[], outputs=[shown])
             self.infotext_fields = [
                 (enabled, lambda parameters: pasted(parameters, "enabled")),
                 (level, lambda parameters: pasted(parameters, "level")),
                 (quality, lambda parameters: pasted(parameters, "quality")),
+                (in_numbers, lambda parameters: pasted(parameters, "quality in numbers")),
             ]
             self.paste_field_names = [INFOTEXT]
-            return [enabled, level, quality]
+            return [enabled, level, quality, in_numbers]
 
-        def process(self, p: Any, enabled: bool = False, level: str = "auto", quality: str = "exact") -> None:
+        def process(
+            self, p: Any, enabled: bool = False, level: str = "auto", quality: str = "exact", in_numbers: str = ""
+        ) -> None:
             """Before each job, and before the host chooses its UNet for it."""
-            wish = Wish(level, quality, bool(_setting("rocm_sd_vae", True))) if enabled else None
+            chosen = in_words(quality, in_numbers)
+            wish = Wish(level, chosen, bool(_setting("rocm_sd_vae", True))) if enabled else None
             try:
                 reason = _why_not_wish(wish) or SWITCH.settle(host.module("shared").sd_model, wish)
             except Exception as error:  # noqa: BLE001 -- the job goes on as without the extension
@@ -122,6 +150,7 @@ def _script_class() -> Any:
 
         def postprocess(self, p: Any, processed: Any, *args: Any) -> None:  # noqa: ARG002 -- the host's signature
             """What went wrong while the picture was made, under the picture."""
+            SWITCH.forget_features()
             if PERMISSION.broken is not None:
                 processed.comments = f"{processed.comments}\nROCm SD: {PERMISSION.broken}".strip()
 
@@ -130,9 +159,19 @@ def _script_class() -> Any:
 
 def _why_not_wish(wish: Wish | None) -> str | None:
     """An API's caller may send anything."""
-    if wish is None or (wish.level in LEVELS and wish.quality in QUALITIES):
+    if wish is None:
         return None
-    return f"level {wish.level!r} with quality {wish.quality!r} is not known: {', '.join((*LEVELS, *QUALITIES))}"
+    if wish.level not in LEVELS:
+        return f"level {wish.level!r} is not known: {', '.join(LEVELS)}"
+    return _why_not_quality(wish.quality)
+
+
+def _why_not_quality(text: str) -> str | None:
+    try:
+        quality_of(text)
+    except InvalidOption as error:
+        return str(error)
+    return None
 
 
 def _say(p: Any, sentence: str) -> None:

@@ -8,37 +8,24 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
-import torch
-
 import rocm_sd
 from rocm_sd.engine import convolutions, free_memory
-from rocm_sd.engine.capture import (
-    CapturedCalls,
-    HostCall,
-    Policy,
-    graphs_wanted,
-    start_compiling,
-    why_foreign_layer,
-)
+from rocm_sd.engine.capture import graphs_wanted, start_compiling
 from rocm_sd.integrations.a1111 import host, messages
-from rocm_sd.integrations.a1111.a1111_policy import (
-    CAPTURED_RULES,
-    PACKAGES,
-    RULES,
-    LoraNetworks,
-    identities,
-    why_not_layers,
-)
+from rocm_sd.integrations.a1111.a1111_policy import CAPTURED_RULES, RULES, LoraNetworks, why_not_layers
+from rocm_sd.integrations.a1111.approximated_steps import DENOISER, ApproximatedUnet
 from rocm_sd.integrations.a1111.permission import PERMISSION
+from rocm_sd.integrations.a1111.unet_graphs import UnetGraphs
+from rocm_sd.integrations.ldm import settings_for
 from rocm_sd.rewrite.apply import Change, apply, undo
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    import torch
     from torch import nn
 
     from rocm_sd.engine import Installed
@@ -77,40 +64,6 @@ def why_not_model(sd_model: Any) -> str | None:
     return why_not_layers()
 
 
-class _GraphPolicy(Policy):
-    # The host runs a half precision model under autocast.
-    under_autocast = True
-
-    def why_not(self, model: nn.Module, device: torch.device) -> str | None:  # noqa: ARG002 -- it is where it was
-        return why_foreign_layer(model, PACKAGES, methods=("forward", "_forward"))
-
-    def say(self, sentence: str) -> None:
-        messages.say(sentence)
-
-
-class UnetGraphs:
-    """Calls of one UNet from graphs. It does not keep the UNet alive."""
-
-    def __init__(self, unet: nn.Module) -> None:
-        self._unet = ref(unet)
-        self._device = next(unet.parameters()).device
-        self._kinds = {type(module) for module in unet.modules() if type(module).__module__.startswith(("ldm", "sgm"))}
-        self.calls = CapturedCalls(unet, _GraphPolicy("the UNet"))
-
-    def __call__(self, original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the UNet gives by `original`, its own forward."""
-        held, device = self._unet, self._device
-        autocast, dtype = torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            # Autocast keeps casts of weights for its next use: a graph would read them after they are gone.
-            with PERMISSION.a_whole_call(), torch.autocast(device.type, dtype, enabled=autocast, cache_enabled=False):
-                return original(held(), *args, **kwargs)
-
-        also = (autocast, dtype, identities(self._kinds))
-        return self.calls(HostCall(args, kwargs, device, partial(run, *args, **kwargs), run, also))
-
-
 class _OptimizedModel:
     """One model with its blocks replaced."""
 
@@ -125,6 +78,8 @@ class _OptimizedModel:
         self._hook: Any = None
         self.library = convolutions.choose_library(self.device)
         self.graphs: UnetGraphs | None = None
+        self.approximated: ApproximatedUnet | None = None
+        self.why_exact: str | None = None
         self._lora = LoraNetworks(unet)
         try:
             self._install(unet, [unet, sd_model.first_stage_model] if wish.vae else [unet])
@@ -137,6 +92,9 @@ class _OptimizedModel:
         if captures:
             start_compiling(self.device)
             self.graphs = UnetGraphs(unet)
+        settings, self.why_exact = settings_for(unet, self.wish.quality)
+        if settings:
+            self.approximated = ApproximatedUnet(settings, self.graphs)
         layout = convolutions.choose_layout(
             self.device, next(filter(None, map(convolutions.convolution_dtype, parts)), None)
         )
@@ -157,6 +115,8 @@ class _OptimizedModel:
 
     def _before_call(self) -> None:
         """Around every call of the UNet, by the host or by ControlNet's forward in its place."""
+        if self.approximated is not None:
+            self.approximated.called += 1
         try:
             shared, devices = host.module("shared"), host.module("devices")
             reason = why_not_layers() or self._lora.bring_in()
@@ -172,10 +132,15 @@ class _OptimizedModel:
 
     def call(self, original: Callable[..., Any], unet: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The UNet's own forward, from a graph where one fits, with the library that was measured to be faster."""
+        graphs = self.graphs if self._captures_now() else None
+
+        def exact() -> Any:
+            return original(unet, *args, **kwargs) if graphs is None else graphs(original, args, kwargs)
+
         with self.library.in_force(unet, args, kwargs):
-            if self.graphs is None or not self._captures_now():
-                return original(unet, *args, **kwargs)
-            return self.graphs(original, args, kwargs)
+            if self.approximated is None:
+                return exact()
+            return self.approximated.call(original, unet, args, kwargs, exact, captures=graphs is not None)
 
     def _captures_now(self) -> bool:
         if PERMISSION.unet is not None or PERMISSION.broken is not None or not PERMISSION.attention:
@@ -187,6 +152,8 @@ class _OptimizedModel:
             self._hook.remove()
         if self.graphs is not None:
             self.graphs.calls.clear()
+        if self.approximated is not None:
+            self.approximated.steps.clear()
         undo(self.changes)
         for installed in reversed(self._installed):
             installed.restore()
@@ -255,6 +222,12 @@ class Switch:
         if self._on is not None and self._on.graphs is not None:
             self._on.graphs.calls.clear()
 
+    def forget_features(self) -> None:
+        """Once a job is done: they are of no use to the next one."""
+        DENOISER.leave()
+        if self._on is not None and self._on.approximated is not None:
+            self._on.approximated.steps.clear()
+
     def infotext(self) -> str:
         """For the picture's own metadata: version, level, how many blocks."""
         on = self._on
@@ -277,6 +250,10 @@ class Switch:
         lines += [*on.library.notes(on.unet()), *(on.library.notes_of_a_vae() if on.wish.vae else ())]
         if PERMISSION.unet is not None:
             lines.append(f"the UNet runs as the host has it: {PERMISSION.unet}")
+        if on.why_exact is not None:
+            lines.append(f"the UNet: {on.why_exact}")
+        if on.approximated is not None:
+            lines += on.approximated.notes()
         return lines if on.graphs is None else [*lines, *on.graphs.calls.notes()]
 
 

@@ -24,7 +24,7 @@ from rocm_sd.engine import free_memory, is_out_of_memory
 from rocm_sd.engine.capture import CapturedCalls, HostCall, Policy, compile_kernels, why_foreign_layer
 from rocm_sd.integrations.comfyui.attention import OPTION, is_our_override
 from rocm_sd.integrations.comfyui.host import PatchReport, belongs_to_the_host, say
-from rocm_sd.integrations.ldm import NORM_OUT, TRANSFORMER_RULES, UNET_RULES, VAE_RULES, HostPolicy
+from rocm_sd.integrations.ldm import NORM_OUT, TRANSFORMER_RULES, UNET_RULES, VAE_RULES, HostPolicy, run_pass
 from rocm_sd.rewrite import Change
 from rocm_sd.rewrite.forwards import is_ours, mark
 from rocm_sd.rewrite.layers import untouched
@@ -37,12 +37,15 @@ if TYPE_CHECKING:
     from rocm_sd.engine.convolutions import ChosenLibrary
     from rocm_sd.integrations.ldm import BlockRule
 
-__all__ = ["MODEL_RULES", "VAE_RULES", "ComfyUIPolicy", "StepGraph", "compiled_ahead", "find", "fused"]
+__all__ = [
+    "MODEL_RULES", "PACKAGES", "VAE_RULES", "ComfyUIPolicy", "StepGraph", "compiled_ahead", "find", "fused",
+    "plain_branch", "why_not_plain",
+]  # fmt: skip
 
 MODEL_RULES = (*UNET_RULES, NORM_OUT, *TRANSFORMER_RULES)
 # Level auto captures while so much of the card's memory is free.
 _FREE_FOR_AUTO = 0.25
-_PACKAGES = frozenset({"comfy", "torch"})
+PACKAGES = frozenset({"comfy", "torch"})
 # What the host puts there for patches and for its own bookkeeping. A UNet without patches reads none of them.
 _READ_BY_PATCHES_ONLY = frozenset({
     "activations_shape", "block", "block_index", "callbacks", "cond_or_uncond", "original_shape", "patches",
@@ -187,7 +190,7 @@ class _GraphPolicy(Policy):
         self._level = level
 
     def why_not(self, model: nn.Module, device: torch.device) -> str | None:
-        reason = why_foreign_layer(model, _PACKAGES, own_hooks=True)
+        reason = why_foreign_layer(model, PACKAGES, own_hooks=True)
         return reason or _why_weights(model, device) or self._why_no_room(device)
 
     def dtype(self, model: nn.Module, call: HostCall) -> torch.dtype:  # noqa: ARG002 -- weights may be cast in each call
@@ -235,36 +238,30 @@ class StepGraph:
 
         if torch.compiler.is_compiling():
             return eager()
-        override = options.get(OPTION)
-        try:
-            reason = self._why_eager(executor, options, kwargs)
-            body = _Forward(WeakMethod(executor.original), override)
-        except (AttributeError, TypeError) as error:
-            reason = f"this ComfyUI's wrappers are not as they are known here ({error})"
+        reason = why_not_plain(self._unet(), executor, options, kwargs)
         if reason is not None:
             self.calls.count_eager(reason)
         if reason is not None or type(x) is not torch.Tensor:
             return eager()
+        override = options.get(OPTION)
+        body = _Forward(WeakMethod(executor.original), override)
         return self.calls(HostCall((x, timesteps, context, y, control), {}, x.device, eager, body, override))
 
-    def _why_eager(self, executor: Any, options: dict[str, Any], kwargs: dict[str, Any]) -> str | None:
-        unet = self._unet()
-        if unet is None or executor.class_obj is not unet:
-            return "it is another model than the one that was optimised"
-        # Those around this one run as always. One inside of it would run once, when captured.
-        if executor.idx != len(executor.wrappers) - 1:
-            return "another node wraps the model inside of this one"
-        if any(value is not None for value in kwargs.values()):
-            return f"it is called with {min(kwargs)}"
-        for name in ("patches", "patches_replace"):
-            for kind, found in options.get(name, {}).items():
-                if found:
-                    return f"another node patches it ({kind})"
-        unknown = sorted(options.keys() - _READ_BY_PATCHES_ONLY)
-        if unknown:
-            return f"its options have {unknown[0]}, which is not known here"
+    def branch(
+        self, executor: Any, args: tuple[Any, ...], options: dict[str, Any], depth: int, features: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """A whole or a shallow pass of a call that is plain, as a kind of call by itself: `features` is an input."""
         override = options.get(OPTION)
-        return None if override is None or is_our_override(override) else "another node computes its attention"
+        body = _Branch(WeakMethod(executor.original), override, depth)
+
+        def eager() -> tuple[torch.Tensor, torch.Tensor]:
+            return plain_branch(executor, args, options, depth, features)
+
+        also = (override, "branch", depth)
+        given: tuple[torch.Tensor, torch.Tensor] = self.calls(
+            HostCall((*args, features), {}, args[0].device, eager, body, also)
+        )
+        return given
 
     def detached(self, _patcher: Any, unpatch_all: bool) -> None:
         """The host's call once a model is given up; also between two uses of one that stays where it is."""
@@ -272,6 +269,64 @@ class StepGraph:
             self.calls.clear()
         else:
             self.calls.sleep()
+
+
+def why_not_plain(unet: nn.Module | None, executor: Any, options: dict[str, Any], kwargs: dict[str, Any]) -> str | None:
+    """What in a call is not the host's forward and its tensors alone, in words."""
+    try:
+        return _why_not_plain(unet, executor, options, kwargs)
+    except (AttributeError, TypeError) as error:
+        return f"this ComfyUI's wrappers are not as they are known here ({error})"
+
+
+def _why_not_plain(
+    unet: nn.Module | None, executor: Any, options: dict[str, Any], kwargs: dict[str, Any]
+) -> str | None:
+    # Raises where it is no method: what is captured must not keep the model alive.
+    WeakMethod(executor.original)
+    if unet is None or executor.class_obj is not unet:
+        return "it is another model than the one that was optimised"
+    # Those around this one run as always. One inside of it would run once, when captured.
+    if executor.idx != len(executor.wrappers) - 1:
+        return "another node wraps the model inside of this one"
+    if any(value is not None for value in kwargs.values()):
+        return f"it is called with {min(kwargs)}"
+    for name in ("patches", "patches_replace"):
+        for kind, found in options.get(name, {}).items():
+            if found:
+                return f"another node patches it ({kind})"
+    unknown = sorted(options.keys() - _READ_BY_PATCHES_ONLY)
+    if unknown:
+        return f"its options have {unknown[0]}, which is not known here"
+    override = options.get(OPTION)
+    return None if override is None or is_our_override(override) else "another node computes its attention"
+
+
+def plain_branch(
+    executor: Any, args: tuple[Any, ...], options: dict[str, Any], depth: int, features: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A whole or a shallow pass with no graph; `args`: x, timesteps, context and y. There is no control."""
+    original = executor.original
+    return run_pass(original.__func__, original.__self__, depth, features, *args, None, options)
+
+
+@dataclass(frozen=True)
+class _Branch:
+    """A pass of the host's forward that takes features or gives them, with all that is not a tensor decided."""
+
+    original: WeakMethod[Callable[..., Any]]
+    override: Any
+    depth: int
+
+    def __call__(
+        self, x: Any, timesteps: Any, context: Any, y: Any, features: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        options = {} if self.override is None else {OPTION: self.override}
+        original: Any = self.original()
+        assert original is not None
+        args = (x, timesteps, context, y, None, options)
+        with fused():
+            return run_pass(original.__func__, original.__self__, self.depth, features, *args)
 
 
 @dataclass(frozen=True)

@@ -71,7 +71,12 @@ def require(patcher: Any) -> None:
         extension: Any = the("comfy.patcher_extension")
     except ImportError as error:
         raise _too_old(str(error)) from None
-    for name, attribute in (("WrappersMP", "DIFFUSION_MODEL"), ("CallbacksMP", "ON_DETACH"), ("PatcherInjection", "")):
+    for name, attribute in (
+        ("WrappersMP", "DIFFUSION_MODEL"),
+        ("WrappersMP", "SAMPLER_SAMPLE"),
+        ("CallbacksMP", "ON_DETACH"),
+        ("PatcherInjection", ""),
+    ):
         found = getattr(extension, name, None)
         if found is None or (attribute and not hasattr(found, attribute)):
             raise _too_old(f"comfy.patcher_extension has no {name}{attribute and '.'}{attribute}")

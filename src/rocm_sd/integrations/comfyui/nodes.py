@@ -8,8 +8,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from rocm_sd.engine import LEVELS, QUALITIES
+from rocm_sd.errors import InvalidOption
 from rocm_sd.integrations.comfyui import benchmark, patching
 from rocm_sd.integrations.comfyui.host import belongs_to_the_host, say
+from rocm_sd.integrations.ldm import in_words, quality_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,7 +31,20 @@ _LEVEL = (
 )
 _QUALITY = (
     list(QUALITIES),
-    {"default": "exact", "tooltip": "How far approximations may go. exact allows none; no others exist yet."},
+    {
+        "default": "exact",
+        "tooltip": "How far approximations may go. exact: none. high, balanced: some steps leave deep layers out, where"
+        " that was measured for this model (rocm-sd tune --quality); elsewhere all is exact, and the report says so.",
+    },
+)
+_IN_NUMBERS = (
+    "STRING",
+    {
+        "default": "",
+        "tooltip": "In place of quality, where it is not empty: a budget that was measured (psnr=32,ssim=0.97), or a"
+        " setting to try (depth=1,every=3,order=1: one step of 3 computes all layers, the others the last 1 of the way"
+        " up, with deep features extrapolated).",
+    },
 )
 
 
@@ -94,10 +109,25 @@ class ROCmOptimizedModel(_Optimizer):
                 "optimization_level": _LEVEL,
                 "quality": _QUALITY,
             },
+            "optional": {"quality_in_numbers": _IN_NUMBERS},
         }
 
-    def optimize(self, model: Any, optimization_level: str = "auto", quality: str = "exact") -> tuple[Any]:
-        return self._or_unchanged(model, lambda: patching.optimize_model(model, optimization_level, quality))
+    @classmethod
+    def VALIDATE_INPUTS(cls, quality: Any = None, quality_in_numbers: Any = None) -> bool | str:  # noqa: N802
+        """Before anything runs. None: it comes from another node, and is looked at when it is there."""
+        try:
+            for text in (quality, quality_in_numbers):
+                if text:
+                    quality_of(text)
+        except InvalidOption as error:
+            return str(error)
+        return True
+
+    def optimize(
+        self, model: Any, optimization_level: str = "auto", quality: str = "exact", quality_in_numbers: str = ""
+    ) -> tuple[Any]:
+        chosen = in_words(quality, quality_in_numbers)
+        return self._or_unchanged(model, lambda: patching.optimize_model(model, optimization_level, chosen))
 
 
 class ROCmOptimizedVAE(_Optimizer):

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 from rocm_sd import arch, settings
-from rocm_sd.engine import LEVELS, QUALITIES
+from rocm_sd.engine import LEVELS
 from rocm_sd.engine.capture import graphs_wanted, start_compiling
 from rocm_sd.engine.convolutions import CHANNELS_LAST, choose_layout, choose_library, convolution_dtype
 from rocm_sd.errors import Unsupported, require_one_of
+from rocm_sd.integrations.comfyui.approximated_steps import ApproximatedSteps
 from rocm_sd.integrations.comfyui.attention import OPTION, is_our_override, override_for
 from rocm_sd.integrations.comfyui.channels_last import ChannelsLast
 from rocm_sd.integrations.comfyui.comfyui_policy import (
@@ -29,6 +30,7 @@ from rocm_sd.integrations.comfyui.comfyui_policy import (
     find,
 )
 from rocm_sd.integrations.comfyui.host import KEY, PatchReport, is_comfy, require, the
+from rocm_sd.integrations.ldm import in_words, quality_of, settings_for
 from rocm_sd.kernels import triton as triton_kernels
 from rocm_sd.rewrite.forwards import is_ours
 
@@ -38,7 +40,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from rocm_sd.integrations.ldm import BlockRule
+    from rocm_sd.integrations.ldm import BlockRule, HostSetting
     from rocm_sd.rewrite.guarding import Guard
 
 __all__ = ["optimize_attention", "optimize_model", "optimize_vae", "report_of", "stock_clone"]
@@ -65,7 +67,8 @@ def stock_clone(patcher: Any) -> Any:
     options = clone.model_options.get("transformer_options", {})
     if is_our_override(options.get(OPTION)):
         del options[OPTION]
-    clone.remove_wrappers_with_key(extension.WrappersMP.DIFFUSION_MODEL, KEY)
+    for kind in (extension.WrappersMP.DIFFUSION_MODEL, extension.WrappersMP.SAMPLER_SAMPLE):
+        clone.remove_wrappers_with_key(kind, KEY)
     clone.remove_callbacks_with_key(extension.CallbacksMP.ON_DETACH, KEY)
     clone.remove_injections(KEY)
     clone.remove_attachments(KEY)
@@ -80,26 +83,36 @@ def optimize_attention(patcher: Any, level: str) -> Any:
 
 
 def optimize_model(patcher: Any, level: str, quality: str) -> Any:
-    """Attention, fused blocks and captured steps; of a model that is not a UNet of Stable Diffusion attention alone."""
+    """Attention, fused blocks, captured steps, and shallow ones where `quality` allows them; of a model that is not a
+    UNet of Stable Diffusion attention alone.
+    """
     clone, report = _begin(patcher, "model", level, quality)
     _override_attention(clone, report)
     unet = getattr(clone.model, _UNET, None)
     kind: type = type(unet)
     if unet is None or not is_comfy(kind, *_UNET_KIND):
         report.notes.append(f"only its attention is replaced: {kind.__name__} is no UNet of SD 1.5, SD 2 or SDXL")
+        if report.quality != "exact":
+            report.notes.append(f"all is exact: quality {report.quality} leaves out layers of such a UNet")
         return clone
     kept = _lay_out(clone, report, lambda model: model.diffusion_model)
     _patch(clone, report, unet, MODEL_RULES, f"{_UNET}.", kept)
     device = clone.load_device
     # Before the graph's wrapper, and so around it: what wraps the model inside of that keeps steps from being captured.
     _use_library(clone, report)
+    settings, why_exact = settings_for(unet, report.quality)
+    if why_exact is not None:
+        report.notes.append(f"the UNet: {why_exact}")
+    graph = None
     if level == "memory":
         report.notes.append("steps are not captured as graphs: level memory holds no memory for them")
     elif graphs_wanted(device):
-        _capture_steps(clone, report, StepGraph(unet, level))
+        graph = StepGraph(unet, level)
+        report.sources.append(graph.calls.notes)
         start_compiling(device)
     else:
         report.notes.append(f"steps are not captured as graphs: {_why_no_graphs(device)}")
+    _wrap_steps(clone, report, unet, settings, graph)
     return clone
 
 
@@ -128,11 +141,11 @@ def optimize_vae(vae: Any, level: str) -> Any:
 
 def _begin(patcher: Any, what: str, level: str, quality: str) -> tuple[Any, PatchReport]:
     require_one_of("optimization_level", level, LEVELS)
-    require_one_of("quality", quality, QUALITIES)
+    quality_of(quality)
     require(patcher)
     clone = stock_clone(patcher)
     device = clone.load_device
-    report = PatchReport(what, arch.detect(device).name, level, quality)
+    report = PatchReport(what, arch.detect(device).name, level, in_words(quality))
     if device.type == "cpu":
         report.notes.append(
             "on a CPU each call is ComfyUI's own: the ops are stock torch there, unless a setting names others"
@@ -141,8 +154,6 @@ def _begin(patcher: Any, what: str, level: str, quality: str) -> tuple[Any, Patc
         reason = triton_kernels.why_not(device)
         if reason is not None:
             report.notes.append(f"Triton kernels are not used: {reason}")
-    if quality != "exact":
-        report.notes.append(f"quality {quality} allows approximations; none exists here, so the result is exact")
     clone.set_attachments(KEY, report)
     return clone, report
 
@@ -212,11 +223,19 @@ def _use_library(clone: Any, report: PatchReport) -> None:
     clone.add_wrapper_with_key(the("comfy.patcher_extension").WrappersMP.DIFFUSION_MODEL, KEY, wrapper)
 
 
-def _capture_steps(clone: Any, report: PatchReport, graph: StepGraph) -> None:
+def _wrap_steps(
+    clone: Any, report: PatchReport, unet: nn.Module, settings: list[HostSetting], graph: StepGraph | None
+) -> None:
+    """By graphs, by shallow steps, or by both."""
     extension = the("comfy.patcher_extension")
-    clone.add_wrapper_with_key(extension.WrappersMP.DIFFUSION_MODEL, KEY, graph.wrapper)
-    clone.add_callback_with_key(extension.CallbacksMP.ON_DETACH, KEY, graph.detached)
-    report.sources.append(graph.calls.notes)
+    steps: StepGraph | ApproximatedSteps | None = graph
+    if settings:
+        steps = approximated = ApproximatedSteps(unet, settings, graph)
+        report.sources.append(approximated.steps.notes)
+        clone.add_wrapper_with_key(extension.WrappersMP.SAMPLER_SAMPLE, KEY, approximated.sampling)
+    if steps is not None:
+        clone.add_wrapper_with_key(extension.WrappersMP.DIFFUSION_MODEL, KEY, steps.wrapper)
+        clone.add_callback_with_key(extension.CallbacksMP.ON_DETACH, KEY, steps.detached)
 
 
 def _why_no_graphs(device: torch.device) -> str:

@@ -31,6 +31,10 @@ class Radio(Component):
         self.choices = choices
 
 
+class Textbox(Component):
+    pass
+
+
 class HTML(Component):
     pass
 

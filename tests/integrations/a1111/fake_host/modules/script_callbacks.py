@@ -29,6 +29,33 @@ def on_script_unloaded(callback, *, name=None):
     _add("script_unloaded", callback)
 
 
+def on_cfg_denoiser(callback, *, name=None):
+    _add("cfg_denoiser", callback)
+
+
+def on_cfg_denoised(callback, *, name=None):
+    _add("cfg_denoised", callback)
+
+
+class CFGDenoiserParams:
+    def __init__(
+        self, x, image_cond, sigma, sampling_step, total_sampling_steps, text_cond, text_uncond, denoiser=None
+    ):
+        self.x, self.image_cond, self.sigma, self.denoiser = x, image_cond, sigma, denoiser
+        self.sampling_step, self.total_sampling_steps = sampling_step, total_sampling_steps
+        self.text_cond, self.text_uncond = text_cond, text_uncond
+
+
+def cfg_denoiser_callback(params):
+    for callback in callbacks.get("cfg_denoiser", []):
+        callback(params)
+
+
+def cfg_denoised_callback(params):
+    for callback in callbacks.get("cfg_denoised", []):
+        callback(params)
+
+
 def model_loaded_callback(sd_model):
     for callback in callbacks.get("model_loaded", []):
         callback(sd_model)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 
 class OptionInfo:
     def __init__(self, default=None, label="", component=None, component_args=None):
@@ -18,6 +20,7 @@ class Options:
     def __init__(self):
         self.data_labels = {}
         self.sd_unet, self.upcast_attn, self.lora_functional = "Automatic", False, False
+        self.batch_cond_uncond = True
 
     def add_option(self, key, info):
         self.data_labels[key] = info
@@ -28,3 +31,4 @@ class Options:
 opts = Options()
 loaded_hypernetworks: list = []
 sd_model = None
+state = SimpleNamespace(sampling_step=0, sampling_steps=0)
