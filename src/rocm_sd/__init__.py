@@ -37,6 +37,7 @@ __all__ = [
     "detect",
     "ops",
     "optimize",
+    "preview",
     "report",
     "restore",
 ]
@@ -44,7 +45,7 @@ __all__ = [
 if TYPE_CHECKING:
     from rocm_sd import ops
     from rocm_sd.arch import detect
-    from rocm_sd.engine import Approximation, Skipping, optimize, report, restore
+    from rocm_sd.engine import Approximation, Skipping, optimize, preview, report, restore
     from rocm_sd.integrations.diffusers import (
         ROCmFluxImg2ImgPipeline,
         ROCmFluxInpaintPipeline,
@@ -73,6 +74,7 @@ _LAZY = {
     "Skipping": "rocm_sd.engine",
     "detect": "rocm_sd.arch",
     "optimize": "rocm_sd.engine",
+    "preview": "rocm_sd.engine",
     "report": "rocm_sd.engine",
     "restore": "rocm_sd.engine",
 }

@@ -1,6 +1,6 @@
 """optimize, restore, report: one call makes a pipeline fast, one brings it back, one says what was done and why."""
 
-from rocm_sd.engine.approximation import Approximation, Skipping
+from rocm_sd.engine.approximation import Approximation, Skipping, preview
 from rocm_sd.engine.capture import graphs_wanted
 from rocm_sd.engine.denoising import captured_models
 from rocm_sd.engine.installed import Installed
@@ -20,6 +20,6 @@ from rocm_sd.engine.reporting import Report
 
 __all__ = [
     "EVERYTHING", "LEVELS", "QUALITIES", "Approximation", "Installed", "Parts", "Report", "Skipping", "captured_models",
-    "free_memory", "graphs_wanted", "is_out_of_memory", "optimize", "optimize_with", "prepare_plan", "report",
-    "require_quality", "restore",
+    "free_memory", "graphs_wanted", "is_out_of_memory", "optimize", "optimize_with", "prepare_plan", "preview",
+    "report", "require_quality", "restore",
 ]  # fmt: skip

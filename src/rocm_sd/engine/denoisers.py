@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["FEATURES", "Denoiser", "denoiser"]
+__all__ = ["FEATURES", "MERGED", "OURS", "Denoiser", "denoiser"]
 
-# An argument that no model takes: from one part of the engine to another, through what is installed between them.
+# Arguments that no model takes: from one part of the engine to another, through what is installed between them.
 FEATURES = "rocm_sd_features"
+MERGED = "rocm_sd_merged"
+OURS = frozenset({FEATURES, MERGED})
 
 
 @dataclass(frozen=True)

@@ -112,13 +112,17 @@ def optimize_with(target: Target, level: str, quality: Quality, parts: Parts) ->
         installed.append(_convolution_library(modules, device))
     models = denoising.captured_models(target)
     approximated, left_exact = _approximated(target, models, quality, decision)
-    installed += [approximation.install_inside(model) for model in approximated]
+    skipped = {model: settings for model, settings in approximated.items() if approximation.are_about_steps(settings)}
+    installed += [approximation.install_inside(model) for model in skipped]
+    mergings = [found for found in map(approximation.Merging.of, approximated, approximated.values()) if found]
+    installed += [merging.install_inside() for merging in mergings]
     if graphs:
         as_they_are = {
             model for name, module in modules.items() if not ways[name].captured for model in subjects(module)
         }
         installed.append(denoising.install(target, [model for model in models if model not in as_they_are], parts))
-    lossy = [_left_out(target, model, settings) for model, settings in approximated.items()]
+    lossy = [_following(target, merging.install_outside) for merging in mergings]
+    lossy += [_left_out(target, model, settings) for model, settings in skipped.items()]
     installed += lossy
     if parts.calibrated and parts.plan is None and parts.rules is None and calibration.counts(device):
         keys = (calibration.model_key(model) for model in models)
@@ -128,6 +132,9 @@ def optimize_with(target: Target, level: str, quality: Quality, parts: Parts) ->
     notes = [*left_exact, *dict.fromkeys(note for way in ways.values() for note in way.notes)]
     installed.append(levels.install(target, decision))
     installed += [_planned_vae(module, decision.level) for name, module in modules.items() if is_vae(name, module)]
+    small = _small_decoder(target, approximated, device, parts if graphs else None)
+    installed += small
+    lossy += small[:1]
     _OPTIMIZED[target] = _State(
         Report(architecture.name, level, quality, tuple(changes), tuple(notes), tuple(left_exact)),
         device,
@@ -329,14 +336,30 @@ def _as_given(quality: Skipping | Approximation) -> Setting:
 
 
 def _left_out(target: Any, unet: nn.Module, settings: list[Setting]) -> Installed:
+    return _following(target, partial(approximation.install_outside, target, unet, settings))
+
+
+def _following(target: Any, install: Callable[[Callable[[], Any]], Installed]) -> Installed:
+    """What asks which schedule the pipeline runs, for as long as it is installed."""
     run_of, stop = denoising.follow_schedule(target)
-    installed = approximation.install_outside(target, unet, settings, run_of)
+    installed = install(run_of)
 
     def restore() -> None:
         installed.restore()
         stop()
 
     return Installed(installed.notes, restore)
+
+
+def _small_decoder(
+    target: Any, approximated: Mapping[nn.Module, list[Setting]], device: torch.device, parts: Parts | None
+) -> list[Installed]:
+    """`parts`: of what captures it, or None where nothing is captured."""
+    settings = next(iter(approximated.values()), [])
+    if not approximation.wants_small_decoder(settings):
+        return []
+    installed, models = approximation.install_small_decoder(target, settings, device)
+    return [installed, *([denoising.install(target, models, parts)] if parts is not None and models else [])]
 
 
 def _weakly_held(target: Any) -> bool:

@@ -24,7 +24,10 @@ from rocm_sd.rewrite.tokens import projected
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-__all__ = ["RULE", "chain", "hoistable", "keys_values", "one_dtype", "stock_processor"]
+__all__ = [
+    "RULE", "chain", "has_stock_processor", "hoistable", "keys_values", "one_dtype", "self_attention",
+    "stock_processor",
+]  # fmt: skip
 
 _KIND = "BasicTransformerBlock"
 _PROCESSORS = "diffusers.models.attention_processor"
@@ -209,6 +212,25 @@ def _attend(attn: Any, x: torch.Tensor, text: torch.Tensor | None, mask: torch.T
         (q,) = _project(x, heads, to_q)
         k, v = conditioning.keys_values(attn) or keys_values(attn, text)
     return _linear(out, attention(q, k, v, _scale(attn)).flatten(2))
+
+
+def self_attention(block: Any, x: torch.Tensor) -> torch.Tensor | None:
+    """What the block's attention makes of tokens, for a stand-in around it: one that `untouched` would see. None where
+    the rule would leave them to the attention itself.
+    """
+    attn = block.attn1
+    out, dropout = attn.to_out
+    known = RULE.works_alone(block) and _known(block, x) and not block.only_cross_attention
+    if not known or not (_is_default(attn) and idle(dropout)):
+        return None
+    q, k, v = _project(x, attn.heads, attn.to_q, attn.to_k, attn.to_v)
+    return _linear(out, attention(q, k, v, _scale(attn)).flatten(2))
+
+
+def has_stock_processor(attn: Any) -> bool:
+    """Whether it is computed as Diffusers' own default processors do, in either dtype for the scores."""
+    processor = stock_processor(attn.processor)
+    return processor.__module__ == _PROCESSORS and processor.__name__ in {"AttnProcessor2_0", "AttnProcessor"}
 
 
 def stock_processor(processor: object) -> type:

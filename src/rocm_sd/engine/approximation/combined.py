@@ -18,9 +18,9 @@ EIGHT_BITS = ("int8", "fp8")
 
 @dataclass(frozen=True)
 class Approximation:
-    """`skipping`: which steps leave what out. `merged`: the share of the outermost blocks' tokens that attention takes
-    together with others. `eight_bits`: what the denoiser's products are computed in, or None for their own dtype.
-    `small_decoder`: whether the small decoder draws the picture.
+    """`skipping`: which steps leave what out. `merged`: of the outermost blocks' tokens three in four may be taken
+    together with others by attention, and this share of them is. `eight_bits`: what the denoiser's products are
+    computed in, or None for their own dtype. `small_decoder`: whether the small decoder draws the picture.
     """
 
     skipping: Skipping = field(default_factory=Skipping)
@@ -52,7 +52,7 @@ class Approximation:
     def __str__(self) -> str:
         said = [] if self.skipping.is_exact else [str(self.skipping)]
         if self.merged:
-            said.append(f"{self.merged:.0%} of the outermost tokens merged")
+            said.append(f"{self.merged:.0%} of three in four outermost tokens merged")
         if self.eight_bits:
             said.append(f"products in {self.eight_bits}")
         if self.small_decoder:

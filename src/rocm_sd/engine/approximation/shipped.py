@@ -13,7 +13,7 @@ from rocm_sd.engine.approximation.combined import NOTHING, Approximation
 if TYPE_CHECKING:
     from rocm_sd.engine.approximation.skipping import Skipping
 
-__all__ = ["Setting", "family", "shipped"]
+__all__ = ["Setting", "are_about_steps", "family", "of_steps", "shipped"]
 
 _FILE = "shipped.json"
 # By the width of the text that a UNet sees, and of its outermost blocks.
@@ -57,6 +57,13 @@ def of_steps(settings: list[Setting], steps: int) -> Setting:
     """The setting for a picture of so many steps."""
     fitting = [setting for setting in settings if setting.from_steps <= steps]
     return fitting[-1] if fitting else Setting(0, NOTHING, f"nothing was measured for {steps} steps")
+
+
+def are_about_steps(settings: list[Setting]) -> bool:
+    """Whether one of them leaves out steps, or all say why nothing is approximated: steps are counted for either."""
+    return any(not setting.skipping.is_exact for setting in settings) or all(
+        setting.approximation.is_exact for setting in settings
+    )
 
 
 def _in_words(kind: str | None, measured: dict[str, Any]) -> str:

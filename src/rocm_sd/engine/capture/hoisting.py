@@ -22,7 +22,7 @@ from torch import nn
 
 from rocm_sd.engine.capture.graph import Graph, capture_graph
 from rocm_sd.engine.capture.trial import CHECKED_REPLAYS, why_different
-from rocm_sd.engine.denoisers import FEATURES, denoiser
+from rocm_sd.engine.denoisers import OURS, denoiser
 from rocm_sd.ops.upsample_conv2d import parity_weights
 from rocm_sd.rewrite import conditioning, forwards, resblock, transformer
 from rocm_sd.rewrite.conditioning import Conditioning, TimeAdd
@@ -310,7 +310,7 @@ def _by_name(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     """The arguments of a call; empty where they do not fit the forward, which will say so itself."""
     kind: Any = type(model)
     try:
-        arguments = _signature(kind).bind(model, *args, **{name: kwargs[name] for name in kwargs if name != FEATURES})
+        arguments = _signature(kind).bind(model, *args, **{name: kwargs[name] for name in kwargs if name not in OURS})
     except TypeError:
         return {}
     arguments.apply_defaults()
