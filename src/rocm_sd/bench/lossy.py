@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from rocm_sd.bench import subjects, verdict
 from rocm_sd.bench.gate import PictureGate, free_memory
+from rocm_sd.bench.quality_search import approximated_model
 from rocm_sd.engine import Approximation, Parts, Skipping, optimize_with
 from rocm_sd.engine.approximation import known
 from rocm_sd.integrations import diffusers as host
@@ -57,7 +58,9 @@ class Lossy:
 
 def approximation_of(pipe: Any, quality: str, steps: int) -> Approximation:
     """What `optimize(pipe, quality=...)` approximates in pictures of so many steps."""
-    fitting = [setting for setting in known(pipe.unet, quality) if setting.from_steps <= steps]
+    model = approximated_model(pipe)
+    settings = [] if model is None else known(model, quality)
+    fitting = [setting for setting in settings if setting.from_steps <= steps]
     return fitting[-1].approximation if fitting else Approximation()
 
 

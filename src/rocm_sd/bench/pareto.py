@@ -14,16 +14,19 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from rocm_sd import measuring
 from rocm_sd.bench import lossy, subjects, verdict
 from rocm_sd.bench.gate import PictureGate, free_memory
 from rocm_sd.bench.machine import PeakMemory, machine
 from rocm_sd.bench.pareto_points import EXACT
-from rocm_sd.bench.quality_search import candidates
+from rocm_sd.bench.quality_search import approximated_model, candidates
 from rocm_sd.bench.records import STOCK, Measurement, Record, WorkloadFacts, continued, now, record_file
 from rocm_sd.bench.turns import Failed, Pipelines, failure_line, is_short, without_folders
 from rocm_sd.bench.workloads import Recipe, Workload
 from rocm_sd.engine import Approximation, is_out_of_memory, optimize, report
+from rocm_sd.engine.approximation import has_halves
 from rocm_sd.errors import DeviceUnavailable, NumericsFailure, RocmSdError, Unsupported
 from rocm_sd.integrations.diffusers import load_pipeline
 from rocm_sd.integrations.diffusers.loading import default_dtype
@@ -33,7 +36,6 @@ from rocm_sd.quality.budget import BUDGETS, Scores
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    import torch
     from PIL.Image import Image
 
     from rocm_sd.bench.subjects import Subjects
@@ -47,6 +49,8 @@ NOT_HERE = "not available here"
 # The share of a whole step that a shallow one takes, by depth: about what it is on a CPU and on a GPU. It only spreads
 # the settings from cheap to dear; what they take is measured.
 _SHALLOW = {1: 0.25, 3: 0.6}
+# Of a transformer's first block, in the same way: what a picture may take by how much that block may have changed.
+_FIRST_BLOCK = {0.05: 0.8, 0.12: 0.6, 0.3: 0.4}
 # What `Approximation` has beside the steps that are left out, each by itself.
 _FURTHER = (
     Approximation(merged=0.5),
@@ -55,7 +59,7 @@ _FURTHER = (
     Approximation(small_decoder=True),
 )
 _SAVE_EVERY_S = 5.0
-# Parameters of a UNet: that of Stable Diffusion 1.5 has 860 millions, and takes many minutes a picture there.
+# Parameters of a denoiser: that of Stable Diffusion 1.5 has 860 millions, and takes many minutes a picture there.
 _MOST_ON_A_CPU = 100e6
 
 
@@ -92,7 +96,8 @@ def choices(pipe: Any, steps: int, count: int) -> list[Choice]:
     """
     named = {name: lossy.approximation_of(pipe, name, steps) for name in BUDGETS}
     found = {one: Choice(name, one, name) for name, one in named.items() if not one.is_exact}
-    tried = [approximation for _, approximation in candidates(steps, _SHALLOW)]
+    first_block = {} if getattr(pipe, "unet", None) is not None else _FIRST_BLOCK
+    tried = [one for _, one in candidates(steps, _SHALLOW, first_block, halves=has_halves(pipe))]
     wanted = min(count, len(tried))
     spread = [tried[round(place * (len(tried) - 1) / max(wanted - 1, 1))] for place in range(wanted)]
     taken = [choice.name for choice in found.values()]
@@ -108,18 +113,19 @@ def choices(pipe: Any, steps: int, count: int) -> list[Choice]:
 def workload_of(source: ModelSource, device: torch.device, steps: int) -> Workload:
     """A model at its own size, with the scheduler that it comes with."""
     dtype = default_dtype(device)
-    pipe = load_pipeline(source, device.__class__("cpu"), dtype)
-    unet = getattr(pipe, "unet", None)
-    if unet is None:
-        raise Unsupported("bench --pareto", f"a {type(pipe).__name__}: it has no UNet, whose steps are approximated")
-    if device.type == "cpu" and unet.num_parameters() > _MOST_ON_A_CPU:
+    pipe = load_pipeline(source, torch.device("cpu"), dtype)
+    model = approximated_model(pipe)
+    if model is None or hasattr(pipe, "_pack_latents"):
+        kinds = "a UNet of SD or SDXL, or the transformer of SD3"
+        raise Unsupported("bench --pareto", f"a {type(pipe).__name__}: it takes a pipeline with {kinds}")
+    if device.type == "cpu" and model.num_parameters() > _MOST_ON_A_CPU:
         raise DeviceUnavailable(
             "This model needs a GPU: on a CPU one picture takes many minutes, and torch sees no GPU.",
             hint=f"Measure the built-in model: rocm-sd bench {EMBEDDED} --pareto",
         )
     if getattr(pipe, "safety_checker", None) is not None:
         pipe.safety_checker = None
-    size = unet.config.sample_size
+    size = model.config.sample_size
     height, width = (
         side * pipe.vae_scale_factor for side in (size if isinstance(size, (tuple, list)) else (size, size))
     )
