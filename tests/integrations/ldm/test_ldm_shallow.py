@@ -301,6 +301,7 @@ def test_a_setting_is_spelt():
         ("psnr=much", "psnr=32,ssim=0.97"),
         ("depth=1,evry=3", "'evry' is no part of it"),
         ("depth=1,psnr=3", "'psnr' is no part of it"),
+        ("depth=1,every=2,first_block=0.1", "'first_block' is no part of it"),
         ("depth=1,depth=2", "a name comes twice"),
         ("depth=one,every=2", "'one'"),
         ("depth=1.5,every=2", "'1.5'"),

@@ -6,7 +6,7 @@ leave out the same layers at the same depth.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,8 @@ __all__ = ["HostSetting", "in_words", "quality_of", "settings_for"]
 
 _BUDGET = ("psnr", "ssim", "match")
 _OF_A_SETTING = ("depth", "every", "whole_first", "whole_last", "order")
+# Known, and not done here.
+_OF_GUIDANCE = ("guided_every", "guided_first", "guidance_end")
 _HINT = (
     f"Use one of: {', '.join(QUALITIES)}; a budget, such as psnr=32,ssim=0.97; or a setting of your own, such as "
     f"depth=1,every=3,order=1 ({', '.join(_OF_A_SETTING)})."
@@ -29,7 +31,7 @@ _HINT = (
 
 @dataclass(frozen=True)
 class HostSetting:
-    """What is left out from so many steps on, and why it may be. `notes`: what of the setting the hosts do not do."""
+    """Which layers are left out from so many steps on, and why. `notes`: what of the setting is not done."""
 
     from_steps: int
     skipping: Skipping
@@ -38,7 +40,7 @@ class HostSetting:
 
     @property
     def caches(self) -> bool:
-        return self.skipping.depth > 0 and self.skipping.every > 1
+        return self.skipping.caches
 
 
 def in_words(quality: str, in_numbers: str = "") -> str:
@@ -57,7 +59,7 @@ def quality_of(text: str) -> str | Skipping:
         except InvalidOption:
             raise InvalidOption("quality", text, [], hint=_HINT) from None
         return text
-    types = {field.name: float if isinstance(field.default, float) else int for field in fields(Skipping)}
+    types = {name: float if name == "guidance_end" else int for name in (*_OF_A_SETTING, *_OF_GUIDANCE)}
     unknown = next((name for name in names if name not in types), None)
     if unknown is not None or len(set(names)) < len(names):
         what = f"{unknown!r} is no part of it" if unknown is not None else "a name comes twice"
@@ -67,7 +69,7 @@ def quality_of(text: str) -> str | Skipping:
     except ValueError as error:
         raise InvalidOption("quality", text, [], hint=f"It takes numbers ({error}). {_HINT}") from None
     skipping = Skipping(**given)
-    if not HostSetting(1, skipping, "").caches:
+    if not HostSetting(1, _layers(skipping), "").caches:
         hint = f"It leaves nothing out here: give a depth of 1 or more and every of 2 or more. {_HINT}"
         raise InvalidOption("quality", text, [], hint=hint)
     return skipping
@@ -79,7 +81,7 @@ def settings_for(unet: nn.Module, quality: str) -> tuple[list[HostSetting], str 
     if asked == "exact":
         return [], None
     if isinstance(asked, Skipping):
-        return [HostSetting(1, asked, "as given", tuple(_not_done(asked)))], None
+        return [HostSetting(1, _layers(asked), "as given", tuple(_not_done(asked)))], None
     found = [_of_engine(setting) for setting in _known(unet, asked)]
     if any(setting.caches for setting in found):
         return found, None
@@ -103,7 +105,12 @@ def _of_engine(setting: Any) -> HostSetting:
     notes = list(_not_done(skipping))
     others = [name for name in ("merged", "eight_bits", "small_decoder") if getattr(setting.approximation, name, None)]
     notes += [f"{name.replace('_', ' ')} of the setting is not done here" for name in others]
-    return HostSetting(setting.from_steps, skipping, setting.why, tuple(notes))
+    return HostSetting(setting.from_steps, _layers(skipping), setting.why, tuple(notes))
+
+
+def _layers(skipping: Skipping) -> Skipping:
+    """What of it is about a UNet's layers."""
+    return Skipping(**{name: getattr(skipping, name) for name in _OF_A_SETTING})
 
 
 def _not_done(skipping: Skipping) -> list[str]:

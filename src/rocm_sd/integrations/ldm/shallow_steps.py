@@ -221,7 +221,7 @@ class ShallowSteps:
         for setting in self._settings if self.last is None else [self.last]:
             since = f" from {setting.from_steps} steps on" if self.last is None and setting.from_steps > 1 else ""
             if setting.caches:
-                yield f"the UNet is approximated{since}: {_only_layers(setting.skipping)} ({setting.why})"
+                yield f"the UNet is approximated{since}: {setting.skipping} ({setting.why})"
                 if setting.skipping.whole_first < _WHOLE_FIRST:
                     yield "the UNet: the first two steps of a picture compute all layers"
                 yield from (f"the UNet: {note}" for note in setting.notes)
@@ -241,10 +241,6 @@ def _changed(before: torch.Tensor | None, now: torch.Tensor | None) -> bool:
 
 def _here(skipping: Skipping) -> Skipping:
     return replace(skipping, whole_first=max(skipping.whole_first, _WHOLE_FIRST))
-
-
-def _only_layers(skipping: Skipping) -> Skipping:
-    return replace(skipping, guided_every=1, guidance_end=1.0)
 
 
 def _carried(kept: _Kept, number: int) -> torch.Tensor:
