@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from approximated import Definition
+from diffusers.models.attention_processor import IPAdapterAttnProcessor2_0
 
 import rocm_sd
 from pipelines import CASES, Twins, call, exactly, require_as_exact_as_stock, small_blocks_too
@@ -14,7 +15,7 @@ from rocm_sd import numerics
 from rocm_sd.engine.approximation import Approximation, Skipping, remember
 from rocm_sd.engine.approximation.merging import merge, merged_count, outermost
 from rocm_sd.engine.denoisers import MERGED
-from tiny_models import unet_of
+from tiny_models import TEXT, unet_of
 
 STEPS = 4
 SHARES = (0.3, 0.5, 0.9)
@@ -242,22 +243,36 @@ def test_calls_that_are_exact_say_why(tmp_path, given, reason):
     assert reason is None or reason in reasons(pipe)[0]
 
 
-def test_a_mask_is_exact(tmp_path):
-    """Of a spatial transformer by itself: a mask for all of a UNet's fits none of its levels."""
+def spatially(pipe, text, mask=None):
+    """The first spatial transformer by itself: a mask for all of a UNet's fits none of its levels."""
     from rocm_sd.engine.approximation import merging
 
+    x = torch.randn(2, 32, 8, 8, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad(), merging._during(merging._Now(0.5)):
+        given = {"encoder_hidden_states": text, "attention_mask": mask, "return_dict": False}
+        return outermost(pipe.unet)[0](x, **given)[0]
+
+
+def test_a_mask_is_exact(tmp_path):
     pipe, plain = (CASES["sd15"].build(tmp_path) for _ in range(2))
     rocm_sd.optimize(pipe, quality=Approximation(merged=0.5))
     text, mask = given_of(pipe.unet)["encoder_hidden_states"], torch.zeros(2, 1, 64)
+    assert not torch.equal(spatially(pipe, text), spatially(plain, text))
+    assert reasons(pipe) == []
     mask[..., 32:] = -10000
-    x = torch.randn(2, 32, 8, 8, generator=torch.Generator().manual_seed(0))
-    with torch.no_grad(), merging._during(merging._Now(0.5)):
-        ours, stock = (
-            outermost(each.unet)[0](x, encoder_hidden_states=text, attention_mask=mask, return_dict=False)[0]
-            for each in (pipe, plain)
-        )
-    assert torch.equal(ours, stock)
+    assert torch.equal(spatially(pipe, text, mask), spatially(plain, text, mask))
     assert "it is given a mask or other arguments" in reasons(pipe)[0]
+
+
+def test_an_ip_adapter_is_exact(tmp_path):
+    pipe, plain = (CASES["sd15"].build(tmp_path) for _ in range(2))
+    rocm_sd.optimize(pipe, quality=Approximation(merged=0.5))
+    processor = IPAdapterAttnProcessor2_0(32, cross_attention_dim=TEXT, num_tokens=(4,))
+    text = given_of(pipe.unet)["encoder_hidden_states"], [torch.randn(2, 1, 4, TEXT)]
+    for each in (pipe, plain):
+        outermost(each.unet)[0].transformer_blocks[0].attn2.processor = processor
+    assert torch.equal(spatially(pipe, text), spatially(plain, text))
+    assert "IPAdapterAttnProcessor2_0 computes attention" in reasons(pipe)[0]
 
 
 @pytest.mark.usefixtures("step_graph")
@@ -296,3 +311,28 @@ def test_which_blocks_are_the_outermost():
         unet = unet_of(family)
         found = outermost(unet)
         assert found == [*unet.down_blocks[level].attentions, *unet.up_blocks[-1 - level].attentions]
+
+
+def test_a_transformer_is_exact_and_says_so(tmp_path):
+    case = CASES["flux-dev"]
+    pipe, plain = (case.build(tmp_path) for _ in range(2))
+    rocm_sd.optimize(pipe, quality=Approximation(merged=0.5))
+    assert "a FluxTransformer2DModel has no such blocks" in reasons(pipe)[0]
+    rocm_sd.optimize(plain)
+    torch.testing.assert_close(call(pipe, case), call(plain, case), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.usefixtures("step_graph")
+def test_two_pipelines_with_one_unet(tmp_path):
+    first = CASES["sd15"].build(tmp_path)
+    second = type(first)(**first.components, requires_safety_checker=False)
+    second.set_progress_bar_config(disable=True)
+    alone = rocm_sd.optimize(CASES["sd15"].build(tmp_path), quality=Approximation(merged=0.5))
+    for pipe in (first, second):
+        rocm_sd.optimize(pipe, quality=Approximation(merged=0.5))
+    for pipe in (first, second):
+        torch.testing.assert_close(drawn(pipe), drawn(alone), atol=1e-4, rtol=1e-4)
+    rocm_sd.restore(first)
+    torch.testing.assert_close(drawn(second), drawn(alone), atol=1e-4, rtol=1e-4)
+    rocm_sd.restore(second)
+    assert not any("forward" in module.__dict__ for module in first.unet.modules())

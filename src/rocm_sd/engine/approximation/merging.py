@@ -77,9 +77,9 @@ def merge(x: torch.Tensor, height: int, width: int, share: float) -> MergedToken
     place = nearest.gather(1, taken)
     # By a product: adding up at places that come several times would be in any order.
     members = place[:, None, :] == torch.arange(places, device=x.device)[:, None]
-    shares = members / (members.sum(-1, keepdim=True) + 1)
+    shares = members * (1 / (members.sum(-1, keepdim=True) + 1)).to(x.dtype)
     difference = _rows(sources, taken) - _rows(into, place)
-    mean = into + torch.bmm(shares.to(x.dtype), difference)
+    mean = into + torch.bmm(shares, difference)
     rank = order.argsort(dim=-1)
     kept = sources.shape[1] - merged
     of_sources = torch.where(rank < merged, kept + nearest, rank - merged)
@@ -96,7 +96,7 @@ def outermost(unet: Any) -> list[Any]:
     """The spatial transformers where there are the most tokens: of the first block on the way down that has any, and of
     its counterpart on the way up.
     """
-    down = list(unet.down_blocks)
+    down = list(getattr(unet, "down_blocks", ()))
     number = next((number for number, block in enumerate(down) if _transformers(block)), None)
     if number is None or len(unet.up_blocks) != len(down):
         return []
@@ -143,19 +143,20 @@ class Merging:
     @classmethod
     def of(cls, unet: Any, settings: list[Setting]) -> Merging | None:
         """None where no setting merges."""
-        wanted = any(setting.approximation.merged for setting in settings)
-        return cls(ref(unet), settings) if wanted and hasattr(unet, "down_blocks") else None
+        return cls(ref(unet), settings) if any(setting.approximation.merged for setting in settings) else None
 
     def install_inside(self) -> Installed:
         """What merges, for the calls that the graphs are made of."""
         unet = self.unet()
         spatial = outermost(unet)
+        if not spatial:
+            self._at_work = False
+            self.blocks_exact_because[f"a {type(unet).__name__} has no such blocks that are known"] = None
+            return Installed(tuple, lambda: None)
         blocks = [block for each in spatial for block in each.transformer_blocks]
         restores = [forwards.surround(unet, _take_share)]
         restores += [forwards.surround(each, _note_size) for each in spatial]
         restores += [forwards.surround(block.attn1, self._attention(ref(block))) for block in blocks]
-        if not blocks:
-            self.blocks_exact_because["it has no transformer blocks that are known"] = None
 
         def restore() -> None:
             for one in reversed(restores):
@@ -168,7 +169,8 @@ class Merging:
 
         def answer(_unet: nn.Module, inner: Inner, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             share = self._share(run_of, kwargs.get("timestep", args[1] if len(args) > 1 else None))
-            return inner(*args, **kwargs, **({MERGED: share} if share else {}))
+            # Another pipeline with the same UNet may have given one.
+            return inner(*args, **(kwargs | {MERGED: share} if share else kwargs))
 
         take_off = forwards.surround(self.unet(), answer)
 
@@ -222,7 +224,7 @@ class Merging:
         kind = type(self.unet()).__name__
         for setting in self.settings:
             share = setting.approximation.merged
-            if share:
+            if share and self.unet() is not None and outermost(self.unet()):
                 since = f" from {setting.from_steps} steps on" if setting.from_steps > 1 else ""
                 yield f"{kind}: {share:.0%} of three in four outermost tokens are merged{since} ({setting.why})"
         if self.tokens:

@@ -74,10 +74,10 @@ def find(vae: Any, *, hub: bool = True) -> SmallDecoder | str:
     """The small decoder for a VAE's latents, or why there is none and what to type. `hub`: whether to ask there for one
     that is not on this machine.
     """
-    kind, config = type(vae), vae.config
+    kind = type(vae)
     if kind.__name__ != "AutoencoderKL" or not kind.__module__.startswith("diffusers."):
         return f"no small decoder is known for a {kind.__name__}"
-    name = _FAMILIES.get((config.latent_channels, round(config.scaling_factor, 5)))
+    name = _FAMILIES.get((vae.config.latent_channels, round(vae.config.scaling_factor, 5)))
     if name is None:
         return _of_emoji(vae)
     try:
