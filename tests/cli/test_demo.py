@@ -25,15 +25,18 @@ def test_it_draws_each_quality_beside_stock(tmp_path, capsys):
         assert picture.height > picture.width
     text = capsys.readouterr().out
     assert "nothing was measured for 1 steps" in " ".join(text.split())
+    # No approximation is listed without its verdict.
+    assert set(facts["pictures"]) == {"high", "balanced"}
+    assert all(said == "within high: SSIM 1.000, 8 prompts" for said in facts["pictures"].values())
     assert "| balanced |" in (tmp_path / "timing.md").read_text()
 
 
 def test_a_ratio_inside_the_spread_is_said_to_be_none():
     times = {"stock": [1.0, 1.1, 0.9, 1.0], "exact": [1.0, 0.9, 1.1, 1.0], "high": [0.5, 0.55, 0.45, 0.5]}
     near = {"stock": [float("inf")] * 4, "exact": [float("inf")] * 4, "high": [40.0, 41.0, 42.0, 43.0]}
-    stock, exact, high = _rows(times, near)
-    assert stock[3:] == ("1.00x", "")
+    stock, exact, high = _rows(times, near, {"high": "within high: ..."})
+    assert stock[3:] == ("1.00x", "", "")
     assert "no difference" in exact[3]
     assert exact[4] == "equal"
     assert high[3].startswith("2.00x")
-    assert high[4] == "41.5 dB"
+    assert high[4:] == ("41.5 dB", "within high: ...")

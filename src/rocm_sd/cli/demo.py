@@ -69,17 +69,19 @@ def demo(
     save_png(sheet([cells[:4], cells[4:]], cell=256), out / "demo.png", parameters)
     times = {engine: [drawn.seconds for drawn in several] for engine, several in drawn_by.items()}
     near = {engine: _nearness(drawn_by["stock"], several) for engine, several in drawn_by.items()}
+    verdicts = {engine: _verdict(engine, drawn_by["stock"], drawn_by[engine]) for engine in ("high", "balanced")}
     rows = [
         [(drawn_by[e][n].images[0], f"{e}, {times[e][n]:.2f} s{_in_decibels(e, near[e][n])}") for e in _ENGINES]
         for n in range(len(DEMO_PROMPTS))
     ]
     save_png(sheet(rows), out / "compare.png", parameters)
-    save_text(_markdown(times, near, source.name, steps), out / "timing.md")
+    save_text(_markdown(times, near, verdicts, source.name, steps), out / "timing.md")
     facts = parameters | {"seconds": times, "psnr_db": {e: [_finite(p) for p in near[e]] for e in _ENGINES}}
+    facts |= {"pictures": verdicts}
     save_text(json.dumps(facts, indent=2) + "\n", out / "timing.json")
 
     console.print(report(pipes["exact"]))
-    console.print(_table(times, near))
+    console.print(_table(times, near, verdicts))
     for engine in ("high", "balanced"):
         for note in report(pipes[engine]).approximations:
             say(console, f"{engine}: {note}")
@@ -99,6 +101,19 @@ def _nearness(stock: list[Generated], ours: list[Generated]) -> list[float]:
     return found
 
 
+def _verdict(engine: str, stock: list[Generated], ours: list[Generated]) -> str:
+    """Within which budget the pictures of an approximation are; the demo's prompts have no prompt match."""
+    from rocm_sd.bench import subjects, verdict
+    from rocm_sd.errors import MissingDependency
+
+    pictures, exact = ([drawn.images[0] for drawn in several] for several in (ours, stock))
+    try:
+        found = verdict.measured(engine, "", subjects.scores(pictures, exact, None))
+    except MissingDependency as error:
+        return f"not scored: {error.message} {error.hint or ''}".strip()
+    return f"{found.verdict}: SSIM {found.mean_ssim:.3f}, {found.prompts} prompts"
+
+
 def _finite(number: float) -> float | None:
     return round(number, 2) if math.isfinite(number) else None
 
@@ -109,10 +124,12 @@ def _in_decibels(engine: str, psnr: float) -> str:
     return f", {psnr:.1f} dB" if math.isfinite(psnr) else ", equal"
 
 
-def _rows(times: dict[str, list[float]], near: dict[str, list[float]]) -> list[tuple[str, str, str, str, str]]:
+def _rows(
+    times: dict[str, list[float]], near: dict[str, list[float]], verdicts: dict[str, str]
+) -> list[tuple[str, ...]]:
     """Median, quartiles and the ratio of the medians; a ratio inside the spread is said to be none."""
     stock = statistics.median(times["stock"])
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for engine, seconds in times.items():
         low, median, high = statistics.quantiles(seconds, n=4)
         ratios = statistics.quantiles([s / o for s, o in zip(times["stock"], seconds, strict=True)], n=4)
@@ -129,23 +146,26 @@ def _rows(times: dict[str, list[float]], near: dict[str, list[float]]) -> list[t
                 f"{low:.3f} to {high:.3f}",
                 ratio if engine != "stock" else "1.00x",
                 "" if engine == "stock" else difference,
+                verdicts.get(engine, ""),
             )
         )
     return rows
 
 
-_HEADINGS = ("engine", "median s", "quartiles s", "against stock (quartiles of pairs)", "PSNR to stock")
+_HEADINGS = ("engine", "median s", "quartiles s", "against stock (quartiles of pairs)", "PSNR to stock", "pictures")
 
 
-def _table(times: dict[str, list[float]], near: dict[str, list[float]]) -> Table:
+def _table(times: dict[str, list[float]], near: dict[str, list[float]], verdicts: dict[str, str]) -> Table:
     table = Table(*_HEADINGS, title="Seconds a picture, interleaved runs", title_justify="left")
-    for row in _rows(times, near):
+    for row in _rows(times, near, verdicts):
         table.add_row(*row)
     return table
 
 
-def _markdown(times: dict[str, list[float]], near: dict[str, list[float]], model: str, steps: int) -> str:
+def _markdown(
+    times: dict[str, list[float]], near: dict[str, list[float]], verdicts: dict[str, str], model: str, steps: int
+) -> str:
     lines = [f"Seconds a picture, {model}, {steps} steps, interleaved runs", "", "| " + " | ".join(_HEADINGS) + " |"]
     lines.append("|" + "---|" * len(_HEADINGS))
-    lines += ["| " + " | ".join(row) + " |" for row in _rows(times, near)]
+    lines += ["| " + " | ".join(row) + " |" for row in _rows(times, near, verdicts)]
     return "\n".join(lines) + "\n"

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rocm_sd.cli.terminal import bar, literal, say, status
-from rocm_sd.errors import InvalidOption, Unsupported
+from rocm_sd.errors import Unsupported
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -21,24 +21,15 @@ if TYPE_CHECKING:
 
 __all__ = ["tune_quality"]
 
-# For a model of which nothing else is known: faces, text, hair, repetition and plain areas, where a change shows first.
-_PROMPTS = (
-    "a portrait of an old fisherman with a grey beard, natural light",
-    "a shop sign that says OPEN above a wooden door",
-    "a red fox in deep snow, pine trees behind it",
-    "a bowl of ramen with an egg, seen from above",
-    "a stone bridge over a river in autumn, oil painting",
-    "a city street at night in the rain, neon lights",
-    "a white sailing boat on a calm blue sea",
-    "a bookshelf full of old books",
-)
-_MOST_PROMPTS = 1000
+# So many of the built-in model's own.
+_PROMPTS = 24
 
 
 def tune_quality(
     model: str | None, within: str, prompts: Path | None, steps: int, out: Path, device: torch.device, *, as_json: bool
 ) -> None:
     from rocm_sd import models
+    from rocm_sd.bench import subjects
     from rocm_sd.bench.quality_search import Searcher, approximated_model
     from rocm_sd.cli.pictures import writable_folder
     from rocm_sd.integrations import diffusers as host
@@ -47,7 +38,8 @@ def tune_quality(
 
     budgets = [(name, BUDGETS[name]) for name in BUDGETS] if within == "all" else [parse_budget(within)]
     source = models.resolve(model)
-    texts, match = _subjects(source.name, prompts)
+    subject = subjects.of_model(source.name, _PROMPTS) if prompts is None else subjects.from_file(prompts)
+    texts = list(subject.texts)
     requests = [
         host.Request(text, steps=steps, seed=number, guidance=source.guidance) for number, text in enumerate(texts)
     ]
@@ -62,7 +54,7 @@ def tune_quality(
         raise Unsupported("tune --quality", f"a {type(pipe).__name__}: it takes a pipeline with {kinds}")
     found: dict[str, Found] = {}
     with bar("drawing", None, console=console) as update:
-        searcher = Searcher(pipe, requests, match, lambda what: update(advance=1, description=what))
+        searcher = Searcher(pipe, requests, subject.match, lambda what: update(advance=1, description=what))
         for name, budget in budgets:
             # Kept one by one: Ctrl-C leaves what was found before.
             found[name] = searcher.search(budget)
@@ -81,40 +73,6 @@ def tune_quality(
                 f'{name}: {one.approximation}. Used from {steps} steps on: rocm_sd.optimize(pipe, quality="{name}")',
             )
             say(console, f"wrote {out / f'quality-{name}.png'}")
-
-
-def _subjects(model: str, file: Path | None) -> tuple[list[str], Any]:
-    """Prompts, and what tells whether pictures show them; None for models whose pictures nothing here can read."""
-    from rocm_sd.models.emoji import trained_prompts
-    from rocm_sd.quality import prompt_match, similarity
-    from rocm_sd.quality.embedding import load_embedding
-
-    if file is not None:
-        return _read(file), None
-    if model != "emoji-sd":
-        return list(_PROMPTS), None
-    wanted, embedding = trained_prompts(24), load_embedding()
-
-    def match(images: Any, exact: Any) -> Any:
-        ours, theirs = (
-            prompt_match.match(similarity.as_tensor(each), wanted, embedding).top1 for each in (images, exact)
-        )
-        return prompt_match.difference_interval(ours, theirs)
-
-    return [prompt.text for prompt in wanted], match
-
-
-def _read(file: Path) -> list[str]:
-    try:
-        texts = [line.strip() for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidOption(
-            "prompts", file, [], hint=f"It takes a text file with one prompt a line ({error})."
-        ) from error
-    if not 2 <= len(texts) <= _MOST_PROMPTS:
-        hint = f"It has {len(texts)} prompts, and takes 2 to {_MOST_PROMPTS}, one a line."
-        raise InvalidOption("prompts", file, [], hint=hint)
-    return texts
 
 
 def _keep(model: Any, name: str, budget: Budget, steps: int, prompts: int, found: Found) -> None:
