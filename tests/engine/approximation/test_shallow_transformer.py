@@ -111,6 +111,33 @@ def test_only_the_first_blocks_are_computed(name):
         assert parts.run(transformer, 1, features, bound)[0].isnan().any()
 
 
+@each
+def test_which_modules_each_part_runs(name):
+    """Each that is named is called, and no other has parameters that are read."""
+    transformer = model(name)
+    bound = named(transformer, given(name))
+    called = []
+    for module in transformer.modules():
+        module.register_forward_pre_hook(lambda module, _: called.append(module))
+
+    def runs(what, part, *arguments):
+        called.clear()
+        with torch.no_grad():
+            answer = part(transformer, *arguments)
+        reached = {module for module in called if any(True for _ in module.parameters(recurse=False))}
+        told = parts.used(transformer, what)
+        assert {*told} <= {*called}
+        assert reached <= {inside for module in told for inside in module.modules()}
+        return answer
+
+    after = parts.after_head(transformer, bound)
+    for depth in range(1, len(parts._blocks(transformer))):
+        state, _ = runs(("head", depth), parts.head, depth, bound)
+        _, features = runs(("rest", depth, state), parts.rest, depth, state, after)
+        runs(("tail", state, features), parts.tail, state, features, after)
+        runs((depth, features), parts.run, depth, features, bound)
+
+
 def test_in_float16_nothing_of_flux_overflows():
     """Its blocks clip at the largest value; the difference of two such would be infinite."""
     flux = model("Flux dev")
@@ -143,8 +170,9 @@ def test_what_has_no_parts_says_why():
     assert "gradient checkpointing" in parts.why_not(sd3, 1)
     sd3.disable_gradient_checkpointing()
     hook = sd3.transformer_blocks[1].register_forward_hook(lambda *_: None)
-    assert "hook" in parts.why_not(sd3, 1)
+    assert "hook" in parts.why_not_inside(sd3)
     hook.remove()
+    assert parts.why_not_inside(sd3) is None
     kind = type(sd3.transformer_blocks[1])
     sd3.transformer_blocks[1].__class__ = type("Own", (kind,), {"__module__": kind.__module__})
     assert "Own" in parts.why_not(sd3, 1)
@@ -159,7 +187,7 @@ def test_layers_offloaded_in_groups(tmp_path):
         onload_device=torch.device("cpu"), offload_type="block_level", num_blocks_per_group=1,
         offload_to_disk_path=str(tmp_path),
     )  # fmt: skip
-    assert "groups" in parts.why_not(sd3, 1)
+    assert "groups" in parts.why_not_inside(sd3)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from collections import Counter
 from functools import lru_cache
 from inspect import Signature, signature
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 import torch
 from torch.utils import _pytree as pytree
@@ -63,6 +64,7 @@ class Branches:
         self._scheduler_of = scheduler_of
         self._is_guided = is_guided
         self._pictures = Pictures()
+        self._inside: tuple[ref[ScheduleRun], str | None] | None = None
         self._busy = threading.Lock()
 
     def clear(self) -> None:
@@ -105,7 +107,15 @@ class Branches:
             return "it is given no encoder_hidden_states"
         if forwards.is_foreign(model, forwards.innermost(model)):
             return "its forward is not its class's own"
-        return _why_not(model, self.last.skipping, named)
+        return _why_not(model, self.last.skipping, named) or self._why_not_inside(model, run)
+
+    def _why_not_inside(self, model: Any, run: ScheduleRun) -> str | None:
+        """Found once a run: graphs look at what they have baked in before each replay by themselves."""
+        if not shallow_transformer.is_known(model):
+            return None
+        if self._inside is None or self._inside[0]() is not run:
+            self._inside = ref(run), shallow_transformer.why_not_inside(model)
+        return self._inside[1]
 
     def _step(self, model: Any, inner: Inner, named: dict[str, Any], run: ScheduleRun, number: int) -> torch.Tensor:
         known = denoiser(model)

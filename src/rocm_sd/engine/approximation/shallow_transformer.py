@@ -18,7 +18,12 @@ from rocm_sd.engine.capture import why_foreign
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-__all__ = ["PARTS", "changed_by", "head", "is_known", "rest", "run", "tail", "why_not", "why_not_call"]
+    from torch import nn
+
+__all__ = [
+    "PARTS", "after_head", "changed_by", "controlled", "head", "is_known", "rest", "run", "tail", "used", "why_not",
+    "why_not_call", "why_not_inside",
+]  # fmt: skip
 
 _SD3, _FLUX = "SD3Transformer2DModel", "FluxTransformer2DModel"
 _BLOCKS = {_SD3: ("JointTransformerBlock",), _FLUX: ("FluxTransformerBlock", "FluxSingleTransformerBlock")}
@@ -62,6 +67,11 @@ def why_not(model: Any, depth: int) -> str | None:
             return f"it has a {kind.__name__} of {kind.__module__}"
     if depth >= len(blocks):
         return f"it has {len(blocks)} blocks, and a shallow step would compute {depth}"
+    return None
+
+
+def why_not_inside(model: Any) -> str | None:
+    """The same of all that is inside of it. To look at each module takes a millisecond: it is for once a run."""
     # In groups weights are brought in by the layers before, in the order of a whole pass.
     grouped = any(
         "group_offloading" in getattr(vars(part).get("_diffusers_hook"), "hooks", ()) for part in model.modules()
@@ -128,6 +138,23 @@ def run(
     if features is None:
         return rest(model, depth, state, named)
     return tail(model, state, features, named)[0], features
+
+
+def used(model: Any, given: tuple[Any, ...]) -> list[nn.Module]:
+    """The modules that a part runs, or a shallow pass: what changes in others is for other calls to notice. `given`: as
+    a branch is asked for, a part's name or the depth of a shallow pass first.
+    """
+    ends = dict(model.named_children())
+    for name in ("transformer_blocks", "single_transformer_blocks"):
+        ends.pop(name, None)
+    after, blocks = [ends.pop("norm_out"), ends.pop("proj_out")], _blocks(model)
+    if given[0] == "tail":
+        return after
+    if given[0] == "rest":
+        return [*blocks[given[1] :], *after]
+    if given[0] == "head":
+        return [*ends.values(), *blocks[: given[1]]]
+    return [*ends.values(), *blocks[: given[0]], *after]
 
 
 def changed_by(now: torch.Tensor, before: torch.Tensor) -> float:
