@@ -101,6 +101,8 @@ def test_a_survey_times_and_scores_each_setting(work, tmp_path):
         ("exact", "stock"), ("1/2", "stock"), ("1/3 g", "stock"), ("1/2", "exact"), ("1/3 g", "exact"),
     }  # fmt: skip
     assert Record.load(run.file) == record
+    assert record.measurements[0].version.startswith("torch ")
+    assert record.measurements[1].version.startswith("rocm-sd ")
     assert record.extra["settings"]["1/2"] == HALF.to_dict()
     assert record.extra["prompts"] == list(PROMPTS.texts)
     assert str(tmp_path) not in run.file.read_text()

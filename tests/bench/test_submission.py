@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import contributions_page
-from rocm_sd.bench import gate, submission
+from rocm_sd.bench import gate, lossy, submission
 from rocm_sd.bench.records import Comparison, Machine, Measurement, Record, UnreadableRecord, WorkloadFacts
 from rocm_sd.bench.verdict import EXACT, Quality
 
@@ -204,6 +204,7 @@ def test_an_engine_that_was_skipped_with_a_reason_may_be():
 
 def test_the_gate_is_that_of_the_benchmark():
     assert submission.GATE == gate.LATENTS_TIMES
+    assert submission.LOSSY_GATE == lossy.TIMES
 
 
 def test_the_page_lists_valid_contributions_and_names_the_others(tmp_path, capsys):

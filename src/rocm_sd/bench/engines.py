@@ -27,7 +27,7 @@ from rocm_sd.errors import Unsupported, require_one_of
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-__all__ = ["BUILT_IN", "ENTRY_POINTS", "Engine", "chosen", "default_names", "engines", "stock"]
+__all__ = ["BUILT_IN", "ENTRY_POINTS", "Engine", "chosen", "default_names", "engines", "ours", "stock"]
 
 ENTRY_POINTS = "rocm_sd.bench_engines"
 
@@ -133,12 +133,13 @@ def _version_of(package: str) -> Callable[[], str]:
 
 
 stock = Engine("stock", "torch", _as_it_is, _anywhere, _torch_version)
+ours = Engine("rocm-sd", "rocm-sd", _optimized, _anywhere, _our_version)
 BUILT_IN: tuple[Engine, ...] = (
     stock,
     Engine("channels_last", "torch", _channels_last, _anywhere, _torch_version),
     Engine("compile", "inductor", _compiled("reduce-overhead"), _anywhere, _torch_version),
     Engine("compile_max", "inductor", _compiled("max-autotune"), _anywhere, _torch_version),
-    Engine("rocm-sd", "rocm-sd", _optimized, _anywhere, _our_version),
+    ours,
     *(
         Engine(name, "rocm-sd", partial(_optimized, quality=quality), _anywhere, _our_version, claiming(quality))
         for name, quality in LOSSY_ENGINES.items()

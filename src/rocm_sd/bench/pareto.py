@@ -18,6 +18,7 @@ import torch
 
 from rocm_sd import measuring
 from rocm_sd.bench import lossy, subjects, verdict
+from rocm_sd.bench.engines import ours, stock
 from rocm_sd.bench.gate import PictureGate, free_memory
 from rocm_sd.bench.machine import PeakMemory, machine
 from rocm_sd.bench.pareto_points import EXACT
@@ -213,8 +214,8 @@ class Survey:
     def _prepare(self, name: str) -> None:
         """Made ready and compared; it takes turns then, or its measurement says why not."""
         self._advance(0, f"{name}: made ready")
-        provider, version = ("torch", "stock Diffusers") if name == STOCK else ("rocm-sd", "rocm-sd")
-        measurement = Measurement(name, version, provider, 1, (), self.workload.facts.steps)
+        like = stock if name == STOCK else ours
+        measurement = Measurement(name, like.version(), like.provider, 1, (), self.workload.facts.steps)
         if name in self._choices:
             choice = self._choices[name]
             measurement = replace(measurement, quality=verdict.Quality(choice.quality, str(choice.approximation)))
