@@ -280,6 +280,18 @@ def test_points_lie_where_their_figures_say():
     assert all(86 <= x <= 1160 and 116 <= y <= 652 for x, y in places.values())
 
 
+def test_a_wide_interval_is_cut_at_the_edge():
+    found = [
+        point("exact", 1.0, math.inf, "exact"),
+        point("a", 2.0, 40.0, spread=1.9),
+        replace(point("b", 3.0, 30.0), high=90),
+    ]
+    placing = frame(found, Box(86, 116, 1160, 652))
+    assert placing.whisker(found[2])[1] == 1160
+    assert 86 <= placing.whisker(found[1])[0] < placing.at(found[1])[0] < placing.whisker(found[1])[1] < 1160
+    assert placing.at(found[2])[0] < 900
+
+
 def test_the_plot_shows_points_in_the_colour_of_their_verdict():
     found = [replace(each, on_front=True) for each in crowd()]
     drawn = pareto_plot.draw(found, "a model: speed against quality", "20 steps")

@@ -80,7 +80,7 @@ def scatter(title: str, found: Sequence[Point]) -> Svg:
     for point, box in zip(found, boxes, strict=True):
         said = _said(point)
         kind = "ours" if point.on_front else "other"
-        low, high = (100 * placing.x(end) / _WIDE for end in (point.low, point.high))
+        low, high = (100 * end / _WIDE for end in placing.whisker(point))
         parts.append(line(low, y[point.name], high, y[point.name], "thread"))
         circle = {"cx": percent(x[point.name]), "cy": y[point.name], "r": 5.0, "class_": f"dot {kind}"}
         parts.append(tag("circle", tag("title", said), **circle))

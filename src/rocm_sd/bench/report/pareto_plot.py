@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from PIL import Image, ImageDraw, ImageFont
@@ -23,7 +23,7 @@ __all__ = ["LEGEND", "Box", "Frame", "draw", "frame", "place"]
 
 LEGEND = (
     "1/4: one step of 4 computes all layers. e: extrapolated between. g: guidance as often. d3: depth 3, else 1. "
-    "Bars: interval of the times."
+    "Bars: interval of the times, cut at the edge."
 )
 _WIDTH, _HEIGHT = 1200, 760
 # Drawn larger and made smaller: Pillow's lines have no soft edges.
@@ -50,6 +50,10 @@ class Box:
         high = min(self.bottom, other.bottom) - max(self.top, other.top)
         return wide * high if wide > 0 and high > 0 else 0.0
 
+    def distance(self, x: float, y: float) -> float:
+        """Of a point from its nearest edge; none inside."""
+        return math.hypot(max(self.left - x, 0, x - self.right), max(self.top - y, 0, y - self.bottom))
+
     def inside(self, other: Box) -> bool:
         return (
             other.left <= self.left
@@ -68,6 +72,9 @@ class Frame:
     equal: float
     area: Box
 
+    def whisker(self, point: Point) -> tuple[float, float]:
+        return max(self.x(point.low), self.area.left), min(self.x(point.high), self.area.right)
+
     def at(self, point: Point) -> tuple[float, float]:
         return self.x(point.ratio), self.equal if math.isinf(point.psnr) else self.y(point.psnr)
 
@@ -78,7 +85,8 @@ def frame(found: Sequence[Point], area: Box) -> Frame:
     lowest = min([*finite, *(budget.psnr for budget in BUDGETS.values())]) - 2.5
     highest = max([*finite, max(budget.psnr for budget in BUDGETS.values())]) + 3.0
     least = min(1.0, *(point.low for point in found))
-    most = max(1.5, *(point.high for point in found))
+    # An interval of few turns may be many times as wide as all points are apart: it is cut at the edge.
+    most = max(1.5, min(max(point.high for point in found), 1.6 * max(point.ratio for point in found)))
     margin = 0.06 * (most - least)
     x = Scale(max(least - margin, 0.0), most + 1.4 * margin, area.left, area.right)
     y = Scale(max(lowest, 0.0), highest, area.bottom, area.top + 46)
@@ -95,19 +103,21 @@ def place(
     """A box for the label of each anchor: near it, inside of the area, and on no other label, nor on what is taken."""
     placed: list[Box] = []
     for (x, y), (wide, high) in zip(anchors, sizes, strict=True):
-        best, least = None, math.inf
-        for ring in (1.0, 1.8, 2.8, 4.0, 5.6, 7.5):
-            for number in range(16):
-                turn = 2 * math.pi * number / 16
-                centre_x = x + math.cos(turn) * (gap * ring + wide / 2)
-                centre_y = y - math.sin(turn) * (gap * ring + high / 2)
-                box = Box(centre_x - wide / 2, centre_y - high / 2, centre_x + wide / 2, centre_y + high / 2)
-                covered = sum(box.overlap(other) for other in (*placed, *taken))
-                # Near is better than far, and above better than below.
-                cost = 40 * covered + 60 * (ring - 1) - 4 * math.sin(turn) + (0 if box.inside(area) else 1e6)
-                if cost < least:
-                    best, least = box, cost
-        placed.append(best or Box(x, y, x + wide, y + high))
+        others = [other for other in anchors if other != (x, y)]
+        best, least = Box(x, y, x + wide, y + high), math.inf
+        for ring, number in itertools.product((1.0, 1.4, 1.9, 2.8, 4.0, 5.6, 7.5), range(32)):
+            turn = 2 * math.pi * number / 32
+            middle_x = x + math.cos(turn) * (gap * ring + wide / 2)
+            middle_y = y - math.sin(turn) * (gap * ring + high / 2)
+            box = Box(middle_x - wide / 2, middle_y - high / 2, middle_x + wide / 2, middle_y + high / 2)
+            covered = sum(box.overlap(other) for other in (*placed, *taken))
+            # Near is better than far, above better than below, and nearer to its own point than to another's.
+            mistaken = any(box.distance(*other) <= 1.3 * box.distance(x, y) for other in others)
+            cost = 40 * covered + 30 * (ring - 1) - 12 * math.sin(turn) + 90 * mistaken
+            cost += 0 if box.inside(area) else 1e6
+            if cost < least:
+                best, least = box, cost
+        placed.append(best)
     return placed
 
 
@@ -161,7 +171,7 @@ def draw(found: Sequence[Point], title: str, subtitle: str) -> Image.Image:
     for point in found:
         x, y = placing.at(point)
         colour = _colour(point)
-        low, high = placing.x(point.low), placing.x(point.high)
+        low, high = placing.whisker(point)
         pen.line([(low, y), (high, y)], colour, 1)
         pen.dot(x, y, 7, colour if point.on_front else _PAPER, colour)
         taken += [Box(x - 9, y - 9, x + 9, y + 9), Box(low, y - 2, high, y + 2)]
@@ -169,9 +179,9 @@ def draw(found: Sequence[Point], title: str, subtitle: str) -> Image.Image:
     anchors = [placing.at(point) for point in found]
     sizes = [(pen.width(point.name, _LABEL) + 4, _LABEL + 2.0) for point in found]
     for point, box, (x, y) in zip(found, place(anchors, sizes, area, taken, 11), anchors, strict=True):
-        near_x, near_y = min(max(x, box.left), box.right), min(max(y, box.top), box.bottom)
-        if math.hypot(near_x - x, near_y - y) > _FAR:
-            pen.line([(x, y), (near_x, near_y)], _SOFT, 1)
+        if box.distance(x, y) > _FAR:
+            nearest = min(max(x, box.left), box.right), min(max(y, box.top), box.bottom)
+            pen.line([(x, y), nearest], _SOFT, 1)
         pen.text((box.left + box.right) / 2, (box.top + box.bottom) / 2, point.name, _LABEL, _colour(point), "mm")
     _key(pen, found)
     return pen.finished()
@@ -184,7 +194,7 @@ def _colour(point: Point) -> str:
 def _along(ends: Sequence[tuple[float, float]]) -> list[Box]:
     """Small boxes on the front's line, which labels keep clear of."""
     found = []
-    for (x1, y1), (x2, y2) in pairwise(ends):
+    for (x1, y1), (x2, y2) in itertools.pairwise(ends):
         parts = max(2, round(math.hypot(x2 - x1, y2 - y1) / 6))
         for part in range(parts + 1):
             x, y = x1 + (x2 - x1) * part / parts, y1 + (y2 - y1) * part / parts
