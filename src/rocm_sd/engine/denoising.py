@@ -13,8 +13,9 @@ from weakref import WeakKeyDictionary, ref
 
 import torch
 
+from rocm_sd.engine.approximation import shallow_transformer, shallow_unet
 from rocm_sd.engine.capture import CapturedCalls, HostCall, Policy, PreparedCall, moves_weights, why_foreign
-from rocm_sd.engine.denoisers import denoiser
+from rocm_sd.engine.denoisers import FEATURES, denoiser
 from rocm_sd.engine.installed import Installed
 from rocm_sd.engine.parts import EVERYTHING, Parts
 from rocm_sd.engine.schedule import SchedulerHook, hook, own_on_instance
@@ -101,7 +102,8 @@ def _captured(model: nn.Module, parts: Parts) -> Callable[[], None]:
         # A copy of the model, or one whose wrapper by somebody else outlived `restore`, has no graphs.
         if not forwards.is_shared(model, _KEY):
             return inner(*args, **kwargs)
-        return calls(HostCall(*_timestep_as_tensor(args, kwargs), device, partial(inner, *args, **kwargs), inner))
+        given = _timestep_as_tensor(args, kwargs)
+        return calls(HostCall(*given, device, partial(inner, *args, **kwargs), inner, used=_used(kwargs)))
 
     take_off = forwards.surround(model, answer)
 
@@ -110,6 +112,18 @@ def _captured(model: nn.Module, parts: Parts) -> Callable[[], None]:
         take_off()
 
     return restore
+
+
+def _used(kwargs: dict[str, Any]) -> Callable[[nn.Module], list[nn.Module]] | None:
+    """Of a shallow pass, or of a part of one, what it runs."""
+    given = kwargs.get(FEATURES)
+    return None if given is None or given[1] is None else partial(_used_by, given=given)
+
+
+def _used_by(model: nn.Module, given: tuple[Any, ...]) -> list[nn.Module]:
+    if shallow_transformer.is_known(model):
+        return shallow_transformer.used(model, given)
+    return shallow_unet.used(model, depth=given[0])
 
 
 def _timestep_as_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -115,3 +115,20 @@ def test_what_has_no_shallow_pass_says_why():
 def test_calls_that_are_not_known(given, why):
     found = shallow_unet.why_not_call(given)
     assert (found is None) if why is None else (why in found)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_which_modules_a_shallow_pass_runs(family):
+    """Each that is named is called, and no other has parameters that are read."""
+    unet = unet_of(family)
+    given, called = arguments(unet), []
+    for module in unet.modules():
+        module.register_forward_pre_hook(lambda module, *_: called.append(module), with_kwargs=True)
+    for depth in range(1, shallow_unet.deepest(unet) + 1):
+        _, features = run(unet, depth, None, given)
+        called.clear()
+        run(unet, depth, features, given)
+        told = shallow_unet.used(unet, depth)
+        assert {*told} <= {*called}
+        inside = {part for module in told for part in module.modules()}
+        assert {module for module in called if any(True for _ in module.parameters(recurse=False))} <= inside

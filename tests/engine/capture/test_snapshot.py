@@ -56,6 +56,21 @@ def test_values_may_change_and_addresses_may_not():
     assert snapshot.difference() == "0.weight has moved in memory"
 
 
+def test_of_what_is_used_alone():
+    known = model()
+    snapshot = Snapshot(known, [known[2][0]])
+    known[0].padding_mode = "circular"
+    known[0].weight.data = known[0].weight.data.clone()
+    known[2][1].eps = 1.0
+    assert snapshot.difference() is None
+    known[2].more = 1
+    assert snapshot.difference() == "2: more has changed"
+    del known[2].more
+    assert snapshot.difference() is None
+    known[2][0].weight.data = known[2][0].weight.data.clone()
+    assert snapshot.difference() == "2.0.weight has moved in memory"
+
+
 def test_a_model_that_is_gone_is_another_one():
     known = model()
     snapshot = Snapshot(known)

@@ -17,7 +17,9 @@ from rocm_sd.rewrite import up_block
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-__all__ = ["deepest", "run", "why_not", "why_not_call"]
+    from torch import nn
+
+__all__ = ["deepest", "run", "used", "why_not", "why_not_call"]
 
 _DOWN = ("DownBlock2D", "CrossAttnDownBlock2D")
 _UP = ("UpBlock2D", "CrossAttnUpBlock2D")
@@ -99,6 +101,25 @@ def run(
     if unet.conv_norm_out:
         hidden = unet.conv_act(unet.conv_norm_out(hidden))
     return unet.conv_out(hidden), kept
+
+
+def used(unet: Any, depth: int) -> list[nn.Module]:
+    """The parts that a shallow pass runs: what changes in others is for whole passes to notice."""
+    down: list[list[nn.Module]] = []
+    for block in unet.down_blocks:
+        attentions = getattr(block, "attentions", None) or [None] * len(block.resnets)
+        down += [[part for part in pair if part is not None] for pair in zip(block.resnets, attentions, strict=True)]
+        down += [] if block.downsamplers is None else [list(block.downsamplers)]
+    up: list[list[nn.Module]] = []
+    before: list[nn.Module] = []
+    for block in unet.up_blocks:
+        attentions = getattr(block, "attentions", None) or [None] * len(block.resnets)
+        for pair in zip(block.resnets, attentions, strict=True):
+            up.append([*before, *(part for part in pair if part is not None)])
+            before = []
+        before = [] if block.upsamplers is None else list(block.upsamplers)
+    ends = [part for name, part in unet.named_children() if name not in {"down_blocks", "mid_block", "up_blocks"}]
+    return [*ends, *(part for item in (*down[: depth - 1], *up[len(up) - depth :]) for part in item)]
 
 
 def _down_items(unet: Any, emb: torch.Tensor, sees: dict[str, Any]) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:

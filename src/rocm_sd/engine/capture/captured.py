@@ -223,7 +223,7 @@ class CapturedCalls:
         warmup.compile_kernels(both_ways, call.device, self._policy.dtype(model, call))
         result = entry.answer(entry.run())
         # Weights that are laid together have moved by now.
-        entry.snapshot = Snapshot(model)
+        entry.snapshot = Snapshot(model, None if call.used is None else call.used(model))
         self._entries.put(flat.key, entry)
         return result
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable
+    from collections.abc import Callable, Hashable, Iterable
 
     import torch
     from torch import nn
@@ -25,7 +25,8 @@ class HostCall:
     """One call of a model: `eager` answers it as without graphs, and may be asked more than once.
 
     `body` takes the arguments, and is what is captured: it is kept, and must not keep the model alive. `also`: what
-    decides which kernels run, besides the arguments and torch's settings.
+    decides which kernels run, besides the arguments and torch's settings. `used`: gives the parts of the model that
+    such a call runs, all inside of them included, where it does not run all of it.
     """
 
     args: tuple[Any, ...]
@@ -34,6 +35,7 @@ class HostCall:
     eager: Callable[[], Any]
     body: Callable[..., Any]
     also: Hashable = None
+    used: Callable[[nn.Module], Iterable[nn.Module]] | None = None
 
 
 class Policy(ABC):

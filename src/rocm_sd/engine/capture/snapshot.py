@@ -22,7 +22,7 @@ from rocm_sd.rewrite.guarding import global_hooks, is_transformed
 from rocm_sd.rewrite.states import CLASS, Difference, Held, States, equal
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterator
+    from collections.abc import Hashable, Iterable, Iterator
 
     from torch import nn
 
@@ -33,18 +33,21 @@ _HOLDING_TENSORS = frozenset({"_parameters", "_buffers", "_modules"})
 
 
 class Snapshot:
-    """Of a model at the time of a capture. It does not keep the model alive."""
+    """Of a model at the time of a capture, or of those of its modules that are `used`. It does not keep it alive."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, used: Iterable[nn.Module] | None = None) -> None:
         self._model = ref(model)
         self._kind = type(model)
         self._own = _copied(_unbound(model))
         # Diffusers' registry of hooks holds the model.
         self._own |= {name: Held(self._own[name]) for name in ("_diffusers_hook",) if name in self._own}
-        self._inside = States(
-            ((path, module) for path, module in model.named_modules() if module is not model), strongly=True
-        )
-        self._tensors = [*model.named_parameters(), *model.named_buffers()]
+        inside = _inside(model, used)
+        self._inside = States(inside, strongly=True)
+        self._tensors = [
+            (f"{path}.{name}" if path else name, tensor)
+            for path, module in (("", model), *inside)
+            for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+        ]
         self._addresses = [tensor.data_ptr() for _, tensor in self._tensors]
 
     def difference(self) -> str | None:
@@ -64,6 +67,18 @@ class Snapshot:
             if tensor.data_ptr() != address:
                 return f"{name} has moved in memory"
         return None
+
+
+def _inside(model: nn.Module, used: Iterable[nn.Module] | None) -> list[tuple[str, nn.Module]]:
+    """What is used with all inside of it, and what holds it; by paths."""
+    every = [(path, module) for path, module in model.named_modules() if module is not model]
+    if used is None:
+        return every
+    wanted = set(used)
+    paths = [path for path, module in every if module in wanted]
+    within = tuple(f"{path}." for path in paths)
+    holding = {path[:end] for path in paths for end in range(1, len(path) + 1) if path[end : end + 1] in {".", ""}}
+    return [(path, module) for path, module in every if path in holding or path.startswith(within)]
 
 
 class DormantSnapshot:
