@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rocm_sd.ops.quantize_rows.reference import LIMITS
 from rocm_sd.ops.samples import Draw, Sample, dtype_name
 from rocm_sd.ops.upsample_conv2d.parity import parity_weights
 
@@ -27,6 +28,8 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 UNET = (320, 640, 1280)
 BATCHES = (1, 1, 2, 2, 2, 3, 4, 6, 8, 16)
 TEXTS = (77, 154, 231)
+# fp8 that NVIDIA and RDNA4 multiply; FNUZ is for the emulator.
+_FORMATS = ("int8", "float8_e4m3fn")
 
 
 @dataclass(frozen=True)
@@ -267,6 +270,43 @@ def linear_residual(fixed: Random, free: Random, limits: Limits) -> Drawn:
     return _named("linear_residual", dtype, f"{M}x{K} to {N}", build, lying, " ".join(sorted(parts)))
 
 
+def quantize_rows(fixed: Random, free: Random, limits: Limits) -> Drawn:
+    K = limits.channels(fixed.choice((*UNET, 2560, 5120, 77)))
+    to, dtype, lying, given = fixed.choice(_FORMATS), fixed.choice(DTYPES), fixed.choice(ROWS), fixed.random() < 0.4
+    M = _rows(free, limits.elements // K)
+
+    def build(draw: Draw) -> tuple[Any, ...]:
+        scale = draw(1, mean=2.5 / LIMITS[to], std=0.0, dtype=torch.float32) if given else None
+        return _matrix(draw, lying, M, K, std=3.0), to, scale
+
+    return _named("quantize_rows", dtype, f"{M}x{K} to {to}", build, lying, "given scale" if given else "")
+
+
+def linear_8bit(fixed: Random, free: Random, limits: Limits) -> Drawn:
+    N, K = (limits.channels(side) for side in fixed.choice(_LINEARS))
+    of, dtype, by_row, by_column = fixed.choice(_FORMATS), fixed.choice(DTYPES), *(fixed.random() < 0.5 for _ in "xw")
+    parts = _parts(fixed, "bias", "residual")
+    M, limit = _rows(free, min(limits.work // (N * K), limits.elements // max(N, K))), LIMITS[of]
+
+    def eighth(draw: Draw, *shape: int) -> torch.Tensor:
+        value = draw(*shape, std=limit / 4, dtype=torch.float32).clamp(-limit, limit)
+        return (value.round() if of == "int8" else value).to(getattr(torch, of))
+
+    def scales(draw: Draw, count: int, *, several: bool) -> torch.Tensor:
+        made = draw(count, mean=4 / limit * K**-0.25, std=0.5 / limit * K**-0.25, dtype=torch.float32)
+        return made if several else made[:1].sum()
+
+    def build(draw: Draw) -> tuple[Any, ...]:
+        return (
+            eighth(draw, M, K), scales(draw, M, several=by_row), eighth(draw, N, K),
+            scales(draw, N, several=by_column), draw(N) if "bias" in parts else None,
+            draw(M, N) if "residual" in parts else None, dtype_name(draw.dtype),
+        )  # fmt: skip
+
+    said = " ".join(sorted(parts | {name for name, has in (("by row", by_row), ("by column", by_column)) if has}))
+    return _named("linear_8bit", dtype, f"{M}x{K} to {N}, {of}", build, "dense", said)
+
+
 def linear_geglu(fixed: Random, free: Random, limits: Limits) -> Drawn:
     K = limits.channels(fixed.choice((*UNET, 72)))
     F = 4 * K
@@ -363,6 +403,7 @@ CALLS: dict[str, Callable[[Random, Random, Limits], Drawn]] = {
     each.__name__: each
     for each in (
         attention, conv2d, upsample_conv2d, group_norm_silu, layer_norm_residual, geglu, linear_residual, linear_geglu,
+        quantize_rows, linear_8bit,
         guided_step, layout_copy, upsample, transformer_block,
     )
 }  # fmt: skip

@@ -37,6 +37,7 @@ ROTATION = (
     *("attention", "conv2d", "linear_residual", "group_norm_silu", "upsample_conv2d", "linear_geglu"),
     *("attention", "conv2d", "layer_norm_residual", "geglu", "upsample", "guided_step"),
     *("attention", "conv2d", "linear_residual", "layout_copy", "group_norm_silu", "transformer_block"),
+    *("linear_8bit", "quantize_rows"),
 )
 GUARD = 256  # elements: what follows stays aligned
 # Of the size of the exact result: no rounding of any dtype in use errs so much, so stock is no yardstick then.
@@ -180,6 +181,7 @@ def _try(case: _Case, chosen: list[Candidate], device: torch.device, done: Round
 def _plausible(stock: torch.Tensor, exact: torch.Tensor) -> bool:
     if not exact.numel():
         return True
+    exact = exact.double()
     error = (stock.double() - exact).square().mean().sqrt()
     return bool(error <= _IMPLAUSIBLE * exact.square().mean().sqrt())
 
@@ -231,8 +233,18 @@ def _layout(y: torch.Tensor) -> list[tuple[int, int]]:
 
 
 def _why_other_bits(results: tuple[torch.Tensor, ...], before: tuple[torch.Tensor, ...]) -> str | None:
-    same = all(torch.equal(now, first) for now, first in zip(results, before, strict=True))
+    same = all(torch.equal(_bits(now), _bits(first)) for now, first in zip(results, before, strict=True))
     return None if same else "other bits the second time"
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """Of fp8 torch has no comparisons."""
+    return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
+
+
+def _can_be_guarded(tensor: torch.Tensor) -> bool:
+    """Whether it has a NaN that torch can look for."""
+    return tensor.is_floating_point() and tensor.element_size() > 1 and tensor.numel() > 0
 
 
 Buffer = tuple[torch.Tensor, torch.Tensor | None, int]  # with guards, what lies between them if it must stay, its size
@@ -243,7 +255,7 @@ def _guarded(arguments: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[Buffer]]
     buffers: dict[int, Buffer] = {}
     given: list[Any] = []
     for argument in arguments:
-        if not isinstance(argument, torch.Tensor) or not argument.is_floating_point() or not argument.numel():
+        if not isinstance(argument, torch.Tensor) or not _can_be_guarded(argument):
             given.append(argument)
             continue
         place = argument.untyped_storage().data_ptr()
@@ -276,7 +288,7 @@ def _poisoned(device: torch.device) -> Iterator[list[Buffer]]:
     def poisoned(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         def wrapped(*given: Any, **named: Any) -> torch.Tensor:
             tensor = allocate(*given, **named)
-            if not tensor.is_floating_point() or tensor.device.type != device.type or not tensor.numel():
+            if not _can_be_guarded(tensor) or tensor.device.type != device.type:
                 return tensor
             size = tensor.untyped_storage().nbytes() // tensor.element_size()
             buffer = torch.full((size + 2 * GUARD,), float("nan"), dtype=tensor.dtype, device=tensor.device)

@@ -20,6 +20,7 @@ from rocm_sd.numerics import in_float64, outputs, require
 from rocm_sd.ops import OPS
 
 CPU = torch.device("cpu")
+DIFFERENTIABLE = [name for name, op in OPS.items() if op.differentiable]
 
 
 def kernel_of(op):
@@ -54,7 +55,9 @@ def for_kernel(op, sample, device):
 
 
 def wanting(op, arguments):
-    """The arguments, of which every floating tensor wants a gradient."""
+    """The arguments, of which every floating tensor wants a gradient, where there is one."""
+    if not op.differentiable:
+        return arguments
     places = floats(op, arguments)
     return changed(arguments, places, [arguments[place].detach().clone().requires_grad_() for place in places])
 
@@ -187,7 +190,7 @@ def test_called_directly_and_through_torchs_dispatcher_the_bits_are_the_same(op,
             assert a.stride() == b.stride()
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", DIFFERENTIABLE)
 def test_gradients_and_traced_tensors_go_through_the_dispatcher(op):
     op = OPS[op]
     sample = op.verification.tiny[0]
@@ -243,6 +246,8 @@ def test_compiles_as_one_graph(op, trained, device):
     # By name the op's kernel, else what is chosen here; fullgraph raises at the first graph break.
     named = for_kernel(op, sample, device), kernel_of(op)
     for arguments, name in ((replace(sample, dtype=torch.float32).make(device), None), named):
+        if trained and not op.differentiable:
+            return
         given = wanting(op, arguments) if trained else arguments
         places = floats(op, given)
 
@@ -280,13 +285,13 @@ def tiny_functions(op):
         yield function, [arguments[place] for place in places]
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", DIFFERENTIABLE)
 def test_gradcheck(op):
     for function, values in tiny_functions(OPS[op]):
         assert torch.autograd.gradcheck(function, values, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", DIFFERENTIABLE)
 def test_second_order_gradients(op):
     """Against finite differences of the first, in a random direction: a backward that detaches has none, silently."""
     for function, values in tiny_functions(OPS[op]):
@@ -294,7 +299,7 @@ def test_second_order_gradients(op):
         assert torch.autograd.gradgradcheck(function, values, rtol=1e-5, atol=1e-6, fast_mode=True)
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", DIFFERENTIABLE)
 def test_half_precision_gradients_follow_float64(op, device):
     """As near as those of the definition in half precision, which computes in float32 and rounds once."""
     op = OPS[op]
@@ -317,7 +322,7 @@ def test_half_precision_gradients_follow_float64(op, device):
             require(f"gradient of {op.signature.arguments[place].name}", a, e, s)
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", DIFFERENTIABLE)
 def test_a_gradient_is_for_those_who_want_it(op, device):
     op = OPS[op]
     arguments = replace(op.verification.tiny[0], dtype=torch.float32).make(device)
@@ -329,6 +334,18 @@ def test_a_gradient_is_for_those_who_want_it(op, device):
 
 
 # Refusals.
+
+
+@pytest.mark.parametrize("op", sorted(OPS.keys() - set(DIFFERENTIABLE)))
+def test_a_gradient_that_there_is_not_is_refused_in_a_sentence(op):
+    op = OPS[op]
+    arguments = op.verification.small[0].make()
+    place = floats(op, arguments)[0]
+    wanted = changed(arguments, [place], [arguments[place].detach().clone().requires_grad_()])
+    with pytest.raises(Unsupported, match=f"{op.signature.arguments[place].name} that wants a gradient"):
+        call(op, wanted)
+    with torch.no_grad():
+        gate(op, arguments, call(op, wanted))
 
 
 @pytest.mark.parametrize("op", OPS)

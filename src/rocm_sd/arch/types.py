@@ -114,6 +114,12 @@ class Arch:
         """Dense peak of the named product in TFLOP/s (TOP/s for integers)."""
         return dict(self.peak_tflops).get(dtype)
 
+    def multiplies(self, dtype: str) -> bool:
+        """Whether there are matrix instructions for a dtype of torch, by its name: of fp8, for that very format."""
+        if dtype.startswith("float8_e4m3"):
+            return self.fp8 is (Fp8.FNUZ if dtype.endswith("fnuz") else Fp8.OCP)
+        return dtype in self.matrix_dtypes
+
     @property
     def agprs_unified(self) -> bool:
         """True where accumulation registers are carved out of the VGPR file (gfx90a and later)."""

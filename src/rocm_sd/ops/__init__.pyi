@@ -6,8 +6,10 @@ from rocm_sd.ops.group_norm_silu import group_norm_silu
 from rocm_sd.ops.guided_step import guided_step
 from rocm_sd.ops.layer_norm_residual import layer_norm_residual
 from rocm_sd.ops.layout_copy import layout_copy
+from rocm_sd.ops.linear_8bit import linear_8bit
 from rocm_sd.ops.linear_geglu import linear_geglu
 from rocm_sd.ops.linear_residual import linear_residual, pack_linears, split_columns, split_heads
+from rocm_sd.ops.quantize_rows import quantize_rows
 from rocm_sd.ops.registry import OPS
 from rocm_sd.ops.transformer_block import transformer_block
 from rocm_sd.ops.upsample import upsample
@@ -22,10 +24,12 @@ __all__ = [
     "guided_step",
     "layer_norm_residual",
     "layout_copy",
+    "linear_8bit",
     "linear_geglu",
     "linear_residual",
     "pack_linears",
     "parity_weights",
+    "quantize_rows",
     "split_columns",
     "split_heads",
     "transformer_block",

@@ -108,6 +108,7 @@ class DefinedOp(Op, Generic[R]):
     signature: Signature = field(kw_only=True)
     call: Callable[..., R] = field(kw_only=True)
     at_once: Callable[..., bool] = field(kw_only=True)
+    differentiable: bool = field(default=True, kw_only=True)
 
     if TYPE_CHECKING:
 
@@ -177,10 +178,11 @@ def define(
     family: Family,
     implementations: tuple[Implementation, ...],
     allocate: Callable[..., R],
-    backward: Callable[..., Mapping[str, torch.Tensor | None]],
+    backward: Callable[..., Mapping[str, torch.Tensor | None]] | None,
     verification: Verification,
     tuning: Tuning,
     same_dtype: tuple[str, ...] = (),
+    dtypes: frozenset[torch.dtype] = FLOATS,
     saves: tuple[str, ...] | None = None,
     results: tuple[str, ...] = ("y",),
     eager_only: tuple[str, ...] = (),
@@ -194,12 +196,14 @@ def define(
     traces with, and implementations allocate by it, too: so layouts cannot differ.
     `backward(saved, *gradients)` gives the gradients of arguments by name, in any dtype; those that it does not name
     have none. `saves` are the tensors, arguments or `results`, that it reads: all arguments where nothing is said.
-    `same_dtype` are the tensors that must be of the first one's dtype. `eager_only` are arguments that never reach
-    torch's dispatcher: the function has to do without them there. `derived`, `composed` and `instead_of_stock`: as of
+    Without a backward an op refuses tensors that want a gradient. `dtypes` are those of the first tensor; `same_dtype`
+    are those that must be of its dtype. `eager_only` are arguments that never reach torch's dispatcher: the function
+    has to do without them there. `derived`, `composed` and `instead_of_stock`: as of
     `OpCandidates`.
     """
     name, signature = function.__name__, Signature.of(function, eager_only)
-    at_once, problem_of = _refusals(name, signature, same_dtype), verification.problem
+    at_once = _refusals(name, signature, same_dtype, dtypes, differentiable=backward is not None)
+    problem_of = verification.problem
 
     def call(*arguments: Any, implementation: str | None = None) -> R:
         if at_once(*arguments):
@@ -225,6 +229,7 @@ def define(
             signature=signature,
             call=call,
             at_once=at_once,
+            differentiable=backward is not None,
         )
     )
 
@@ -240,12 +245,15 @@ def define(
         arguments = signature.named(signature.gathered(given, named)[0])
         return allocate(*(arguments[each] for each in taken))
 
-    _register_backward(body, backward, signature, saves, results)
+    if backward is not None:
+        _register_backward(body, backward, signature, saves, results)
     dispatched = getattr(torch.ops.rocm_sd, name)
     return op
 
 
-def _refusals(op: str, signature: Signature, same_dtype: tuple[str, ...]) -> Callable[..., bool]:
+def _refusals(
+    op: str, signature: Signature, same_dtype: tuple[str, ...], dtypes: frozenset[torch.dtype], *, differentiable: bool
+) -> Callable[..., bool]:
     """`DefinedOp.at_once`: one pass over the tensors, made a thousand times a step where nothing is replayed."""
     first = signature.arguments[0].name
     tensors = tuple(
@@ -256,8 +264,9 @@ def _refusals(op: str, signature: Signature, same_dtype: tuple[str, ...]) -> Cal
 
     def at_once(*arguments: Any) -> bool:
         dtype, device = arguments[0].dtype, arguments[0].device
-        if dtype not in FLOATS:
-            raise Unsupported(op, f"dtype {dtype}", hint="Use float16, bfloat16, float32 or float64.")
+        if dtype not in dtypes:
+            known = ", ".join(sorted(str(each).removeprefix("torch.") for each in dtypes))
+            raise Unsupported(op, f"dtype {dtype}", hint=f"Use one of {known}.")
         plain = not torch.compiler.is_compiling()
         gradients = torch.is_grad_enabled()
         for place, name, is_either, same in tensors:
@@ -268,7 +277,11 @@ def _refusals(op: str, signature: Signature, same_dtype: tuple[str, ...]) -> Cal
                 raise Unsupported(op, f"{first} on {device} with {name} on {tensor.device}")
             if same and tensor.dtype != dtype:
                 raise Unsupported(op, f"{first} of {dtype} with {name} of {tensor.dtype}")
-            if type(tensor) not in _PLAIN or (gradients and tensor.requires_grad):
+            if gradients and tensor.requires_grad:
+                if not differentiable:
+                    raise Unsupported(op, f"{name} that wants a gradient: it has none", hint="Use torch.no_grad().")
+                plain = False
+            elif type(tensor) not in _PLAIN:
                 plain = False
         return plain
 

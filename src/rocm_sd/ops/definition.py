@@ -172,6 +172,7 @@ class Verification:
     it has a `dtype`. `promises` has an entry for every kernel. `kernels` is the module of those in Triton; it is empty
     where there are none, and the implementation has `Kernels` of its own. `similar(problem)` gives calls that run the
     same code as that problem, the nearest first, then cheaper ones: an op has it where an implementation has variants.
+    `fits(problem, arch)`: whether the calls of this problem are for such an architecture; those of 8 bits may not be.
     """
 
     implementation: str
@@ -185,17 +186,19 @@ class Verification:
     tiny: tuple[Sample, ...] = ()
     empty: tuple[Sample, ...] = ()
     similar: Callable[[Problem], Iterable[Sample]] | None = None
+    fits: Callable[[Problem, Arch], bool] = lambda _problem, _arch: True
 
     @property
     def proven(self) -> tuple[str, ...]:
         """The implementations whose kernels the module has."""
         return self.implementation, *(each.implementation for each in self.also)
 
-    def calls(self, *, real: bool = False) -> Iterator[tuple[str, Sample]]:
-        """(implementation, sample) of every small or every real call."""
+    def calls(self, *, real: bool = False, arch: Arch | None = None) -> Iterator[tuple[str, Sample]]:
+        """(implementation, sample) of every small or every real call, or of those that are for an architecture."""
         for one in (Also(self.implementation, self.small, self.real), *self.also):
             for sample in one.real if real else one.small:
-                yield one.implementation, sample
+                if arch is None or self.fits(self.problem(*sample.make(filled=False)), arch):
+                    yield one.implementation, sample
 
 
 @dataclass(frozen=True)

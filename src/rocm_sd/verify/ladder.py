@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
     import torch
 
+    from rocm_sd.arch import Arch
     from rocm_sd.kernels.config import Config
     from rocm_sd.ops.definition import Kernels, Verification
     from rocm_sd.ops.registry import Op
@@ -224,7 +225,7 @@ Tensors = Union["torch.Tensor", tuple["torch.Tensor", ...]]
 
 
 def _reference(op: Op, verification: Verification, _arch: str) -> RungResult:
-    return _numbers(op, verification, lambda _implementation, arguments: verification.reference(*arguments))
+    return _numbers(op, verification, None, lambda _implementation, arguments: verification.reference(*arguments))
 
 
 def _interpreted(op: Op, verification: Verification, _arch: str) -> RungResult:
@@ -235,13 +236,15 @@ def _interpreted(op: Op, verification: Verification, _arch: str) -> RungResult:
         result: Tensors = op.implementation(implementation)(*arguments)
         return result
 
-    return _numbers(op, verification, compute)
+    return _numbers(op, verification, None, compute)
 
 
-def _numbers(op: Op, verification: Verification, compute: Callable[[str, tuple[Any, ...]], Tensors]) -> RungResult:
+def _numbers(
+    op: Op, verification: Verification, arch: Arch | None, compute: Callable[[str, tuple[Any, ...]], Tensors]
+) -> RungResult:
     """Every small sample against float64, by the numerics gate; the sentence is the worst sample's."""
     worst: tuple[float, str, numerics.Comparison] | None = None
-    calls = list(verification.calls())
+    calls = list(verification.calls(arch=arch))
     for implementation, sample in calls:
         arguments = sample.make()
         exact = outputs(verification.reference(*in_float64(arguments)))
@@ -269,7 +272,9 @@ def _compiled(op: Op, verification: Verification, arch: str) -> RungResult:
     kernels: dict[str, Any] = {}
     failures = []
     own = _kernels(op, verification)
-    calls: list[tuple[str, Sample, Config | None]] = [(*c, None) for c in verification.calls(real=True)]
+    calls: list[tuple[str, Sample, Config | None]] = [
+        (*c, None) for c in verification.calls(real=True, arch=archs.get(arch))
+    ]
     if own is not None:
         calls += [(verification.implementation, verification.real[0], config) for config in own.small_configs]
     for implementation, sample, given in calls:
@@ -310,7 +315,7 @@ def _emulated(op: Op, verification: Verification, arch: str) -> RungResult:
 
     kernels = _kernels(op, verification)
     configs = (None, *(kernels.small_configs if kernels is not None else ()))
-    results = [_numbers(op, verification, partial(compute, given=config)) for config in configs]
+    results = [_numbers(op, verification, archs.get(arch), partial(compute, given=config)) for config in configs]
     state, sentence, figures = max(results, key=_badness)
     figures["samples"] = sum(each[2]["samples"] for each in results)
     figures["kernels"] = {name: total(counters).as_dict() for name, counters in counted.items()}

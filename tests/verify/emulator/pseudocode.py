@@ -131,7 +131,14 @@ def _power(base: Value, power: Value) -> Value:
 FLOATS = {"+": _sum, "-": lambda a, b: _sum(a, _negated(b)), "*": _product, "/": _quotient}
 INTEGERS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "&": operator.and_, "|": operator.or_,
             "^": operator.xor}  # fmt: skip
-COMPARISONS = {"==": operator.eq, "!=": operator.ne, "<>": operator.ne, "<": operator.lt, "<=": operator.le,
+
+
+def less_or_greater(a: Any, b: Any) -> bool:
+    """Of a NaN false, as the guide's note on NEQ implies: that is the one with NaN, and "not the same operation"."""
+    return bool(a < b or a > b)
+
+
+COMPARISONS = {"==": operator.eq, "!=": operator.ne, "<>": less_or_greater, "<": operator.lt, "<=": operator.le,
                ">": operator.gt, ">=": operator.ge}  # fmt: skip
 
 

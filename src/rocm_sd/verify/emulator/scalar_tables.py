@@ -59,6 +59,11 @@ def _f32(a: NDArray[Any]) -> NDArray[Any]:
     return a.view(np.float32)
 
 
+def _f16(a: NDArray[Any]) -> NDArray[Any]:
+    """Of the lower half."""
+    return a.astype(np.uint16).view(np.float16)
+
+
 def _bits(a: NDArray[Any]) -> NDArray[Any]:
     return np.ascontiguousarray(a, np.float32).view(_U)
 
@@ -227,6 +232,7 @@ ONE_SOURCE: dict[str, tuple[int, int, Callable[[Any], Any]]] = {
     "s_bcnt0_i32_b64": (64, 32, lambda a: (_population(~a), ~a != 0)),
     "s_cvt_f32_i32": (32, 32, _kept(lambda a: _bits(_i32(a)))),
     "s_cvt_f32_u32": (32, 32, _kept(_bits)),
+    "s_cvt_f32_f16": (32, 32, _kept(lambda a: _bits(_f16(a)))),
     "s_cvt_i32_f32": (32, 32, _kept(lambda a: VALU["v_cvt_i32_f32"].function(_f32(a)).view(_U))),
     "s_cvt_u32_f32": (32, 32, _kept(lambda a: VALU["v_cvt_u32_f32"].function(_f32(a)))),
     "s_ceil_f32": (32, 32, _kept(lambda a: _bits(np.ceil(_f32(a))))),
@@ -241,6 +247,7 @@ def _compares() -> dict[str, tuple[int, int, Callable[[Any, Any], Any]]]:
     table: dict[str, tuple[int, int, Callable[[Any, Any], Any]]] = {}
     for name, function in FLOAT_ORDER.items():
         table[f"s_cmp_{name}_f32"] = (32, 32, lambda a, b, f=function: f(_f32(a), _f32(b)))  # type: ignore[misc]
+        table[f"s_cmp_{name}_f16"] = (32, 32, lambda a, b, f=function: f(_f16(a), _f16(b)))  # type: ignore[misc]
     for name, function in INTEGER_ORDER.items():
         word = "lg" if name == "ne" else name
         table[f"s_cmp_{word}_i32"] = (32, 32, lambda a, b, f=function: f(_i32(a), _i32(b)))  # type: ignore[misc]
