@@ -100,18 +100,20 @@ def optimize_with(target: Target, level: str, quality: Quality, parts: Parts) ->
     graphs = (parts.captured or parts.hoisted) and graphs_wanted(device, allowed=decision.graphs)
     if graphs:
         start_compiling(device, tests=not calibration.wanted(device, graphs=graphs))
+    models = denoising.captured_models(target)
+    approximated, left_exact = _approximated(target, models, quality, decision)
+    # Before any rule looks at a layer.
+    coarse = _in_eight_bits(target, approximated, left_exact)
     ways = {name: way_of(name, module, device, parts, graphs=graphs) for name, module in modules.items()}
     changes = [
         change
         for name, module in modules.items()
         for change in apply(module, ways[name].rules, prefix=name, not_channels_last=ways[name].why_layout_is_kept)
     ]
-    installed = [Installed(tuple, lambda: undo(changes))]
+    installed = [*coarse, Installed(tuple, lambda: undo(changes))]
     installed += _relaid((module, ways[name]) for name, module in modules.items())
     if parts.convolution_library:
         installed.append(_convolution_library(modules, device))
-    models = denoising.captured_models(target)
-    approximated, left_exact = _approximated(target, models, quality, decision)
     skipped = {model: settings for model, settings in approximated.items() if approximation.are_about_steps(settings)}
     installed += [approximation.install_inside(model) for model in skipped]
     mergings = [found for found in map(approximation.Merging.of, approximated, approximated.values()) if found]
@@ -124,6 +126,7 @@ def optimize_with(target: Target, level: str, quality: Quality, parts: Parts) ->
     lossy = [_following(target, merging.install_outside) for merging in mergings]
     lossy += [_left_out(target, model, settings) for model, settings in skipped.items()]
     installed += lossy
+    lossy += coarse
     if parts.calibrated and parts.plan is None and parts.rules is None and calibration.counts(device):
         keys = (calibration.model_key(model) for model in models)
         had = {key: standing(key, device, graphs=graphs) for key in keys}
@@ -333,6 +336,21 @@ def _approximated(
 
 def _as_given(quality: Skipping | Approximation) -> Setting:
     return Setting(1, quality if isinstance(quality, Approximation) else Approximation(quality), "as given")
+
+
+def _in_eight_bits(
+    target: Any, approximated: Mapping[nn.Module, list[Setting]], left_exact: list[str]
+) -> list[Installed]:
+    """Of each model where all its settings agree on it; why not is added to `left_exact`."""
+    found = []
+    for model, known in approximated.items():
+        wanted = {setting.approximation.eight_bits for setting in known}
+        eight_bits = wanted.pop() if len(wanted) == 1 else None
+        if eight_bits is not None:
+            installed, reason = approximation.install_eight_bits(target, model, eight_bits)
+            found.append(installed)
+            left_exact += [reason] if reason else []
+    return found
 
 
 def _left_out(target: Any, unet: nn.Module, settings: list[Setting]) -> Installed:

@@ -14,7 +14,7 @@ from torch import nn
 
 from rocm_sd.ops import OPS, attention, geglu, layer_norm_residual, linear_geglu, linear_residual, transformer_block
 from rocm_sd.ops.transformer_block.workload import problem_of
-from rocm_sd.rewrite import conditioning
+from rocm_sd.rewrite import conditioning, eight_bits
 from rocm_sd.rewrite.apply import Rule
 from rocm_sd.rewrite.convolutions import of_diffusers
 from rocm_sd.rewrite.layers import idle, is_layer_norm, is_plain, untouched, weight_and_bias
@@ -255,6 +255,8 @@ def _project(x: torch.Tensor, heads: int, *layers: Any) -> tuple[torch.Tensor, .
     """[B, S, H, D] of each layer, by one product where their weights can be read as one."""
     if all(is_plain(layer) for layer in layers):
         return projected(x, heads, *layers)
+    if all(eight_bits.is_eight_bit(layer) for layer in layers):
+        return eight_bits.projected(x, heads, *layers)
     columns = [_linear(layer, x) for layer in layers]
     return tuple(y.reshape(*y.shape[:-1], heads, y.shape[-1] // heads) for y in columns)
 
@@ -288,6 +290,8 @@ def _feed_forward(ff: Any, h: torch.Tensor, residual: torch.Tensor | None) -> to
 def _linear(layer: Any, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
     if is_plain(layer):
         return linear_residual(x, *weight_and_bias(layer), residual)
+    if eight_bits.is_eight_bit(layer):
+        return eight_bits.product(layer, x, residual)
     y: torch.Tensor = layer(x)
     return y if residual is None else y + residual
 

@@ -2,6 +2,7 @@
 
 from rocm_sd.engine.approximation.branches import can_be_approximated
 from rocm_sd.engine.approximation.combined import Approximation
+from rocm_sd.engine.approximation.eight_bits import install as install_eight_bits
 from rocm_sd.engine.approximation.installing import has_halves, install_inside, install_outside
 from rocm_sd.engine.approximation.measured import known, remember
 from rocm_sd.engine.approximation.merging import Merging
@@ -20,6 +21,7 @@ __all__ = [
     "are_about_steps",
     "can_be_approximated",
     "has_halves",
+    "install_eight_bits",
     "install_inside",
     "install_outside",
     "install_small_decoder",

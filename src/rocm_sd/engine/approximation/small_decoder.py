@@ -18,7 +18,6 @@ import torch
 from rocm_sd.engine.approximation.shipped import of_steps
 from rocm_sd.engine.installed import Installed
 from rocm_sd.errors import RocmSdError, Unsupported, first_line
-from rocm_sd.models.emoji.decoder import load_decoder, teacher_of
 from rocm_sd.rewrite import forwards
 from rocm_sd.tuning.location import default_path
 
@@ -92,6 +91,9 @@ def _of_emoji(vae: Any) -> SmallDecoder | str:
     unknown = f"no small decoder is known for latents of {vae.config.latent_channels} channels with its scaling factor"
     if vae.config.latent_channels != 4 or any(p.is_meta for p in vae.decoder.parameters()):
         return unknown
+    # Not at the top: whoever has no such decoder may have no safetensors.
+    from rocm_sd.models.emoji.decoder import load_decoder, teacher_of  # noqa: PLC0415
+
     try:
         decoder, teacher = load_decoder()
     except RocmSdError as error:

@@ -91,7 +91,8 @@ def load_decoder(path: str | Path | None = None) -> tuple[EmojiDecoder, str]:
     """The shipped decoder, or the one in `path` (.safetensors), in float32, and which VAE it was distilled from."""
     file = Path(path) if path is not None else DECODER_FILE
     if not file.is_file():
-        raise ModelNotFound(f"The small decoder is missing: {file}.", hint=REINSTALL)
+        hint = "In a checkout of rocm-sd, python -m training.emoji_sd.train_decoder makes it."
+        raise ModelNotFound(f"The small decoder is missing: {file}.", hint=hint)
     try:
         with safe_open(file, framework="pt") as opened:
             told = opened.metadata() or {}

@@ -1,0 +1,135 @@
+"""What comes into a model's layers while a short picture is drawn, and which layers 8 bits are too few for."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rocm_sd.errors import first_line
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import nn
+
+__all__ = ["NotObserved", "Observed", "observe", "too_far"]
+
+_PROMPTS = ("a photograph of a street in the rain", "a watercolour of a frog")
+_STEPS = 4
+_SIDE = 512  # of the picture, where the model's own is larger
+_ROWS = 64  # of each call that are kept
+# A layer is delicate whose error is more than so many times that of the layer in the middle, and more than this.
+_TIMES, _LEAST = 3.0, 0.06
+
+
+class NotObserved(Exception):
+    """Why no picture could be drawn, in words."""
+
+
+@dataclass
+class Observed:
+    """`largest`: the largest value that came in; `columns`: that of each column; `rows`: some of what came in."""
+
+    largest: torch.Tensor
+    columns: torch.Tensor
+    rows: torch.Tensor
+
+    @classmethod
+    def of(cls, x: torch.Tensor) -> Observed:
+        rows = x.detach().reshape(-1, x.shape[-1])
+        columns = rows.abs().amax(0).float()
+        step = max(1, len(rows) // _ROWS)
+        return cls(columns.amax(), columns, rows[::step][:_ROWS].clone())
+
+    def add(self, x: torch.Tensor) -> None:
+        more = Observed.of(x)
+        self.largest = torch.maximum(self.largest, more.largest)
+        self.columns = torch.maximum(self.columns, more.columns)
+        self.rows = torch.cat([self.rows, more.rows])
+
+
+def observe(target: Any, layers: Mapping[str, nn.Module]) -> dict[str, Observed]:
+    """Of each layer; raises NotObserved where the pipeline draws no picture from a prompt, or not all of it ran."""
+    seen: dict[str, Observed] = {}
+
+    def watch(name: str) -> Any:
+        def hook(_layer: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+            if name in seen:
+                seen[name].add(args[0])
+            else:
+                seen[name] = Observed.of(args[0])
+
+        return hook
+
+    hooks = [layer.register_forward_pre_hook(watch(name)) for name, layer in layers.items()]
+    try:
+        _draw(target)
+    except Exception as error:
+        raise NotObserved(f"it could not be tried on a picture ({first_line(error)})") from error
+    finally:
+        for hook in hooks:
+            hook.remove()
+    missing = [name for name in layers if name not in seen]
+    if missing:
+        raise NotObserved(f"{len(missing)} of its layers took no part in a picture, {missing[0]} among them")
+    if not all(bool(each.largest.isfinite()) for each in seen.values()):
+        raise NotObserved("a picture of its own has values that are not finite")
+    return seen
+
+
+def _draw(target: Any) -> None:
+    """A picture from each prompt, by the pipeline's own parts and the same seed each time."""
+    # Whoever has a pipeline has imported it.
+    pipe = sys.modules["diffusers"].AutoPipelineForText2Image.from_pipe(target)
+    pipe.set_progress_bar_config(disable=True)
+    timesteps = getattr(target.scheduler, "timesteps", None)
+    try:
+        _pictures(pipe, [{"prompt": prompt} for prompt in _PROMPTS])
+    except Exception:  # noqa: BLE001 -- one that has no encoders of its own: whoever calls it brings embeddings along
+        _pictures(pipe, [_noise(pipe)])
+    if timesteps is not None and hasattr(pipe, "unet"):
+        target.scheduler.set_timesteps(len(timesteps))
+
+
+def _pictures(pipe: Any, several: list[dict[str, Any]]) -> None:
+    model = getattr(pipe, "unet", None) or pipe.transformer
+    own = getattr(pipe, "default_sample_size", None) or getattr(model.config, "sample_size", None)
+    side = min(_SIDE, own * pipe.vae_scale_factor) if isinstance(own, int) else _SIDE
+    for given in several:
+        with torch.no_grad():
+            pipe(
+                **given, num_inference_steps=_STEPS, height=side, width=side, output_type="latent",
+                generator=torch.Generator().manual_seed(0),
+            )  # fmt: skip
+
+
+def _noise(pipe: Any) -> dict[str, Any]:
+    """In place of a prompt, and as wide as the model's config says that it is."""
+    model = getattr(pipe, "unet", None) or pipe.transformer
+    config, weight = model.config, next(model.parameters())
+    random = torch.Generator().manual_seed(0)
+
+    def noise(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=random).to(weight.device, weight.dtype)
+
+    if getattr(config, "joint_attention_dim", None) is not None:
+        text, pooled = noise(1, 77, config.joint_attention_dim), noise(1, config.pooled_projection_dim)
+        return {"prompt_embeds": text, "pooled_prompt_embeds": pooled}
+    names = ("prompt_embeds", "negative_prompt_embeds")
+    found = {name: noise(1, 77, config.cross_attention_dim) for name in names}
+    if config.addition_embed_type == "text_time":
+        width = config.projection_class_embeddings_input_dim - 6 * config.addition_time_embed_dim
+        found |= {name.replace("prompt", "pooled_prompt"): noise(1, width) for name in names}
+    return found
+
+
+def too_far(errors: Mapping[str, float]) -> frozenset[str]:
+    """The names whose error stands out, or is not a number."""
+    middle = statistics.median([error for error in errors.values() if math.isfinite(error)] or [0.0])
+    most = max(_TIMES * middle, _LEAST)
+    return frozenset(name for name, error in errors.items() if not error <= most)

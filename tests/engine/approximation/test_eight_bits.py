@@ -1,0 +1,201 @@
+"""Products in 8 bits: what they are defined to be, which layers keep their dtype, and the way back to stock's bits."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import rocm_sd
+from pipelines import CASES, call, exactly, require_as_exact_as_stock, small_blocks_too
+from rocm_sd.engine.approximation import Approximation, Skipping, eight_bits, observing
+from rocm_sd.ops.quantize_rows.reference import quantize_rows
+from rocm_sd.rewrite.eight_bits import EightBitLinear
+
+FORMATS = ("int8", "fp8")
+
+
+@pytest.fixture(autouse=True, params=["0", "1"], ids=["stepwise", "captured"])
+def step_graph(request, monkeypatch):
+    small_blocks_too(monkeypatch, request.param)
+    # The layers of a model this small are all below it.
+    monkeypatch.setattr(eight_bits, "_SMALLEST", 4)
+    return request.param
+
+
+def drawn(pipe, name="sd15", seed=0, **options):
+    return call(pipe, CASES[name], seed, **{"num_inference_steps": 3, **options})
+
+
+def standing(model):
+    return {name: layer for name, layer in model.named_modules() if isinstance(layer, EightBitLinear)}
+
+
+def optimised(folder, to, name="sd15", skipping=None):
+    pipe = CASES[name].build(folder)
+    return rocm_sd.optimize(pipe, quality=Approximation(skipping or Skipping(), eight_bits=to))
+
+
+def define(pipe, layers):
+    """Each linear of a stock pipeline as `layers` compute, in its own dtype, by the definition of each part."""
+    denoiser = pipe.unet if hasattr(pipe, "unet") else pipe.transformer
+    for name, ours in layers.items():
+        layer = denoiser.get_submodule(name)
+        weight = ours.weight.double() * (
+            ours.weight_scale.double().view(-1, 1) if ours.weight_scale.dim() else ours.weight_scale.double()
+        )
+
+        def forward(x, layer=layer, ours=ours, weight=weight):
+            given = None if ours.x_scale is None else ours.x_scale.view(1)
+            q, scales = quantize_rows(x, str(ours.weight.dtype).removeprefix("torch."), given)
+            scale = scales.unsqueeze(-1) if given is None else given
+            rounded = (q.to(torch.float32).double() * scale.double()).to(x.dtype)
+            return nn.functional.linear(rounded, weight.to(x.dtype), layer.bias)
+
+        layer.forward = forward
+
+
+@pytest.mark.parametrize("to", FORMATS)
+@pytest.mark.parametrize("name", ["sd15", "sdxl", "sd3", "flux-dev"])
+def test_a_picture_is_what_it_is_defined_to_be(tmp_path, name, to):
+    ours = optimised(tmp_path, to, name)
+    layers = standing(getattr(ours, "unet", None) or ours.transformer)
+    assert layers
+    assert any(f"{len(layers)} layers multiply in" in note for note in rocm_sd.report(ours).approximations)
+    stock, exact = (CASES[name].build(tmp_path).to(dtype) for dtype in (torch.float32, torch.float64))
+    for pipe in (stock, exact):
+        define(pipe, layers)
+    seeds = range(6)
+    mine, theirs = ([drawn(pipe, name, seed) for seed in seeds] for pipe in (ours, stock))
+    with exactly(torch.float32):
+        right = [drawn(exact, name, seed) for seed in seeds]
+    require_as_exact_as_stock(mine, right, theirs, times=2)
+    assert torch.equal(drawn(ours, name, 1), mine[1]), "the same input gives the same bits"
+
+
+@pytest.mark.parametrize("to", FORMATS)
+def test_it_is_near_the_exact_one_and_restored_to_its_bits(tmp_path, to):
+    stock = CASES["sd15"].build(tmp_path)
+    exact = [drawn(stock, seed=seed) for seed in range(3)]
+    before = dict(stock.unet.named_modules())
+    weights = {name: value.clone() for name, value in stock.unet.state_dict().items()}
+    rocm_sd.optimize(stock, quality=Approximation(eight_bits=to))
+    for seed, right in enumerate(exact):
+        error = (drawn(stock, seed=seed) - right).square().mean().sqrt() / right.std()
+        assert 0 < error < 0.1
+    rocm_sd.restore(stock)
+    assert dict(stock.unet.named_modules()) == before
+    assert all(torch.equal(value, weights[name]) for name, value in stock.unet.state_dict().items())
+    assert all(torch.equal(drawn(stock, seed=seed), right) for seed, right in enumerate(exact))
+
+
+@pytest.mark.parametrize("to", FORMATS)
+def test_a_layer_that_was_made_delicate_keeps_its_dtype_and_the_picture_its_quality(tmp_path, to, monkeypatch):
+    """One column of what comes into a feed-forward is so many times the others, and its weights are as much less. In
+    fp8 a value has its own exponent, and thousands are no matter.
+    """
+    times = {"int8": 3e3, "fp8": 3e6}[to]
+    pipe = CASES["sd15"].build(tmp_path)
+
+    def error():
+        """Of the pipeline as it is, against its exact pictures."""
+        rocm_sd.restore(pipe)
+        exact = torch.stack([drawn(pipe, seed=seed) for seed in range(3)])
+        rocm_sd.optimize(pipe, quality=Approximation(eight_bits=to))
+        ours = torch.stack([drawn(pipe, seed=seed) for seed in range(3)])
+        return float((ours - exact).square().mean().sqrt() / exact.std())
+
+    usual = error()
+    rocm_sd.restore(pipe)
+    name = next(n for n, _ in pipe.unet.named_modules() if n.endswith("transformer_blocks.0"))
+    block = pipe.unet.get_submodule(name)
+    with torch.no_grad():
+        for part in (block.norm3.weight, block.norm3.bias):
+            part[3] *= times
+        block.ff.net[0].proj.weight[:, 3] /= times
+    assert error() < 1.5 * usual
+    assert type(block.ff.net[0].proj) is nn.Linear
+    assert any(
+        f"too delicate for {to}" in note and f"{name}.ff" in note for note in rocm_sd.report(pipe).approximations
+    )
+    monkeypatch.setattr(eight_bits, "too_far", lambda _errors: frozenset())
+    assert error() > 1.5 * usual
+    assert type(block.ff.net[0].proj) is EightBitLinear
+
+
+def test_layers_stand_out_by_their_errors():
+    usual = {str(n): 0.01 + n / 1000 for n in range(9)}
+    assert observing.too_far(usual) == frozenset()
+    assert observing.too_far(usual | {"far": 0.2, "none": float("nan")}) == {"far", "none"}
+    assert observing.too_far({"near": 0.05}) == frozenset()
+    assert observing.too_far({}) == frozenset()
+
+
+def test_what_cannot_be_tried_on_a_picture_is_exact_and_says_why(tmp_path, monkeypatch):
+    pipe = CASES["sd15"].build(tmp_path)
+    right = drawn(pipe)
+
+    def fails(_target):
+        raise RuntimeError("no prompt")
+
+    monkeypatch.setattr(observing, "_draw", fails)
+    rocm_sd.optimize(pipe, quality=Approximation(eight_bits="int8"))
+    assert not standing(pipe.unet)
+    assert any("could not be tried on a picture (no prompt)" in note for note in rocm_sd.report(pipe).approximations)
+    rocm_sd.restore(pipe)
+    assert torch.equal(drawn(pipe), right)
+
+
+def test_a_pipeline_that_is_given_embeddings_is_tried_on_noise(tmp_path):
+    pipe = CASES["sdxl"].build(tmp_path)
+    for part in ("tokenizer", "tokenizer_2", "text_encoder", "text_encoder_2"):
+        setattr(pipe, part, None)
+        pipe.register_modules(**{part: None})
+    rocm_sd.optimize(pipe, quality=Approximation(eight_bits="fp8"))
+    assert standing(pipe.unet)
+
+
+@pytest.mark.parametrize("to", FORMATS)
+def test_another_dtype_is_for_the_rest_of_the_model(tmp_path, to):
+    pipe = optimised(tmp_path, to)
+    layer = next(iter(standing(pipe.unet).values()))
+    weight, scale = layer.weight.clone(), layer.weight_scale.clone()
+    pipe.unet.to(torch.bfloat16)
+    assert pipe.unet.dtype is torch.bfloat16
+    assert layer.weight.dtype == weight.dtype
+    assert torch.equal(layer.weight_scale, scale)
+    moved = copy.deepcopy(layer)
+    x = torch.randn(5, layer.in_features, dtype=torch.bfloat16)
+    assert torch.equal(moved(x), layer(x))
+    assert layer(x).dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize("to", FORMATS)
+def test_a_gradient_is_that_of_the_rounded_weights(tmp_path, to):
+    pipe = optimised(tmp_path, to)
+    layer = next(iter(standing(pipe.unet).values()))
+    x = torch.randn(5, layer.in_features, requires_grad=True)
+    layer(x).sum().backward()
+    torch.testing.assert_close(x.grad, layer.dequantized(torch.float32).sum(0).expand(5, -1))
+
+
+def test_a_lora_works_on_top(tmp_path):
+    pipe = optimised(tmp_path, "int8")
+    before = drawn(pipe)
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_modules=["to_q", "to_v"], init_lora_weights=False)
+    pipe.unet.add_adapter(config)
+    with_lora = drawn(pipe)
+    assert not torch.equal(with_lora, before)
+    pipe.unet.disable_adapters()
+    torch.testing.assert_close(drawn(pipe), before, rtol=0.02, atol=0.02)
+
+
+def test_with_steps_left_out(tmp_path):
+    pipe = optimised(tmp_path, "int8", skipping=Skipping(depth=1, every=2))
+    drawn(pipe, num_inference_steps=5)
+    notes = " ".join(rocm_sd.report(pipe).approximations)
+    assert "2 shallow" in notes
+    assert "products in int8" in notes
