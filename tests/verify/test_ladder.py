@@ -143,10 +143,10 @@ def test_a_wrong_result_fails_and_a_nan_too():
     op = OPS["group_norm_silu"]
     right = op.verification.reference
     for wrong in (lambda *a: right(*a) * 1.01, lambda *a: right(*a) * float("nan")):
-        state, sentence, _ = ladder._numbers(op, op.verification, lambda _name, arguments, f=wrong: f(*arguments))
+        state, sentence, _ = ladder._numbers(op, op.verification, None, lambda _name, arguments, f=wrong: f(*arguments))
         assert state == "failed"
         assert "largest error" in sentence
-    state, _, _ = ladder._numbers(op, op.verification, lambda _name, arguments: right(*arguments))
+    state, _, _ = ladder._numbers(op, op.verification, None, lambda _name, arguments: right(*arguments))
     assert state == "passed"
 
 
