@@ -178,7 +178,7 @@ def bound_geglu():
     from rocm_sd.kernels.triton.geglu import bind
 
     x, y = torch.empty((4, 256), dtype=torch.half), torch.empty((4, 128), dtype=torch.half)
-    return bind(x, None, GegluConfig(block_f=128, rows=1, warps=1)), (x, None, y)
+    return bind(x, None, 0, GegluConfig(block_f=128, rows=1, warps=1)), (x, None, None, y)
 
 
 def scenario_unusual():
@@ -260,7 +260,7 @@ def scenario_another_triton():
     launch, given = bound_geglu()
     for _ in range(3):
         launch(*given)
-    return {"by": noting.by(), "bound": kernels.bind_op("geglu", given[0], None, None) is not None}
+    return {"by": noting.by(), "bound": kernels.bind_op("geglu", given[0], None, 0, None) is not None}
 
 
 class Launcher:
@@ -312,7 +312,7 @@ def scenario_launchers():
         for _ in range(5):
             launch(*given)
         handed_on = [numbers_of(one) for one in noted]
-        reached = {given[0].data_ptr(), given[2].data_ptr()} <= set(handed_on[0])
+        reached = {given[0].data_ptr(), given[3].data_ptr()} <= set(handed_on[0])
         found[kind.__name__] = (made[0].calls, len(noted), reached and all(one == handed_on[0] for one in handed_on))
     return found
 

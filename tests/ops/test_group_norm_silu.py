@@ -86,3 +86,17 @@ def test_bad_input_is_refused_in_one_sentence(change, message):
     arguments = {"x": torch.zeros(2, 32, 4, 4), "groups": 8, "weight": None, "bias": None, "add": None} | change
     with pytest.raises(Unsupported, match=message):
         group_norm_silu(**arguments)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("parts", ["affine", "bare", "add"])
+@pytest.mark.parametrize(("mean", "std"), [(7.3, 0.0), (7.3, 1e-3), (3e4, 10.0)], ids=["constant", "nearly", "large"])
+@pytest.mark.parametrize("whole", [2**20, 0], ids=["one_pass", "two_passes"])
+def test_groups_whose_spread_is_next_to_nothing(whole, mean, std, parts, dtype):
+    """The mean's own rounding, 2e-7 of it, would be all of such a group, times 316: stock has 0 where all are equal."""
+    generator = torch.Generator().manual_seed(0)
+    x = (torch.randn((1, 30, 7, 5), generator=generator) * std + mean).to(dtype, memory_format=torch.channels_last)
+    affine = [torch.randn(30, generator=generator).to(dtype) for _ in range(2)] if parts == "affine" else [None, None]
+    add = torch.full((1, 30), 0.01).to(dtype) if parts == "add" else None
+    config = op_checks.configured(OP, whole_elements=whole)
+    op_checks.check(OP, (x, 3, *affine, add, 1e-5, parts == "affine"), "triton", config)

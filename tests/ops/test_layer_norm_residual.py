@@ -140,3 +140,16 @@ def test_a_row_that_does_not_stay_in_registers_is_refused():
     wide = torch.zeros(1, 16385)
     with pytest.raises(Unsupported, match="rows of 16385 values"):
         layer_norm_residual(wide, wide, implementation="triton")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("affine", [True, False], ids=["affine", "bare"])
+@pytest.mark.parametrize(("mean", "std"), [(7.3, 0.0), (7.3, 1e-3), (3e4, 10.0)], ids=["constant", "nearly", "large"])
+@pytest.mark.parametrize("C", [77, 320])
+def test_rows_whose_spread_is_next_to_nothing(C, mean, std, affine, dtype):
+    """The mean's own rounding, 2e-7 of it, would be all of such a row, times 316: stock has 0 where all are equal."""
+    generator = torch.Generator().manual_seed(0)
+    x = (torch.randn((4, C), generator=generator) * std + mean).to(dtype)
+    parts = [torch.randn(C, generator=generator).to(dtype) for _ in range(2)] if affine else [None, None]
+    for residual in (None, torch.zeros_like(x)):
+        op_checks.check(OP, (x, residual, *parts, 1e-5), "triton")

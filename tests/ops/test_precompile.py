@@ -83,7 +83,7 @@ def model(widths=WIDTHS):
 
     for width in (*widths, *widths):
         x, y = torch.empty((4, 2 * width), dtype=torch.half), torch.empty((4, width), dtype=torch.half)
-        launch(x, y, None, GegluConfig(block_f=width, rows=1, warps=1))
+        launch(x, y, None, None, 0, GegluConfig(block_f=width, rows=1, warps=1))
 
 
 def impossible():

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rocm_sd import arch, workers
@@ -199,19 +200,25 @@ def test_another_environment_is_tested_anew(monkeypatch):
     assert repaired.choose(PROBLEM, CPU).implementation == "fast"
 
 
+class Recording(TorchDispatchMode):
+    def __torch_dispatch__(self, function, _types, arguments=(), named=None):
+        return function(*arguments, **(named or {}))
+
+
 def test_nothing_is_tested_while_calls_are_recorded_and_it_is_made_up_for_later(caplog):
     op = make_op(_definition)
-
-    class Recording(TorchDispatchMode):
-        def __torch_dispatch__(self, function, _types, arguments=(), named=None):
-            return function(*arguments, **(named or {}))
-
     with Recording(), caplog.at_level(logging.WARNING, "rocm_sd"):
         assert op.choose(PROBLEM, CPU).implementation == "torch"
     assert op.calls == []
     assert caplog.records == []
     assert op.choose(PROBLEM, CPU).implementation == "fast"
     assert len(op.calls) == 2
+
+
+def test_what_other_threads_have_recorded_keeps_nothing_from_its_test(monkeypatch):
+    """Torch's flag is left set where one thread leaves its mode after another that entered before it."""
+    monkeypatch.setattr(_python_dispatch, "_is_in_torch_dispatch_mode", True)
+    assert make_op(_definition).choose(PROBLEM, CPU).implementation == "fast"
 
 
 def test_where_launches_are_only_noted_it_is_used_and_tested_later(monkeypatch):

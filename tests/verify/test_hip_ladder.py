@@ -113,7 +113,7 @@ def test_a_recorded_run_counts_for_its_own_kernels_alone(monkeypatch):
 def test_a_promise_that_is_not_kept_fails_by_kernel_and_gate():
     op = OPS["group_norm_silu"]
     strict = replace(
-        ladder._of_its_own(op, "hip"),
+        op.verification.of_its_own(op.implementation("hip")),
         promises={name: KernelPromise(uses_dot=True) for name in op.implementation("hip").kernels.promises},
     )
     state, sentence, _ = ladder._compiled(op, strict, "gfx1100")

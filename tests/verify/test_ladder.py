@@ -102,7 +102,12 @@ def test_what_writes_the_picture_stores_16_bytes_at_a_time(gfx):
     outcome = climbed("group_norm_silu", gfx, 3)
     applies = {name: k for name, k in outcome.figures["kernels"].items() if name.startswith("_apply")}
     assert applies
-    assert all(set(k["global_stores"]) == {16} for k in applies.values())
+    # A lane that has read 16 bytes of halves has 8 bytes in 8 bits to write.
+    halves = {name: k for name, k in applies.items() if ", to " not in name}
+    assert halves
+    assert len(halves) < len(applies)
+    assert all(set(k["global_stores"]) == {16} for k in halves.values())
+    assert all(set(k["global_stores"]) <= {8, 16} for k in applies.values())
 
 
 def test_the_reference_and_the_interpreted_kernels_are_as_near_to_float64_as_stock():
@@ -142,7 +147,7 @@ def test_a_recorded_run_on_a_card_is_read_from_the_proofs(monkeypatch):
 def test_a_wrong_result_fails_and_a_nan_too():
     op = OPS["group_norm_silu"]
     right = op.verification.reference
-    for wrong in (lambda *a: right(*a) * 1.01, lambda *a: right(*a) * float("nan")):
+    for wrong in (lambda *a: right(*a).float() * 1.01, lambda *a: right(*a).float() * float("nan")):
         state, sentence, _ = ladder._numbers(op, op.verification, None, lambda _name, arguments, f=wrong: f(*arguments))
         assert state == "failed"
         assert "largest error" in sentence

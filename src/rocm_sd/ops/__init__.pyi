@@ -1,6 +1,7 @@
 # Written by tools/docs_tables.py from what the ops' packages export: not to be edited.
 from rocm_sd.ops.attention import attention
 from rocm_sd.ops.conv2d import conv2d
+from rocm_sd.ops.conv2d_8bit import conv2d_8bit
 from rocm_sd.ops.geglu import geglu
 from rocm_sd.ops.group_norm_silu import group_norm_silu
 from rocm_sd.ops.guided_step import guided_step
@@ -19,6 +20,7 @@ __all__ = [
     "OPS",
     "attention",
     "conv2d",
+    "conv2d_8bit",
     "geglu",
     "group_norm_silu",
     "guided_step",

@@ -76,7 +76,9 @@ class Signature:
     def spread(self, arguments: tuple[Any, ...]) -> list[Any]:
         """As the schema has them: a number and a tensor, one of which is None, for what may be either."""
         given: list[Any] = []
-        for each, value in zip(self.dispatched, arguments, strict=False):
+        for place, each in enumerate(self.dispatched):
+            # Those at the end may be left out.
+            value = arguments[place] if place < len(arguments) else each.default
             if each.is_either:
                 given += [None, value] if isinstance(value, torch.Tensor) else [value, None]
             else:
@@ -270,7 +272,8 @@ def _refusals(
         plain = not torch.compiler.is_compiling()
         gradients = torch.is_grad_enabled()
         for place, name, is_either, same in tensors:
-            tensor = arguments[place]
+            # Those at the end may be left out.
+            tensor = arguments[place] if place < len(arguments) else None
             if tensor is None or (is_either and not isinstance(tensor, torch.Tensor)):
                 continue
             if tensor.device != device:

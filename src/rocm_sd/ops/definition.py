@@ -188,6 +188,17 @@ class Verification:
     similar: Callable[[Problem], Iterable[Sample]] | None = None
     fits: Callable[[Problem, Arch], bool] = lambda _problem, _arch: True
 
+    def of_its_own(self, implementation: Implementation) -> Verification:
+        """The same for the kernels that one implementation has for itself: none of them has a result in 8 bits."""
+        kernels = implementation.kernels
+        assert kernels is not None
+        small, real = (
+            tuple(sample for sample in samples if not self.problem(*sample.make(filled=False)).get("to"))
+            for samples in (self.small, (*self.real, *kernels.real))
+        )
+        own = replace(self, implementation=implementation.name, small=small, real=real)
+        return replace(own, promises=kernels.promises, also=())
+
     @property
     def proven(self) -> tuple[str, ...]:
         """The implementations whose kernels the module has."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from rocm_sd import workers
 from rocm_sd.kernels import triton as triton_kernels
@@ -238,5 +238,6 @@ def _why_not_now(device: torch.device) -> str | None:
         return "a call is being traced"
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return "a graph is being captured"
-    # Tensors may be fake in there, and calls are being counted or noted.
-    return "calls are being noted" if is_in_torch_dispatch_mode() else None
+    # Tensors may be fake in there, and calls are being counted or noted. Not `is_in_torch_dispatch_mode`: all threads
+    # share its flag, and it stays set for good where two of them leave their modes in the order in which they entered.
+    return "calls are being noted" if _get_current_dispatch_mode_stack() else None

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 from concurrent.futures import Future, as_completed
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal, Union
@@ -193,21 +193,14 @@ def climb(task: Task) -> Outcome:
     name, _, implementation = task.op.partition(":")
     subject = OPS[name]
     assert subject.verification is not None
-    verification = _of_its_own(subject, implementation) if implementation else subject.verification
+    verification = subject.verification
+    if implementation:
+        verification = verification.of_its_own(subject.implementation(implementation))
     step = {1: _reference, 2: _interpreted, 3: _compiled, 4: _emulated}[task.rung]
     state, sentence, figures = step(subject, verification, task.arch)
     wrong = state == "failed" and task.rung != 3
     seconds = time.perf_counter() - started
     return Outcome(task.op, task.arch, task.rung_name, state, sentence, wrong, figures, seconds)
-
-
-def _of_its_own(op: Op, implementation: str) -> Verification:
-    """The op's, for the kernels that one implementation has for itself."""
-    kernels = op.implementation(implementation).kernels
-    assert op.verification is not None
-    assert kernels is not None
-    real = (*op.verification.real, *kernels.real)
-    return replace(op.verification, implementation=implementation, real=real, promises=kernels.promises, also=())
 
 
 def _launching(op: Op, verification: Verification, arch: str, *, execute: bool) -> AbstractContextManager[Run]:

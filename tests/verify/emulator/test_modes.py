@@ -1,4 +1,4 @@
-"""Registers of modes: the one that kernels set is known, and every other one is refused."""
+"""Registers of modes: those that kernels set are known, and every other one is refused."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ def decoded(gfx, field, value):
 
 
 @pytest.mark.parametrize("gfx", MODES)
-def test_eight_bit_floats_saturate(gfx):
-    run, touched = bind_scalar(decoded(gfx, "23, 1", 1))
+@pytest.mark.parametrize(("field", "value"), [("23, 1", 1), ("2, 2", 0)], ids=["saturate", "to nearest"])
+def test_eight_bit_floats_saturate_and_halves_are_rounded_to_the_nearest(gfx, field, value):
+    run, touched = bind_scalar(decoded(gfx, field, value))
     assert run(None) is None
     assert touched == 0
 
 
 @pytest.mark.parametrize("gfx", MODES)
-@pytest.mark.parametrize(("field", "value"), [("23, 1", 0), ("4, 2", 3), ("0, 4", 1), ("23, 2", 1)])
+@pytest.mark.parametrize(("field", "value"), [("23, 1", 0), ("4, 2", 3), ("0, 4", 1), ("23, 2", 1), ("2, 2", 3)])
 def test_other_modes_are_not_known(gfx, field, value):
-    with pytest.raises(UnknownInstruction, match="a mode other than"):
+    with pytest.raises(UnknownInstruction, match="a mode that is not modelled"):
         bind_scalar(decoded(gfx, field, value))

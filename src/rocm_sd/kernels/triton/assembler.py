@@ -3,7 +3,7 @@
 ptxas 12.8.93, which Triton 3.6 brings, takes a stale register for the shared-memory descriptor of a wgmma that follows
 a loop: where a head is in several pieces and a block of keys is left for after the loop, the last piece's product with
 the values reads keys 16 and up from elsewhere. Wrong were two pieces with 64 and 128 keys in a block, and three with
-32, too. See docs/ptxas-wgmma.md.
+32, too. See benchmarks/ptxas-h200/README.md.
 """
 
 from __future__ import annotations

@@ -28,7 +28,10 @@ if TYPE_CHECKING:
     from rocm_sd.kernels.configs.conv2d import Conv2dConfig
     from rocm_sd.kernels.triton.bound import Part
 
-__all__ = ["bind", "bind_finish", "finish", "interpreted", "launch", "multiply_taps", "place_tile"]
+__all__ = [
+    "add_taps", "bind", "bind_finish", "finish", "interpreted", "launch", "multiply_taps", "place_pixels", "place_tile",
+    "store_tile",
+]  # fmt: skip
 
 
 @triton.jit
@@ -40,6 +43,27 @@ def place_tile(number, tiles_m, tiles_n, GROUP_M: tl.constexpr):
     rows = tl.minimum(tiles_m - group * GROUP_M, GROUP_M)
     column = within // rows
     return group * GROUP_M + within - column * rows, column
+
+
+@triton.jit
+def place_pixels(
+    first_m, pixels, H, W, Ho, Wo,
+    KERNEL: tl.constexpr, STRIDE: tl.constexpr, PADDING: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """Of each row of a tile: its picture, where its first tap lies, and a bit for each tap that lies in the picture."""
+    # Rows and channels past the end repeat the last one: what they give is not stored, and loads need no mask.
+    m = tl.minimum(first_m + tl.arange(0, BLOCK_M), pixels - 1)
+    image = m // (Ho * Wo)
+    within = m - image * (Ho * Wo)
+    oy = within // Wo
+    iy = oy * STRIDE - PADDING
+    ix = (within - oy * Wo) * STRIDE - PADDING
+    taps = tl.zeros([BLOCK_M], tl.int32)
+    for ky in tl.static_range(KERNEL):
+        for kx in tl.static_range(KERNEL):
+            inside = (iy + ky >= 0) & (iy + ky < H) & (ix + kx >= 0) & (ix + kx < W)
+            taps |= inside.to(tl.int32) << (ky * KERNEL + kx)
+    return image, iy, ix, taps
 
 
 @triton.jit
@@ -64,8 +88,9 @@ def add_taps(
     sum_, sum2, x, w, pixel, channel, channel2, taps, first, count, blocks, Cin, row_skip,
     BLOCK_N2: tl.constexpr, BLOCK_K: tl.constexpr,
     KW: tl.constexpr, EVEN_K: tl.constexpr, ALL_INSIDE: tl.constexpr, WIDEN: tl.constexpr,
+    IMPRECISE: tl.constexpr = None,
 ):  # fmt: skip
-    """Sums over `count` blocks of the depth from number `first` on, in float32, added to those given.
+    """Sums over `count` blocks of the depth from number `first` on, added to those given, which are float32 or int32.
 
     `sum_`: [BLOCK_M, BLOCK_N]; `sum2`: [BLOCK_M, BLOCK_N2] where there is one;
     `pixel`, `channel`, `channel2`: where the rows of x and of w begin; `taps`: a bit for each tap that lies inside the
@@ -95,7 +120,8 @@ def add_taps(
             a = tl.load(x + at_x + x_tile, mask=((taps >> tap) & 1 != 0)[:, None] & in_depth[None, :], other=0.0)
         if WIDEN:
             a = a.to(tl.float32)
-        sum_ = tl.dot(a, _weights(w + at_w + w_tile, in_depth, EVEN_K, WIDEN), sum_)
+        b = _weights(w + at_w + w_tile, in_depth, EVEN_K, WIDEN)
+        sum_ = tl.dot(a, b, sum_, max_num_imprecise_acc=IMPRECISE, out_dtype=sum_.dtype)
         if BLOCK_N2:
             sum2 = tl.dot(a, _weights(w + at_w + w_tile2, in_depth, EVEN_K, WIDEN), sum2)
         c += BLOCK_K
@@ -125,18 +151,7 @@ def _conv2d(
 ):  # fmt: skip
     tile_m, tile_n = place_tile(tl.program_id(0), tiles_m, tiles_n, GROUP_M)
     first_m = tile_m * BLOCK_M
-    # Rows and channels past the end repeat the last one: what they give is not stored, and loads need no mask.
-    m = tl.minimum(first_m + tl.arange(0, BLOCK_M), pixels - 1)
-    image = m // (Ho * Wo)
-    within = m - image * (Ho * Wo)
-    oy = within // Wo
-    iy = oy * STRIDE - PADDING
-    ix = (within - oy * Wo) * STRIDE - PADDING
-    taps = tl.zeros([BLOCK_M], tl.int32)
-    for ky in tl.static_range(KERNEL):
-        for kx in tl.static_range(KERNEL):
-            inside = (iy + ky >= 0) & (iy + ky < H) & (ix + kx >= 0) & (ix + kx < W)
-            taps |= inside.to(tl.int32) << (ky * KERNEL + kx)
+    image, iy, ix, taps = place_pixels(first_m, pixels, H, W, Ho, Wo, KERNEL, STRIDE, PADDING, BLOCK_M)
     # 64-bit only in the scalar base: maps of 1024x1024 with a batch of 8 pass 2^31 elements.
     first_image = first_m // (Ho * Wo)
     first_pixel = (first_image * H + (first_m - first_image * Ho * Wo) // Wo * STRIDE) * W
@@ -166,19 +181,19 @@ def _conv2d(
             BLOCK_N2, BLOCK_K, KERNEL, EVEN_K, ALL_INSIDE, WIDEN,
         )  # fmt: skip
     y += tl.program_id(1).to(tl.int64) * pixels * Cout
-    _store(
+    store_tile(
         value, y, bias, add, residual, first_m, n, image, first_image, pixels, Cout,
         HAS_BIAS, HAS_ADD, HAS_RESIDUAL, ONE_IMAGE, BLOCK_M,
     )  # fmt: skip
     if BLOCK_N2:
-        _store(
+        store_tile(
             value2, y, bias, add, residual, first_m, n2, image, first_image, pixels, Cout,
             HAS_BIAS, HAS_ADD, HAS_RESIDUAL, ONE_IMAGE, BLOCK_M,
         )  # fmt: skip
 
 
 @triton.jit
-def _store(
+def store_tile(
     value, y, bias, add, residual, first_m, n, image, first_image, pixels, Cout,
     HAS_BIAS: tl.constexpr, HAS_ADD: tl.constexpr, HAS_RESIDUAL: tl.constexpr, ONE_IMAGE: tl.constexpr,
     BLOCK_M: tl.constexpr,

@@ -14,6 +14,7 @@ import triton.language as tl
 
 from rocm_sd.kernels.sizes import ceil_div, power_of_2
 from rocm_sd.kernels.triton.bound import Bound
+from rocm_sd.kernels.triton.quantize_rows import eight_bits_of, in_eight_bits
 
 if TYPE_CHECKING:
     import torch
@@ -49,8 +50,8 @@ def _gelu(g):
 
 @triton.jit
 def _geglu(
-    x, bias, y, M, F, x_stride, f_blocks,
-    HAS_BIAS: tl.constexpr, ROWS: tl.constexpr, BLOCK_F: tl.constexpr,
+    x, bias, scale, y, M, F, x_stride, f_blocks,
+    HAS_BIAS: tl.constexpr, LIMIT: tl.constexpr, ROWS: tl.constexpr, BLOCK_F: tl.constexpr,
 ):  # fmt: skip
     # One axis: the second and third of a grid end at 65535 on NVIDIA GPUs.
     program = tl.program_id(0)
@@ -69,18 +70,33 @@ def _geglu(
         columns = tl.broadcast_to(f[None, :], [ROWS, BLOCK_F])
         value += tl.load(bias + columns, mask=columns < F, other=0.0).to(tl.float32)
         gate += tl.load(bias + F + columns, mask=columns < F, other=0.0).to(tl.float32)
-    tl.store(y + row * F + f[None, :], (value * _gelu(gate)).to(y.dtype.element_ty), mask=inside)
+    value *= _gelu(gate)
+    if LIMIT:
+        value = in_eight_bits(value, tl.div_rn(1.0, tl.load(scale)), LIMIT, LIMIT == 127)
+    tl.store(y + row * F + f[None, :], value.to(y.dtype.element_ty), mask=inside)
 
 
-def bind(x: torch.Tensor, bias: torch.Tensor | None, config: GegluConfig) -> Bound:
-    """bound(x, bias, y) is `launch` for tensors that lie as these."""
+def bind(x: torch.Tensor, bias: torch.Tensor | None, limit: int, config: GegluConfig) -> Bound:
+    """bound(x, bias, scale, y) is `launch` for tensors that lie as these."""
     M, F = x.shape[0], x.shape[1] // 2
     block_f = min(config.block_f, power_of_2(F))
     f_blocks = ceil_div(F, block_f)
-    constants = {"HAS_BIAS": bias is not None, "ROWS": config.rows, "BLOCK_F": block_f, "num_warps": config.warps}
+    constants = {
+        "HAS_BIAS": bias is not None, "LIMIT": limit,
+        "ROWS": config.rows, "BLOCK_F": block_f, "num_warps": config.warps,
+    }  # fmt: skip
     return Bound(_geglu, (ceil_div(M, config.rows) * f_blocks,), (M, F, x.stride(0), f_blocks), constants)
 
 
-def launch(x: torch.Tensor, y: torch.Tensor, bias: torch.Tensor | None, config: GegluConfig) -> None:
-    """Fill `y`, dense [M, F]; rows of `x`, [M, 2F], may be any distance apart."""
-    bind(x, bias, config)(x, bias, y)
+def launch(
+    x: torch.Tensor,
+    y: torch.Tensor,
+    bias: torch.Tensor | None,
+    scale: torch.Tensor | None,
+    limit: int,
+    config: GegluConfig,
+) -> None:
+    """Fill `y`, dense [M, F]; rows of `x`, [M, 2F], may be any distance apart. With a limit, y is of 8 bits."""
+    bound = bind(x, bias, limit, config)
+    with eight_bits_of(_geglu, y) as filled:
+        bound(x, bias, scale, filled)

@@ -21,6 +21,7 @@ import triton.language as tl
 
 from rocm_sd.kernels.sizes import ceil_div, power_of_2
 from rocm_sd.kernels.triton.bound import Bound
+from rocm_sd.kernels.triton.quantize_rows import eight_bits_of, in_eight_bits
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -33,9 +34,9 @@ __all__ = ["bind", "launch"]
 
 @triton.jit
 def _whole(
-    x, y, weight, bias, add, HW, eps,
+    x, y, weight, bias, add, step, HW, eps,
     WIDTH: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_ADD: tl.constexpr, SILU: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK_G: tl.constexpr,
+    LIMIT: tl.constexpr, ROWS: tl.constexpr, BLOCK_G: tl.constexpr,
 ):  # fmt: skip
     g, n = tl.program_id(0), tl.program_id(1)
     C = tl.num_programs(0) * WIDTH
@@ -50,8 +51,11 @@ def _whole(
     if HAS_ADD:
         value += tl.load(add + n * C + c, mask=in_group, other=0.0).to(tl.float32)[None, :]
     elements = 1.0 * (HW * WIDTH)
-    mean = tl.sum(tl.where(inside, value, 0.0)) / elements
-    value = tl.where(inside, value - mean, 0.0)
+    # Halves of one value have an exact sum, and then their mean is that value. Other sums are rounded: in a group of
+    # one value that would be all of the result, so it is taken off again.
+    value = tl.where(inside, value - tl.div_rn(tl.sum(tl.where(inside, value, 0.0)), elements), 0.0)
+    if HAS_ADD or x.dtype.element_ty == tl.float32:
+        value = tl.where(inside, value - tl.div_rn(tl.sum(value), elements), 0.0)
     variance = tl.sum(value * value) / elements
     scale = tl.zeros([BLOCK_G], tl.float32) + 1.0 / tl.sqrt(variance + eps)
     if HAS_WEIGHT:
@@ -61,6 +65,8 @@ def _whole(
         value += tl.load(bias + c, mask=in_group, other=0.0).to(tl.float32)[None, :]
     if SILU:
         value = value / (1.0 + tl.exp(-value))
+    if LIMIT:
+        value = in_eight_bits(value, tl.div_rn(1.0, tl.load(step)), LIMIT, LIMIT == 127)
     tl.store(y + at + tile, value.to(y.dtype.element_ty), mask=inside)
 
 
@@ -91,8 +97,13 @@ def _moments(x, means, m2s, C, all_C, HW, rows_per_slice, ROWS: tl.constexpr, BL
     count = tl.maximum(last - first - row + ROWS - 1, 0) // ROWS
     weight = count.to(tl.float32)[:, None]
     total = (last - first).to(tl.float32)
-    channel_mean = tl.sum(mean * weight, axis=0) / total
+    channel_mean = tl.div_rn(tl.sum(mean * weight, axis=0), total)
     distance = mean - channel_mean[None, :]
+    if x.dtype.element_ty == tl.float32:
+        # As in `_whole`.
+        shift = tl.div_rn(tl.sum(distance * weight, axis=0), total)
+        channel_mean += shift
+        distance -= shift[None, :]
     channel_m2 = tl.sum(m2 + distance * distance * weight, axis=0)
     out = (n * tl.num_programs(0) + slice_id) * all_C + c
     tl.store(means + out, channel_mean, mask=c < C)
@@ -125,9 +136,10 @@ def _fold(
         count = tl.maximum(tl.minimum(rows_per_slice, HW - slice_id * rows_per_slice), 0).to(tl.float32)[:, None]
         mean = tl.load(means + at, mask=inside, other=0.0) + extra[None, :]
         total += tl.where(inside, mean * count, 0.0)
-    group_mean = tl.sum(tl.sum(total, axis=1), axis=0) / elements
+    group_mean = tl.div_rn(tl.sum(tl.sum(total, axis=1), axis=0), elements)
 
     spread = tl.zeros([BLOCK_S, BLOCK_G], tl.float32)
+    left = tl.zeros([BLOCK_S, BLOCK_G], tl.float32)
     for start in range(0, slices, BLOCK_S):
         slice_id = start + s
         inside = (slice_id < slices)[:, None] & in_group[None, :]
@@ -136,7 +148,11 @@ def _fold(
         distance = tl.load(means + at, mask=inside, other=0.0) + extra[None, :] - group_mean
         m2 = tl.load(m2s + at, mask=inside, other=0.0)
         spread += tl.where(inside, m2 + distance * distance * count, 0.0)
-    variance = tl.sum(tl.sum(spread, axis=1), axis=0) / elements
+        left += tl.where(inside, distance * count, 0.0)
+    # As in `_whole`; the spread about the mean is that about the first one, less the square of what lies between them.
+    shift = tl.div_rn(tl.sum(tl.sum(left, axis=1), axis=0), elements)
+    group_mean += shift
+    variance = tl.maximum(tl.sum(tl.sum(spread, axis=1), axis=0) / elements - shift * shift, 0.0)
     rstd = 1.0 / tl.sqrt(variance + eps)
 
     scale = tl.zeros([BLOCK_G], tl.float32) + rstd
@@ -148,8 +164,8 @@ def _fold(
 
 @triton.jit
 def _apply(
-    x, y, group_means, scales, bias, add, C, all_C, HW,
-    HAS_BIAS: tl.constexpr, HAS_ADD: tl.constexpr, SILU: tl.constexpr, PART: tl.constexpr,
+    x, y, group_means, scales, bias, add, step, C, all_C, HW,
+    HAS_BIAS: tl.constexpr, HAS_ADD: tl.constexpr, SILU: tl.constexpr, LIMIT: tl.constexpr, PART: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """PART: x has only C of the `all_C` channels of y; otherwise both lie alike, and one address serves both."""
@@ -171,6 +187,8 @@ def _apply(
         value += tl.load(bias + c, mask=c < C, other=0.0).to(tl.float32)[None, :]
     if SILU:
         value = value / (1.0 + tl.exp(-value))
+    if LIMIT:
+        value = in_eight_bits(value, tl.div_rn(1.0, tl.load(step)), LIMIT, LIMIT == 127)
     if PART:
         base = (n.to(tl.int64) * HW + row_block * ROWS) * all_C
         tile = tl.arange(0, ROWS)[:, None] * all_C + c[None, :]
@@ -185,14 +203,15 @@ def bind(
     add: Part,
     eps: float,
     silu: bool,
+    limit: int,
     config: GroupNormSiluConfig,
     compute_units: int,
 ) -> Callable[..., None]:
-    """bound(parts, out, weight, bias, add) is `launch` for tensors that lie as these."""
+    """bound(parts, out, weight, bias, add, step) is `launch` for tensors that lie as these."""
     N, _, H, W = parts[0].shape
     C = sum(x.shape[1] for x in parts)
     HW, width = H * W, C // groups
-    given = {"HAS_BIAS": bias is not None, "HAS_ADD": add is not None, "SILU": silu}
+    given = {"HAS_BIAS": bias is not None, "HAS_ADD": add is not None, "SILU": silu, "LIMIT": limit}
     block_g = power_of_2(width)
     if config.one_pass(HW, width):
         rows = power_of_2(HW)
@@ -204,8 +223,10 @@ def bind(
         }  # fmt: skip
         whole = Bound(_whole, (groups, N), (HW, eps), constants)
 
-        def in_one_pass(parts: Sequence[torch.Tensor], out: torch.Tensor, weight: Part, bias: Part, add: Part) -> None:
-            whole(parts[0], out, weight, bias, add)
+        def in_one_pass(
+            parts: Sequence[torch.Tensor], out: torch.Tensor, weight: Part, bias: Part, add: Part, step: Part
+        ) -> None:
+            whole(parts[0], out, weight, bias, add, step)
 
         return in_one_pass
 
@@ -250,7 +271,7 @@ def bind(
                 (ceil_div(HW, config.apply_rows), ceil_div(own, config.apply_channels), N),
                 (own, C, HW),
                 constants,
-                (None, from_(first, N * C * HW), *channels, from_(first, C), from_(first, N * C)),
+                (None, from_(first, N * C * HW), *channels, from_(first, C), from_(first, N * C), None),
             )
         )
     fold = Bound(
@@ -264,14 +285,16 @@ def bind(
         (of_slices(0), of_slices(at_m2s), None, None, of_channels(at_means), of_channels(at_scales)),
     )  # fmt: skip
 
-    def in_two_passes(parts: Sequence[torch.Tensor], out: torch.Tensor, weight: Part, bias: Part, add: Part) -> None:
+    def in_two_passes(
+        parts: Sequence[torch.Tensor], out: torch.Tensor, weight: Part, bias: Part, add: Part, step: Part
+    ) -> None:
         scratch = out.new_empty(at_scales + by_channel, dtype=torch.float32)
         for x, moment in zip(parts, moments, strict=True):
             moment(x, scratch, scratch)
         fold(scratch, scratch, weight, add, scratch, scratch)
         # Backwards, as the kernel goes: what was read last is still in the cache.
         for x, apply in zip(reversed(parts), reversed(applied), strict=True):
-            apply(x, out, scratch, scratch, bias, add)
+            apply(x, out, scratch, scratch, bias, add, step)
 
     return in_two_passes
 
@@ -285,14 +308,19 @@ def launch(
     add: torch.Tensor | None,
     eps: float,
     silu: bool,
+    step: torch.Tensor | None,
+    limit: int,
     config: GroupNormSiluConfig,
     compute_units: int,
 ) -> None:
     """Fill `out`; `parts` are x, or tensors that have its channels one after the other, where it takes two passes.
 
-    All are dense channels-last, and `out` may be x itself; `add` is dense [N, C].
+    All are dense channels-last, and `out` may be x itself; `add` is dense [N, C]. With a limit, `out` is of 8 bits, and
+    `step` is its scale.
     """
-    bind(parts, groups, weight, bias, add, eps, silu, config, compute_units)(parts, out, weight, bias, add)
+    bound = bind(parts, groups, weight, bias, add, eps, silu, limit, config, compute_units)
+    with eight_bits_of(_apply, out) as filled:
+        bound(parts, filled, weight, bias, add, step)
 
 
 def _channels(parts: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, int]]:

@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
     from rocm_sd.kernels.configs.linear_8bit import Linear8bitConfig
 
-__all__ = ["bind", "launch"]
+__all__ = ["bind", "imprecise", "launch", "nothing"]
 
 
 @triton.jit
-def _nothing(WHOLE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def nothing(WHOLE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     if WHOLE:
         return tl.zeros([BLOCK_M, BLOCK_N], tl.int32)
     else:  # noqa: RET505 -- Triton compiles one of the two
@@ -61,7 +61,7 @@ def _product_8bit(
     x += first_m.to(tl.int64) * x_stride
     weight += first_n.to(tl.int64) * weight_stride
 
-    total = _nothing(WHOLE, BLOCK_M, BLOCK_N)
+    total = nothing(WHOLE, BLOCK_M, BLOCK_N)
     for start in range(0, K, BLOCK_K):
         if EVEN_K:
             left = tl.load(x + x_at)
@@ -88,6 +88,11 @@ def _product_8bit(
     tl.store(y + m[:, None] * N + n[None, :], value.to(y.dtype.element_ty), mask=inside)
 
 
+def imprecise(x: torch.Tensor, depth: int, block_k: int) -> int | None:
+    """How many products may be summed in the matrix unit; None is as the compiler likes it, on sm_90 all of them."""
+    return min(128, block_k) if x.dtype is not torch.int8 and depth > LONGEST_QUICK_SUM else None
+
+
 def bind(
     x: torch.Tensor,
     x_scale: torch.Tensor,
@@ -103,8 +108,7 @@ def bind(
     constants = {
         "WHOLE": x.dtype is torch.int8, "BY_ROW": int(x_scale.dim() > 0), "BY_COLUMN": int(weight_scale.dim() > 0),
         "HAS_BIAS": bias is not None, "HAS_RESIDUAL": residual is not None, "EVEN_K": K % config.block_k == 0,
-        # None is as the compiler likes it, which on sm_90 is all of K.
-        "IMPRECISE": min(128, config.block_k) if x.dtype is not torch.int8 and K > LONGEST_QUICK_SUM else None,
+        "IMPRECISE": imprecise(x, K, config.block_k),
         "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, "GROUP_M": config.group_m,
         "num_warps": config.warps, "num_stages": config.stages,
     }  # fmt: skip

@@ -6,6 +6,7 @@ has scale 0. Whoever gives a scale has it used for all rows; what is beyond the 
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,14 +18,23 @@ from rocm_sd.kernels.sizes import power_of_2
 from rocm_sd.kernels.triton.bound import Bound
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from rocm_sd.kernels.configs.quantize_rows import QuantizeRowsConfig
 
-__all__ = ["bind", "launch"]
+__all__ = ["bind", "eight_bits_of", "in_eight_bits", "launch"]
 
 # 1.5 * 2^23: the sum with it has no digits after the point, rounded to the nearest and ties to even.
 _TO_WHOLE = tl.constexpr(12582912.0)
+
+
+@triton.jit
+def in_eight_bits(value, factor, LIMIT: tl.constexpr, WHOLE: tl.constexpr):
+    """value * factor, cut off at the limit; as whole numbers for int8, which conversion would cut."""
+    value = tl.minimum(tl.maximum(value * factor, -LIMIT * 1.0), LIMIT * 1.0)
+    if WHOLE:
+        value = (value + _TO_WHOLE) - _TO_WHOLE
+    return value
 
 
 @triton.jit
@@ -41,9 +51,7 @@ def _quantize_rows(
         largest = tl.max(tl.abs(value), 0)
         factor = tl.where(largest > 0.0, tl.div_rn(LIMIT * 1.0, tl.where(largest > 0.0, largest, 1.0)), 0.0)
         tl.store(scale + row, tl.div_rn(largest, LIMIT * 1.0))
-    value = tl.minimum(tl.maximum(value * factor, -LIMIT * 1.0), LIMIT * 1.0)
-    if WHOLE:
-        value = (value + _TO_WHOLE) - _TO_WHOLE
+    value = in_eight_bits(value, factor, LIMIT, WHOLE)
     tl.store(q + row * K + k, value.to(q.dtype.element_ty), mask=k < K)
 
 
@@ -66,10 +74,16 @@ def launch(
     config: QuantizeRowsConfig,
 ) -> None:
     """Fill `q`, dense [M, K], and `scale`, [M], where none is given; rows of `x` may be any distance apart."""
-    if isinstance(_quantize_rows, InterpretedFunction) and q.is_floating_point():
-        # Triton's interpreter cuts digits off where it is to round to 8 bits.
-        wide = torch.empty_like(q, dtype=torch.float32)
-        bind(x, given, limit, config)(x, given, wide, scale)
-        q.copy_(wide)
+    with eight_bits_of(_quantize_rows, q) as filled:
+        bind(x, given, limit, config)(x, given, filled, scale)
+
+
+@contextmanager
+def eight_bits_of(kernel: object, q: torch.Tensor) -> Iterator[torch.Tensor]:
+    """What a kernel fills in q's place: Triton's interpreter cuts digits off where it is to round to fp8."""
+    if not isinstance(kernel, InterpretedFunction) or not q.is_floating_point() or q.element_size() > 1:
+        yield q
         return
-    bind(x, given, limit, config)(x, given, q, scale)
+    wide = torch.empty_like(q, dtype=torch.float32)
+    yield wide
+    q.copy_(wide)

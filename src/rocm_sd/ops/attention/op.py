@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from rocm_sd.ops.layouts import Part
     from rocm_sd.tuning import Problem
 
-__all__ = ["OP", "attention", "keeps_more_than_bounded", "stock_module_bytes"]
+__all__ = ["OP", "attention", "backward", "keeps_more_than_bounded", "stock_module_bytes"]
 
 
 def attention(
@@ -373,7 +373,7 @@ def _no_such_head(problem: Problem) -> str | None:
     return None
 
 
-def _backward(saved: Saved, grad: Tensor) -> Mapping[str, Part]:
+def backward(saved: Saved, grad: Tensor) -> Mapping[str, Part]:
     """Recompute through stock torch, whose own backward then needs no more memory than it must; where gradients of the
     gradients may be asked for, through the definition: no fused kernel of torch has them.
     """
@@ -413,7 +413,7 @@ OP = define(
         Implementation("sdpa_math", partial(_stock, backend=SDPBackend.MATH), _math_why_not, scratch_bytes=_math_bytes),
     ),
     allocate=_allocate,
-    backward=_backward,
+    backward=backward,
     same_dtype=("k", "v"),
     verification=VERIFICATION,
     tuning=TUNING,

@@ -16,8 +16,10 @@ from rocm_sd.kernels import triton
 from rocm_sd.kernels.configs.geglu import GegluConfig
 from rocm_sd.ops.defining import Saved, define
 from rocm_sd.ops.definition import UP_TO_FLOAT32, Implementation, where
+from rocm_sd.ops.eight_bits import dtype_of, limit_of, multiplied, require_eight_bits
 from rocm_sd.ops.geglu.workload import TUNING, VERIFICATION
 from rocm_sd.ops.layouts import as_rows, dense, is_dense, rows_in_place
+from rocm_sd.ops.quantize_rows.reference import quantize_rows as quantized
 from rocm_sd.tuning.choice import STOCK
 
 if TYPE_CHECKING:
@@ -30,55 +32,70 @@ if TYPE_CHECKING:
 __all__ = ["OP", "geglu"]
 
 
-def geglu(x: torch.Tensor, bias: torch.Tensor | None = None, implementation: str | None = None) -> torch.Tensor:
+def geglu(
+    x: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    scale: torch.Tensor | None = None,
+    to: str | None = None,
+    implementation: str | None = None,
+) -> torch.Tensor:
     """y = h[..., :F] * gelu(h[..., F:]), h = x + bias, with the exact GELU (erf).
 
-    x: [..., 2F] of any strides, fp16, bf16, fp32 or fp64; bias: [2F]; y: [..., F], dense, of x's dtype.
-    `implementation` names one and never falls back; without it the tuning data decides.
+    x: [..., 2F] of any strides, fp16, bf16, fp32 or fp64; bias: [2F]; y: [..., F], dense, of x's dtype. With `to`
+    (int8, float8_e4m3fn or float8_e4m3fnuz) and a scale, float32 of shape [1], y is rounded to 8 bits as
+    `quantize_rows` does, and has no gradient. `implementation` names one and never falls back; without it the tuning
+    data decides.
     """
-    bound = OP.bound(implementation, x, bias)
+    # An implementation by somebody else may know the first two alone.
+    given = (x, bias) if to is None else (x, bias, scale, to)
+    bound = OP.bound(implementation, *given)
     if bound is not None:
-        return bound(x, bias)
+        return bound(*given)
     if not x.dim() or not x.shape[-1] or x.shape[-1] % 2:
         raise Unsupported(OP.name, f"x of shape {tuple(x.shape)}: it takes [..., 2F] with F of at least 1")
     OP.require_shape("bias", bias, (x.shape[-1],))
-    return OP.call(x, bias, implementation=implementation)
+    require_eight_bits(OP.name, scale, to, x, bias)
+    return OP.call(*given, implementation=implementation)
 
 
 def _shape(x: Tensor) -> tuple[int, ...]:
     return *x.shape[:-1], x.shape[-1] // 2
 
 
-def _allocate(x: Tensor) -> Tensor:
-    return x.new_empty(_shape(x))
+def _allocate(x: Tensor, to: str | None) -> Tensor:
+    return x.new_empty(_shape(x), dtype=dtype_of(x, to))
 
 
-def _stock(x: Tensor, bias: Part) -> Tensor:
+def _stock(x: Tensor, bias: Part, scale: Part = None, to: str | None = None) -> Tensor:
     h = x if bias is None else x + bias.to(x.dtype)
     value, gate = h.chunk(2, dim=-1)
-    return (value * F.gelu(gate)).contiguous()
+    y = (value * F.gelu(gate)).contiguous()
+    return y if to is None else quantized(y, to, scale)[0]
 
 
-def _triton(x: Tensor, bias: Part, *, config: GegluConfig) -> Tensor:
-    y = _allocate(x)
+def _triton(x: Tensor, bias: Part, scale: Part = None, to: str | None = None, *, config: GegluConfig) -> Tensor:
+    y = _allocate(x, to)
     if y.numel():
-        triton.launch_op("geglu", x.device, as_rows(x), y.view(-1, y.shape[-1]), dense(bias), config)
+        given = (as_rows(x), y.view(-1, y.shape[-1]), dense(bias), scale, limit_of(to), config)
+        triton.launch_op("geglu", x.device, *given)
     return y
 
 
-def _bind(x: Tensor, bias: Part, *, config: GegluConfig) -> Callable[..., Tensor] | None:
+def _bind(
+    x: Tensor, bias: Part, _scale: Part = None, to: str | None = None, *, config: GegluConfig
+) -> Callable[..., Tensor] | None:
     rows = rows_in_place(x)
     if rows is None or not x.numel() or not is_dense(bias):
         return None
-    launch = triton.bind_op("geglu", rows, bias, config)
+    launch = triton.bind_op("geglu", rows, bias, limit_of(to), config)
     if launch is None:
         return None
 
-    shape = _shape(x)
+    shape, dtype = _shape(x), dtype_of(x, to)
 
-    def bound(x: Tensor, bias: Part) -> Tensor:
-        y = x.new_empty(shape)
-        launch(x, bias, y)
+    def bound(x: Tensor, bias: Part, scale: Part = None, _to: str | None = None) -> Tensor:
+        y = x.new_empty(shape, dtype=dtype)
+        launch(x, bias, scale, y)
         return y
 
     return bound
@@ -103,7 +120,7 @@ OP = define(
     family="elementwise",
     implementations=(
         Implementation(STOCK, _stock),
-        Implementation("triton", _triton, where(triton, UP_TO_FLOAT32), default=GegluConfig(), bind=_bind),
+        Implementation("triton", _triton, multiplied(where(triton, UP_TO_FLOAT32)), default=GegluConfig(), bind=_bind),
     ),
     allocate=_allocate,
     backward=_backward,

@@ -9,6 +9,7 @@ import torch
 
 from rocm_sd.kernels.configs.geglu import GegluConfig
 from rocm_sd.ops.definition import Bucket, KernelPromise, Tuning, Verification, Work
+from rocm_sd.ops.eight_bits import LIMITS, fits, rounded_to
 from rocm_sd.ops.geglu import reference
 from rocm_sd.ops.samples import Draw, Sample, dtype_name
 
@@ -21,20 +22,25 @@ if TYPE_CHECKING:
 __all__ = ["TUNING", "VERIFICATION", "problem"]
 
 
-def problem(x: torch.Tensor, *_rest: Any) -> Problem:
+def problem(
+    x: torch.Tensor, _bias: torch.Tensor | None = None, _scale: torch.Tensor | None = None, to: str | None = None
+) -> Problem:
     F = x.shape[-1] // 2
-    return {"m": x.numel() // (2 * F), "f": F, "dtype": dtype_name(x.dtype)}
+    return {"m": x.numel() // (2 * F), "f": F, "dtype": dtype_name(x.dtype), **rounded_to(to)}
 
 
-def _sample(rows: int, F: int, dtype: torch.dtype, *, bias: bool = True) -> Sample:
+def _sample(rows: int, F: int, dtype: torch.dtype, *, bias: bool = True, to: str | None = None) -> Sample:
     def build(draw: Draw) -> tuple[Any, ...]:
-        return draw(rows, 2 * F, std=2.0), draw(2 * F) if bias else None
+        given = draw(rows, 2 * F, std=2.0), draw(2 * F) if bias else None
+        # So that some values are beyond the limit.
+        return given if to is None else (*given, draw(1, mean=6.0 / LIMITS[to], std=0.0, dtype=torch.float32), to)
 
-    return Sample(f"{rows}x{F}, {dtype_name(dtype)}{'' if bias else ', bare'}", dtype, build)
+    parts = f"{'' if bias else ', bare'}{'' if to is None else f', to {to}'}"
+    return Sample(f"{rows}x{F}, {dtype_name(dtype)}{parts}", dtype, build)
 
 
-def _real(rows: int, F: int) -> Sample:
-    return _sample(rows, F, torch.float16)
+def _real(rows: int, F: int, to: str | None = None) -> Sample:
+    return _sample(rows, F, torch.float16, to=to)
 
 
 def _space(problem: Problem, arch: Arch) -> Iterator[GegluConfig]:
@@ -61,13 +67,18 @@ VERIFICATION = Verification(
         _sample(3, 77, torch.bfloat16),
         _sample(2, 96, torch.float32, bias=False),
         _sample(1, 1, torch.float16),
+        _sample(5, 96, torch.float16, to="int8"),
+        _sample(4, 96, torch.float16, to="float8_e4m3fn"),
+        _sample(3, 77, torch.bfloat16, to="float8_e4m3fnuz"),
     ),
     # The feed-forwards of Stable Diffusion 1.5 and SDXL.
-    real=(_real(8192, 1280), _real(2048, 2560), _real(512, 5120), _real(2048, 5120)),
+    real=(_real(8192, 1280), _real(2048, 2560), _real(512, 5120), _real(2048, 5120),
+          *(_real(2048, 5120, to) for to in LIMITS)),
     tiny=(_sample(6, 4, torch.float64), _sample(6, 4, torch.float64, bias=False)),
     empty=(_sample(0, 16, torch.float16),),
     promises={"_geglu": KernelPromise(bound_by_memory=True)},
-)
+    fits=fits,
+)  # fmt: skip
 
 TUNING = Tuning(
     space=_space,
@@ -80,6 +91,6 @@ TUNING = Tuning(
     untimed="triton",
     # Blocks of SD 1.5 at 512x512 and of SDXL at 1024x1024; 2 maps are one picture with guidance, 8 are four.
     timed=(
-        _real(2 * 4096, 1280), _real(2 * 64, 5120), _real(2 * 1024, 5120), _real(8 * 4096, 2560), _real(8 * 1024, 5120)
+        _real(2 * 4096, 1280), _real(2 * 64, 5120), _real(2 * 1024, 5120), _real(8 * 4096, 2560), _real(8 * 1024, 5120),
     ),
 )  # fmt: skip

@@ -20,6 +20,7 @@ from rocm_sd.kernels.configs.group_norm_silu import GroupNormSiluConfig
 from rocm_sd.kernels.hip.group_norm_silu import GroupNormSiluConfig as HipConfig
 from rocm_sd.ops.defining import Saved, define
 from rocm_sd.ops.definition import UP_TO_FLOAT32, Implementation, where
+from rocm_sd.ops.eight_bits import dtype_of, limit_of, multiplied, require_eight_bits
 from rocm_sd.ops.group_norm_silu.workload import HIP, TUNING, VERIFICATION, problem, variant
 from rocm_sd.ops.layouts import (
     as_dtype,
@@ -30,6 +31,8 @@ from rocm_sd.ops.layouts import (
     joined,
     require_alike,
 )
+from rocm_sd.ops.quantize_rows import quantize_rows
+from rocm_sd.ops.quantize_rows.reference import quantize_rows as rounded
 from rocm_sd.tuning.choice import STOCK
 
 if TYPE_CHECKING:
@@ -53,22 +56,30 @@ def group_norm_silu(
     silu: bool = True,
     implementation: str | None = None,
     concat: torch.Tensor | None = None,
+    scale: torch.Tensor | None = None,
+    to: str | None = None,
 ) -> torch.Tensor:
     """y = silu(group_norm(x + add)); x: [N, C, H, W] of any strides, fp16, bf16, fp32 or fp64; C % groups == 0.
 
     weight, bias: [C]; add: [N, C], e.g. a time embedding; y: x's dtype, channels-last. `implementation` names one and
     never falls back; without it the tuning data decides. `concat` has further channels, which follow x's: where
-    `OP.reads_two`, they are never joined in memory.
+    `OP.reads_two`, they are never joined in memory. With `to` (int8, float8_e4m3fn or float8_e4m3fnuz) and a scale,
+    float32 of shape [1], y is rounded to 8 bits as `quantize_rows` does, and has no gradient.
     """
-    bound = OP.bound(implementation, x, groups, weight, bias, add, eps, silu, concat)
+    rounding = () if to is None else (scale, to)
+    bound = OP.bound(implementation, x, groups, weight, bias, add, eps, silu, concat, *rounding)
     if bound is not None:
-        return bound(x, groups, weight, bias, add, eps, silu, concat)
+        return bound(x, groups, weight, bias, add, eps, silu, concat, *rounding)
     if concat is not None:
         require_alike(OP.name, x, concat)
-        if not OP.at_once(x, groups, weight, bias, add, eps, silu, concat):
+        if not OP.at_once(x, groups, weight, bias, add, eps, silu, concat, *rounding):
             x, concat = joined(x, concat), None
     _validate(x, groups, weight, bias, add, concat)
-    return OP.call(x, groups, weight, bias, add, eps, silu, concat, implementation=implementation)
+    require_eight_bits(OP.name, scale, to, x, weight, bias, add, concat)
+    if to is not None and not OP.at_once(x, groups, weight, bias, add, eps, silu, concat, scale, to):
+        y = group_norm_silu(x, groups, weight, bias, add, eps, silu, implementation)
+        return quantize_rows(y.permute(0, 2, 3, 1), to, scale)[0].permute(0, 3, 1, 2)
+    return OP.call(x, groups, weight, bias, add, eps, silu, concat, *rounding, implementation=implementation)
 
 
 def group_norm_silu_(
@@ -105,14 +116,16 @@ def _allocate(x: Tensor) -> Tensor:
     return torch.empty_like(x, memory_format=torch.channels_last)
 
 
-def _allocate_both(x: Tensor, channels: int) -> Tensor:
+def _allocate_both(x: Tensor, channels: int, to: str | None) -> Tensor:
     N, _, H, W = x.shape
-    return torch.empty((N, channels, H, W), dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
+    dtype = dtype_of(x, to)
+    return torch.empty((N, channels, H, W), dtype=dtype, device=x.device, memory_format=torch.channels_last)
 
 
 def _stock(
-    x: Tensor, groups: int, weight: Part, bias: Part, add: Part, eps: float, silu: bool, concat: Part = None
-) -> Tensor:
+    x: Tensor, groups: int, weight: Part, bias: Part, add: Part, eps: float, silu: bool, concat: Part = None,
+    scale: Part = None, to: str | None = None,
+) -> Tensor:  # fmt: skip
     x = joined(x, concat)
     h = x if add is None else x + add[:, :, None, None].to(x.dtype)
     # Not F.group_norm, which refuses groups of one value; the definition has a value for them: the bias.
@@ -120,13 +133,15 @@ def _stock(
     if silu:
         y = F.silu(y, inplace=True)
     out = _allocate(x)
+    if to is not None:
+        y, out = rounded(y, to, scale)[0], torch.empty_like(out, dtype=dtype_of(x, to))
     # torch keeps channels-last on a CPU and loses it on a GPU (pytorch/pytorch#111824).
     return y if y.stride() == out.stride() else out.copy_(y)
 
 
 def _triton(
-    x: Tensor, groups: int, weight: Part, bias: Part, add: Part, eps: float, silu: bool, concat: Part = None, *,
-    config: GroupNormSiluConfig, out: Part = None,
+    x: Tensor, groups: int, weight: Part, bias: Part, add: Part, eps: float, silu: bool, concat: Part = None,
+    scale: Part = None, to: str | None = None, *, config: GroupNormSiluConfig, out: Part = None,
 ) -> Tensor:  # fmt: skip
     if concat is not None:
         C, H, W = x.shape[1] + concat.shape[1], *x.shape[2:]
@@ -134,19 +149,20 @@ def _triton(
             # A workgroup that holds a whole group would read it in two pieces; maps that small are soon copied.
             x, concat = joined(x, concat), None
         else:
-            out = _allocate_both(x, C)
-    out = _allocate(x) if out is None else out
+            out = _allocate_both(x, C, to)
+    out = _allocate_both(x, x.shape[1], to) if out is None else out
     if out.numel():
         parts = tuple(channels_last(t) for t in (x, concat) if t is not None)
         units = arch.device_facts(x.device).compute_units or 1
         affine = dense(weight), dense(bias), dense(add)
-        triton.launch_op("group_norm_silu", x.device, parts, out, groups, *affine, eps, silu, config, units)
+        rounding = scale, limit_of(to)
+        triton.launch_op("group_norm_silu", x.device, parts, out, groups, *affine, eps, silu, *rounding, config, units)
     return out
 
 
 def _bind(
-    x: Tensor, groups: int, weight: Part, bias: Part, add: Part, eps: float, silu: bool, concat: Part = None, *,
-    config: GroupNormSiluConfig,
+    x: Tensor, groups: int, weight: Part, bias: Part, add: Part, eps: float, silu: bool, concat: Part = None,
+    _scale: Part = None, to: str | None = None, *, config: GroupNormSiluConfig,
 ) -> Callable[..., Tensor] | None:  # fmt: skip
     C, H, W = x.shape[1] + (0 if concat is None else concat.shape[1]), *x.shape[2:]
     joins = concat is not None and config.one_pass(H * W, C // groups)
@@ -154,28 +170,33 @@ def _bind(
         return None
     units = arch.device_facts(x.device).compute_units or 1
     parts = (x,) if concat is None else (x, concat)
-    launch = triton.bind_op("group_norm_silu", parts, groups, weight, bias, add, eps, silu, config, units)
+    given = groups, weight, bias, add, eps, silu, limit_of(to), config, units
+    launch = triton.bind_op("group_norm_silu", parts, *given)
     if launch is None:
         return None
 
-    def of_one(x: Tensor, _groups: int, weight: Part, bias: Part, add: Part, *_rest: Any) -> Tensor:
-        out = _allocate(x)
-        launch((x,), out, weight, bias, add)
+    def of_one(
+        x: Tensor, _groups: int, weight: Part, bias: Part, add: Part, _eps: float, _silu: bool, _none: Part = None,
+        scale: Part = None, *_rest: Any,
+    ) -> Tensor:  # fmt: skip
+        out = _allocate(x) if to is None else _allocate_both(x, C, to)
+        launch((x,), out, weight, bias, add, scale)
         return out
 
     def of_two(
-        x: Tensor, _groups: int, weight: Part, bias: Part, add: Part, _eps: float, _silu: bool, concat: Tensor
-    ) -> Tensor:
-        out = _allocate_both(x, C)
-        launch((x, concat), out, weight, bias, add)
+        x: Tensor, _groups: int, weight: Part, bias: Part, add: Part, _eps: float, _silu: bool, concat: Tensor,
+        scale: Part = None, *_rest: Any,
+    ) -> Tensor:  # fmt: skip
+        out = _allocate_both(x, C, to)
+        launch((x, concat), out, weight, bias, add, scale)
         return out
 
     return of_one if concat is None else of_two
 
 
 def _hip(
-    x: Tensor, groups: int, weight: Part, bias: Part, add: Part, eps: float, silu: bool, concat: Part = None, *,
-    config: HipConfig, out: Part = None,
+    x: Tensor, groups: int, weight: Part, bias: Part, add: Part, eps: float, silu: bool, concat: Part = None,
+    _scale: Part = None, _to: str | None = None, *, config: HipConfig, out: Part = None,
 ) -> Tensor:  # fmt: skip
     x = joined(x, concat)
     out = _allocate(x) if out is None else out
@@ -187,7 +208,9 @@ def _hip(
     return out
 
 
-def _too_large_for_hip(problem: Problem) -> str | None:
+def _not_for_hip(problem: Problem) -> str | None:
+    if problem.get("to"):
+        return f"a result of {problem['to']}"
     if int(problem["c"]) * int(problem["hw"]) >= 2**31:
         return f"{problem['c']} channels of {problem['hw']} pixels: the offsets of a picture pass 32 bits"
     return None
@@ -243,20 +266,18 @@ OP = define(
         Implementation(
             "triton",
             _triton,
-            where(triton, UP_TO_FLOAT32),
+            multiplied(where(triton, UP_TO_FLOAT32)),
             default=GroupNormSiluConfig(),
             reads_two=_reads_two,
             overwrites=True,
             variant=variant,
             bind=_bind,
         ),
-        Implementation(
-            "hip", _hip, where(hip, UP_TO_FLOAT32, _too_large_for_hip), HIP, default=HipConfig(), overwrites=True
-        ),
+        Implementation("hip", _hip, where(hip, UP_TO_FLOAT32, _not_for_hip), HIP, default=HipConfig(), overwrites=True),
     ),
     allocate=_allocate,
     backward=_backward,
-    eager_only=("concat",),
+    eager_only=("concat", "scale", "to"),
     verification=VERIFICATION,
     tuning=TUNING,
 )

@@ -12,6 +12,7 @@ from rocm_sd.kernels.configs.group_norm_silu import GroupNormSiluConfig
 from rocm_sd.kernels.hip.group_norm_silu import GroupNormSiluConfig as HipConfig
 from rocm_sd.kernels.sizes import power_of_2
 from rocm_sd.ops.definition import Bucket, KernelPromise, Kernels, Tuning, Verification, Work
+from rocm_sd.ops.eight_bits import LIMITS, fits, rounded_to
 from rocm_sd.ops.group_norm_silu import reference
 from rocm_sd.ops.samples import Draw, Sample, dtype_name
 
@@ -33,10 +34,12 @@ def problem(
     eps: float = 1e-5,  # noqa: ARG001
     silu: bool = True,  # noqa: ARG001
     concat: torch.Tensor | None = None,
+    scale: torch.Tensor | None = None,  # noqa: ARG001
+    to: str | None = None,
 ) -> Problem:
     N, C, H, W = x.shape
     C += 0 if concat is None else concat.shape[1]
-    return {"n": N, "c": C, "hw": H * W, "groups": groups, "dtype": dtype_name(x.dtype)}
+    return {"n": N, "c": C, "hw": H * W, "groups": groups, "dtype": dtype_name(x.dtype), **rounded_to(to)}
 
 
 def _sample(
@@ -47,17 +50,25 @@ def _sample(
     affine: bool = True,
     add: bool = True,
     concat: int = 0,
+    to: str | None = None,
+    mean: float = 0.7,
+    std: float = 2.0,
 ) -> Sample:
-    """`concat`: how many of the channels lie in a tensor of their own."""
+    """`concat`: how many of the channels lie in a tensor of their own; `to`: in which 8 bits the result is."""
 
     def build(draw: Draw) -> tuple[Any, ...]:
         N, C, H, W = shape
-        x = draw.image(N, C - concat, H, W, mean=0.7, std=2.0)
+        x = draw.image(N, C - concat, H, W, mean=mean, std=std)
         weight, bias = (draw(C), draw(C)) if affine else (None, None)
         given = x, groups, weight, bias, draw(N, C) if add else None, 1e-5, affine
-        return (*given, draw.image(N, concat, H, W, mean=-0.4, std=3.0)) if concat else given
+        if to is None:
+            return (*given, draw.image(N, concat, H, W, mean=-0.4, std=3.0)) if concat else given
+        other = draw.image(N, concat, H, W, mean=-0.4, std=3.0) if concat else None
+        # So that some values are beyond the limit.
+        return *given, other, draw(1, mean=2.0 / LIMITS[to], std=0.0, dtype=torch.float32), to
 
-    said = ((", no affine", not affine), (", no add", not add), (f", {concat} of them in another", concat))
+    said = ((", no affine", not affine), (", no add", not add), (f", {concat} of them in another", concat),
+            (f", to {to}", to), (f", {mean:g} +- {std:g}", std != 2.0))  # fmt: skip
     parts = "".join(word for word, true in said if true)
     size = "x".join(map(str, shape))
     return Sample(f"{size} in {groups} groups, {dtype_name(dtype)}{parts}", dtype, build)
@@ -72,7 +83,8 @@ def _similar(problem: Problem) -> Iterator[Sample]:
     """Of as many pixels, or of fewer, in one line each."""
     n, c, hw, groups = (int(problem[name]) for name in ("n", "c", "hw", "groups"))
     for items, pixels in ((n, hw), (1, hw), (1, min(hw, 2**16)), (1, min(hw, 2**13))):
-        yield _sample((items, c, 1, pixels), groups, getattr(torch, str(problem["dtype"])))
+        to = str(problem.get("to") or "") or None
+        yield _sample((items, c, 1, pixels), groups, getattr(torch, str(problem["dtype"])), to=to)
 
 
 def _real(N: int, C: int, H: int, W: int) -> Sample:
@@ -116,7 +128,7 @@ VERIFICATION = Verification(
     kernels="rocm_sd.kernels.triton.group_norm_silu",
     reference=reference.group_norm_silu,
     problem=problem,
-    # The last three are too large for one workgroup on any architecture, so that both ways are taken.
+    # Maps of 35x59 and more are too large for one workgroup on any architecture, so that both ways are taken.
     small=(
         _sample((2, 48, 5, 7), 4, torch.float16),
         _sample((1, 96, 11, 4), 32, torch.float32, affine=False, add=False),
@@ -124,9 +136,18 @@ VERIFICATION = Verification(
         _sample((1, 30, 67, 64), 3, torch.bfloat16),
         _sample((1, 72, 37, 61), 2, torch.float16),
         _sample((2, 72, 35, 59), 3, torch.float16, concat=20),
+        *(
+            _sample((1, 30, *size), 3, dtype, affine=False, add=False, mean=7.3, std=0.0)
+            for size in ((7, 5), (67, 64))
+            for dtype in (torch.float16, torch.float32)
+        ),
+        _sample((2, 48, 5, 7), 4, torch.float16, to="int8"),
+        _sample((1, 72, 37, 61), 2, torch.float16, to="float8_e4m3fn"),
+        _sample((1, 48, 5, 7), 4, torch.bfloat16, add=False, to="float8_e4m3fnuz"),
     ),
     # The widest and the narrowest norm of Stable Diffusion 1.5, and the largest of its VAE at 512x512.
-    real=(_real(2, 320, 64, 64), _real(2, 2560, 8, 8), _real(1, 256, 512, 512), _JOINED),
+    real=(_real(2, 320, 64, 64), _real(2, 2560, 8, 8), _real(1, 256, 512, 512), _JOINED,
+          *(_sample((2, 640, 64, 64), 32, torch.float16, to=to) for to in LIMITS)),
     tiny=(
         _sample((2, 6, 3, 4), 3, torch.float64),
         _sample((2, 6, 3, 4), 3, torch.float64, affine=False, add=False),
@@ -142,7 +163,8 @@ VERIFICATION = Verification(
         "_apply": KernelPromise(bound_by_memory=True),
     },
     similar=_similar,
-)
+    fits=fits,
+)  # fmt: skip
 
 
 def _hip_space(_problem: Problem, _arch: Arch) -> Iterator[HipConfig]:

@@ -18,8 +18,10 @@ from rocm_sd.kernels.configs.layer_norm_residual import LayerNormResidualConfig
 from rocm_sd.kernels.hip.layer_norm_residual import LayerNormResidualConfig as HipConfig
 from rocm_sd.ops.defining import Saved, define
 from rocm_sd.ops.definition import UP_TO_FLOAT32, Implementation, where
+from rocm_sd.ops.eight_bits import dtype_of, limit_of, multiplied, require_eight_bits
 from rocm_sd.ops.layer_norm_residual.workload import HIP, TUNING, VERIFICATION
 from rocm_sd.ops.layouts import as_dtype, as_rows, dense, is_dense, rows_in_place
+from rocm_sd.ops.quantize_rows.reference import quantize_rows as quantized
 from rocm_sd.tuning.choice import STOCK
 
 if TYPE_CHECKING:
@@ -47,37 +49,44 @@ def layer_norm_residual(
     weight: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
     eps: float = 1e-5,
+    scale: torch.Tensor | None = None,
+    to: str | None = None,
     implementation: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """total = x + residual; y = layer_norm(total) * weight + bias over the last dimension; returns (y, total).
 
     x, residual: [..., C] of any strides and one dtype, fp16, bf16, fp32 or fp64; weight, bias: [C]; y and total are
-    dense and of x's dtype. Without a residual the total is x itself. `implementation` names one and never falls back;
-    without it the tuning data decides.
+    dense and of x's dtype. Without a residual the total is x itself. With `to` (int8, float8_e4m3fn or
+    float8_e4m3fnuz) and a scale, float32 of shape [1], y is rounded to 8 bits as `quantize_rows` does, and has no
+    gradient. `implementation` names one and never falls back; without it the tuning data decides.
     """
-    bound = OP.bound(implementation, x, residual, weight, bias, eps)
+    rounding = () if to is None else (scale, to)
+    bound = OP.bound(implementation, x, residual, weight, bias, eps, *rounding)
     if bound is not None:
-        return bound(x, residual, weight, bias, eps)
+        return bound(x, residual, weight, bias, eps, *rounding)
     if not x.dim() or not x.shape[-1]:
         raise Unsupported(OP.name, f"x of shape {tuple(x.shape)}: it takes [..., C] with C of at least 1")
     OP.require_shape("residual", residual, x.shape)
     OP.require_shape("weight", weight, x.shape[-1:])
     OP.require_shape("bias", bias, x.shape[-1:])
-    if residual is None and not OP.at_once(x, None, weight, bias):
+    require_eight_bits(OP.name, scale, to, x, residual, weight, bias)
+    if residual is None and not OP.at_once(x, None, weight, bias, eps, *rounding):
         # An operator of torch may not return what it was given. LayerNorm alone is one already, and differentiable.
-        return _stock(x, None, weight, bias, eps)
-    return OP.call(x, residual, weight, bias, eps, implementation=implementation)
+        return _stock(x, None, weight, bias, eps, scale, to)
+    return OP.call(x, residual, weight, bias, eps, *rounding, implementation=implementation)
 
 
-def _allocate(x: Tensor) -> Pair:
-    y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    return y, torch.empty_like(y)
+def _allocate(x: Tensor, to: str | None) -> Pair:
+    total = torch.empty_like(x, memory_format=torch.contiguous_format)
+    return torch.empty_like(total, dtype=dtype_of(x, to)), total
 
 
-def _stock(x: Tensor, residual: Part, weight: Part, bias: Part, eps: float) -> Pair:
+def _stock(
+    x: Tensor, residual: Part, weight: Part, bias: Part, eps: float, scale: Part = None, to: str | None = None
+) -> Pair:
     total = x if residual is None else (x + residual).contiguous()
     y = F.layer_norm(total, total.shape[-1:], as_dtype(weight, x.dtype), as_dtype(bias, x.dtype), eps)
-    return y.contiguous(), total
+    return y.contiguous() if to is None else quantized(y, to, scale)[0].contiguous(), total
 
 
 def _by_kernel(
@@ -87,40 +96,53 @@ def _by_kernel(
     weight: Part,
     bias: Part,
     eps: float,
+    scale: Part = None,
+    to: str | None = None,
     *,
     config: LayerNormResidualConfig | HipConfig,
 ) -> Pair:
-    y, total = _results(x, residual)
+    y, total = _results(x, residual, to)
     if x.numel():
-        # Kernels in HIP take all in one dtype.
+        # Kernels in HIP take all in one dtype, and have no result of 8 bits.
         dtype = x.dtype if language is hip else None
-        given = (*_as_rows(x, residual, y, total), dense(weight, dtype), dense(bias, dtype), eps, config)
+        rounding = () if language is hip else (scale, limit_of(to))
+        given = (*_as_rows(x, residual, y, total), dense(weight, dtype), dense(bias, dtype), eps, *rounding, config)
         language.launch_op("layer_norm_residual", x.device, *given)
     return y, total
 
 
 def _bind(
-    x: Tensor, residual: Part, weight: Part, bias: Part, eps: float, *, config: LayerNormResidualConfig
+    x: Tensor,
+    residual: Part,
+    weight: Part,
+    bias: Part,
+    eps: float,
+    _scale: Part = None,
+    to: str | None = None,
+    *,
+    config: LayerNormResidualConfig,
 ) -> Callable[..., Pair] | None:
     rows, added = rows_in_place(x), None if residual is None else rows_in_place(residual)
     if rows is None or not x.numel() or not is_dense(weight, bias) or (residual is not None and added is None):
         return None
-    launch = triton.bind_op("layer_norm_residual", rows, added, weight, bias, eps, config)
+    launch = triton.bind_op("layer_norm_residual", rows, added, weight, bias, eps, limit_of(to), config)
     if launch is None:
         return None
 
-    def bound(x: Tensor, residual: Part, weight: Part, bias: Part, _eps: float) -> Pair:
-        y, total = _results(x, residual)
-        launch(x, residual, weight, bias, y, None if residual is None else total)
+    def bound(
+        x: Tensor, residual: Part, weight: Part, bias: Part, _eps: float, scale: Part = None, _to: str | None = None
+    ) -> Pair:
+        y, total = _results(x, residual, to)
+        launch(x, residual, weight, bias, scale, y, None if residual is None else total)
         return y, total
 
     return bound
 
 
-def _results(x: Tensor, residual: Part) -> Pair:
+def _results(x: Tensor, residual: Part, to: str | None) -> Pair:
     """`_allocate`, where there is a residual."""
-    y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    return y, x if residual is None else torch.empty_like(y)
+    y = torch.empty_like(x, memory_format=torch.contiguous_format, dtype=dtype_of(x, to))
+    return y, x if residual is None else torch.empty_like(y, dtype=x.dtype)
 
 
 def _as_rows(x: Tensor, residual: Part, y: Tensor, total: Tensor) -> tuple[Tensor, Part, Tensor, Part]:
@@ -135,7 +157,9 @@ def _too_wide(problem: Problem) -> str | None:
     return None
 
 
-def _too_wide_for_hip(problem: Problem) -> str | None:
+def _not_for_hip(problem: Problem) -> str | None:
+    if problem.get("to"):
+        return f"a result of {problem['to']}"
     if int(problem["c"]) > _WIDEST_HIP:
         return f"rows of {problem['c']} values: a row of more than {_WIDEST_HIP} may not stay in registers"
     return None
@@ -171,12 +195,12 @@ OP = define(
         Implementation(
             "triton",
             partial(_by_kernel, triton),
-            where(triton, UP_TO_FLOAT32, _too_wide),
+            multiplied(where(triton, UP_TO_FLOAT32, _too_wide)),
             default=LayerNormResidualConfig(),
             bind=_bind,
         ),
         Implementation(
-            "hip", partial(_by_kernel, hip), where(hip, UP_TO_FLOAT32, _too_wide_for_hip), HIP, default=HipConfig()
+            "hip", partial(_by_kernel, hip), where(hip, UP_TO_FLOAT32, _not_for_hip), HIP, default=HipConfig()
         ),
     ),
     allocate=_allocate,

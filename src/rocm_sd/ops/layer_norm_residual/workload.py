@@ -10,6 +10,7 @@ import torch
 from rocm_sd.kernels.configs.layer_norm_residual import LayerNormResidualConfig
 from rocm_sd.kernels.hip.layer_norm_residual import LayerNormResidualConfig as HipConfig
 from rocm_sd.ops.definition import Bucket, KernelPromise, Kernels, Tuning, Verification, Work
+from rocm_sd.ops.eight_bits import LIMITS, fits, rounded_to
 from rocm_sd.ops.layer_norm_residual import reference
 from rocm_sd.ops.samples import Draw, Sample, dtype_name
 
@@ -22,23 +23,37 @@ if TYPE_CHECKING:
 __all__ = ["HIP", "TUNING", "VERIFICATION", "problem"]
 
 
-def problem(x: torch.Tensor, residual: torch.Tensor | None = None, *_rest: Any) -> Problem:
-    C = x.shape[-1]
-    return {"m": x.numel() // C, "c": C, "residual": int(residual is not None), "dtype": dtype_name(x.dtype)}
+def problem(x: torch.Tensor, residual: torch.Tensor | None = None, *rest: Any) -> Problem:
+    C, to = x.shape[-1], rest[4] if len(rest) > 4 else None
+    sizes: Problem = {"m": x.numel() // C, "c": C, "residual": int(residual is not None)}
+    return {**sizes, "dtype": dtype_name(x.dtype), **rounded_to(to)}
 
 
-def _sample(rows: int, C: int, dtype: torch.dtype, *, affine: bool = True, residual: bool = True) -> Sample:
+def _sample(
+    rows: int,
+    C: int,
+    dtype: torch.dtype,
+    *,
+    affine: bool = True,
+    residual: bool = True,
+    to: str | None = None,
+    mean: float = 0.7,
+    std: float = 2.0,
+) -> Sample:
     def build(draw: Draw) -> tuple[Any, ...]:
-        x = draw(rows, C, mean=0.7, std=2.0)
-        added = draw(rows, C) if residual else None
-        return x, added, *((draw(C, mean=1.0, std=0.3), draw(C)) if affine else (None, None)), 1e-5
+        x = draw(rows, C, mean=mean, std=std)
+        added = draw(rows, C, std=std / 2) if residual else None
+        given = x, added, *((draw(C, mean=1.0, std=0.3), draw(C)) if affine else (None, None)), 1e-5
+        # So that some values are beyond the limit.
+        return given if to is None else (*given, draw(1, mean=2.0 / LIMITS[to], std=0.0, dtype=torch.float32), to)
 
-    parts = ("" if affine else ", bare") + ("" if residual else ", no residual")
+    parts = ("" if affine else ", bare") + ("" if residual else ", no residual") + ("" if to is None else f", to {to}")
+    parts += "" if std == 2.0 else f", {mean:g} +- {std:g}"
     return Sample(f"{rows}x{C}, {dtype_name(dtype)}{parts}", dtype, build)
 
 
-def _real(rows: int, C: int, *, residual: bool = True) -> Sample:
-    return _sample(rows, C, torch.float16, residual=residual)
+def _real(rows: int, C: int, *, residual: bool = True, to: str | None = None) -> Sample:
+    return _sample(rows, C, torch.float16, residual=residual, to=to)
 
 
 def _space(problem: Problem, arch: Arch) -> Iterator[LayerNormResidualConfig]:
@@ -75,6 +90,11 @@ VERIFICATION = Verification(
         _sample(1, 1, torch.float16),
         _sample(6, 320, torch.float16, residual=False),
         _sample(3, 45, torch.bfloat16, affine=False, residual=False),
+        *(_sample(3, 77, dtype, affine=False, mean=7.3, std=0.0) for dtype in (torch.float16, torch.float32)),
+        _sample(3, 320, torch.float32, affine=False, residual=False, mean=7.3, std=1e-3),
+        _sample(6, 96, torch.float16, to="int8"),
+        _sample(5, 320, torch.float16, to="float8_e4m3fn"),
+        _sample(3, 77, torch.bfloat16, residual=False, to="float8_e4m3fnuz"),
     ),
     # The transformer blocks of Stable Diffusion 1.5 and SDXL, and the widths of text encoders.
     real=(
@@ -85,6 +105,7 @@ VERIFICATION = Verification(
         _real(154, 768),
         _real(154, 2048),
         _real(8192, 320, residual=False),
+        *(_real(2048, 1280, to=to) for to in LIMITS),
     ),
     tiny=(
         _sample(6, 6, torch.float64),
@@ -93,6 +114,7 @@ VERIFICATION = Verification(
     ),
     empty=(_sample(0, 32, torch.float16), _sample(0, 32, torch.float16, residual=False)),
     promises={"_layer_norm_residual": KernelPromise(bound_by_memory=True)},
+    fits=fits,
 )
 
 

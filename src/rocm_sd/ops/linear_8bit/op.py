@@ -11,15 +11,14 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
-from rocm_sd import arch
 from rocm_sd.errors import Unsupported, require_one_of
 from rocm_sd.kernels import triton
 from rocm_sd.kernels.configs.linear_8bit import LONGEST_QUICK_SUM, Linear8bitConfig
 from rocm_sd.ops.defining import define
-from rocm_sd.ops.definition import UP_TO_FLOAT32, Implementation
+from rocm_sd.ops.definition import UP_TO_FLOAT32, Implementation, where
+from rocm_sd.ops.eight_bits import DTYPES, FORMATS, multiplied
 from rocm_sd.ops.layouts import as_rows, dense, is_dense, rows_in_place
 from rocm_sd.ops.linear_8bit.workload import TUNING, VERIFICATION
-from rocm_sd.ops.quantize_rows.reference import LIMITS
 from rocm_sd.tuning.choice import STOCK
 
 if TYPE_CHECKING:
@@ -31,9 +30,6 @@ if TYPE_CHECKING:
     from rocm_sd.tuning import Problem
 
 __all__ = ["OP", "linear_8bit"]
-
-FORMATS = frozenset(getattr(torch, name) for name in LIMITS)
-_DTYPES = ("float16", "bfloat16", "float32", "float64")
 
 
 def linear_8bit(
@@ -55,7 +51,7 @@ def linear_8bit(
     bound = OP.bound(implementation, x, x_scale, weight, weight_scale, bias, residual, dtype)
     if bound is not None:
         return bound(x, x_scale, weight, weight_scale, bias, residual, dtype)
-    require_one_of("dtype", dtype, _DTYPES)
+    require_one_of("dtype", dtype, DTYPES)
     if not x.dim() or not x.shape[-1]:
         raise Unsupported(OP.name, f"x of shape {tuple(x.shape)}: it takes [..., K] with K of at least 1")
     if weight.dim() != 2 or weight.shape[1] != x.shape[-1] or not weight.shape[0]:
@@ -152,16 +148,6 @@ def _triton(
     return y
 
 
-def _triton_why_not(problem: Problem, device: torch.device) -> str | None:
-    if problem["dtype"] not in UP_TO_FLOAT32:
-        return f"dtype {problem['dtype']}"
-    reason = triton.why_not(device)
-    here = arch.detect(device)
-    if reason is None and problem["of"] != "int8" and here != arch.CPU and not here.multiplies(str(problem["of"])):
-        return f"{here.name} does not multiply {problem['of']}"
-    return reason
-
-
 def _bind(
     x: Tensor,
     x_scale: Tensor,
@@ -200,7 +186,9 @@ OP = define(
     implementations=(
         Implementation(STOCK, _stock),
         Implementation("scaled_mm", _scaled_mm, _scaled_mm_why_not),
-        Implementation("triton", _triton, _triton_why_not, default=Linear8bitConfig(), bind=_bind),
+        Implementation(
+            "triton", _triton, multiplied(where(triton, UP_TO_FLOAT32)), default=Linear8bitConfig(), bind=_bind
+        ),
     ),
     allocate=_allocate,
     backward=None,

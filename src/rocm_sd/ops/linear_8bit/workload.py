@@ -9,8 +9,8 @@ import torch
 from rocm_sd.arch import MatrixUnit
 from rocm_sd.kernels.configs.linear_8bit import Linear8bitConfig
 from rocm_sd.ops.definition import Bucket, KernelPromise, Tuning, Verification, Work
+from rocm_sd.ops.eight_bits import LIMITS, drawn, fits
 from rocm_sd.ops.linear_8bit import reference
-from rocm_sd.ops.quantize_rows.reference import LIMITS
 from rocm_sd.ops.samples import Draw, Sample, dtype_name
 
 if TYPE_CHECKING:
@@ -61,20 +61,15 @@ def _sample(
 ) -> Sample:
     limit = LIMITS[of]
 
-    def eighth(draw: Draw, *shape: int) -> torch.Tensor:
-        """Values of the format, whose root mean square is a quarter of its limit."""
-        value = draw(*shape, std=limit / 4, dtype=torch.float32).clamp(-limit, limit)
-        return (value.round() if of == "int8" else value).to(getattr(torch, of))
-
     def scales(draw: Draw, *shape: int) -> torch.Tensor:
         """So that the product of a row has values of about one, and no scale is another's."""
         return draw(*shape, mean=4 / limit * K**-0.25, std=0.5 / limit * K**-0.25, dtype=torch.float32)
 
     def build(draw: Draw) -> tuple[Any, ...]:
         return (
-            eighth(draw, M, K),
+            drawn(draw, of, M, K),
             scales(draw, M) if by_row else scales(draw, 1)[0],
-            eighth(draw, N, K),
+            drawn(draw, of, N, K),
             scales(draw, N) if by_column else scales(draw, 1)[0],
             draw(N) if bias else None,
             draw(M, N) if residual else None,
@@ -142,11 +137,6 @@ def _work(x: torch.Tensor, x_scale: torch.Tensor, weight: torch.Tensor, *rest: A
     return Work(2.0 * M * N * K, float(M * K + N * K + 2 * M * N * (1 if residual is None else 2)) + x_scale.numel())
 
 
-def _fits(problem: Problem, arch: Arch) -> bool:
-    """Whether the format is one that the architecture multiplies; products of int8 can be had on each."""
-    return problem["of"] == "int8" or arch.multiplies(str(problem["of"]))
-
-
 VERIFICATION = Verification(
     implementation="triton",
     kernels="rocm_sd.kernels.triton.linear_8bit",
@@ -170,7 +160,7 @@ VERIFICATION = Verification(
           _sample(6, 4, 5, dtype=torch.float64, bias=False, residual=False, by_row=False, by_column=False)),
     empty=(_sample(0, 16, 32),),
     promises={"_product_8bit": KernelPromise(uses_dot=True)},
-    fits=_fits,
+    fits=fits,
 )  # fmt: skip
 
 TUNING = Tuning(

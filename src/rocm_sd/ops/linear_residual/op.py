@@ -17,7 +17,7 @@ from rocm_sd.kernels.configs.linear_residual import LinearResidualConfig
 from rocm_sd.ops.defining import Saved, define
 from rocm_sd.ops.definition import HALVES, Implementation, where
 from rocm_sd.ops.layouts import as_rows, dense, has_gaps, is_dense, rows_in_place
-from rocm_sd.ops.linear_residual import libraries
+from rocm_sd.ops.linear_residual import libraries, tunable
 from rocm_sd.ops.linear_residual.workload import HIP, HIP_SMALLEST, TUNING, VERIFICATION, problem, variant
 from rocm_sd.tuning.choice import STOCK
 
@@ -114,6 +114,20 @@ def _library_why_not(problem: Problem, device: torch.device, *, library: librari
     return libraries.why_not(library, device)
 
 
+def _tuned(x: Tensor, weight: Tensor, bias: Part, residual: Part) -> Tensor:
+    """As `_addmm`, by TunableOp's kernel. Its product with a bias is another one, which was not tuned: not here."""
+    rows = x.contiguous() if has_gaps(x) else x
+    with tunable.in_use():
+        if residual is None:
+            y = F.linear(rows, weight)
+            return (y if bias is None else y.add_(bias)).contiguous()
+        return _addmm(rows, weight, bias, residual)
+
+
+def _tuned_why_not(problem: Problem, device: torch.device) -> str | None:
+    return f"dtype {problem['dtype']}" if problem["dtype"] not in HALVES else tunable.why_not(problem, device)
+
+
 def _triton(x: Tensor, weight: Tensor, bias: Part, residual: Part, *, config: LinearResidualConfig) -> Tensor:
     y = _allocate(x, weight)
     if y.numel():
@@ -192,6 +206,7 @@ OP = define(
             Implementation(each.name, partial(_library, library=each), partial(_library_why_not, library=each))
             for each in libraries.GEMM_LIBRARIES
         ),
+        Implementation(tunable.NAME, _tuned, _tuned_why_not),
         Implementation(
             "triton",
             _triton,

@@ -6,15 +6,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rocm_sd import arch
 from rocm_sd.errors import Unsupported, require_one_of
 from rocm_sd.kernels import triton
 from rocm_sd.kernels.configs.quantize_rows import QuantizeRowsConfig
 from rocm_sd.ops.defining import define
 from rocm_sd.ops.definition import UP_TO_FLOAT32, Implementation, where
+from rocm_sd.ops.eight_bits import LIMITS, multiplied
 from rocm_sd.ops.layouts import as_rows, rows_in_place
 from rocm_sd.ops.quantize_rows import reference
-from rocm_sd.ops.quantize_rows.reference import LIMITS
 from rocm_sd.ops.quantize_rows.workload import TUNING, VERIFICATION
 from rocm_sd.tuning.choice import STOCK
 
@@ -93,23 +92,19 @@ def _too_wide(problem: Problem) -> str | None:
     return None
 
 
-_where = where(triton, UP_TO_FLOAT32, _too_wide)
-
-
-def _why_not(problem: Problem, device: torch.device) -> str | None:
-    here, to = arch.detect(device), str(problem["to"])
-    if to != "int8" and here != arch.CPU and not here.multiplies(to):
-        return f"{here.name} does not multiply {to}"
-    return _where(problem, device)
-
-
 OP = define(
     quantize_rows,
     summary="a tensor in 8 bits, with a scale for each row or a given one for all",
     family="elementwise",
     implementations=(
         Implementation(STOCK, _stock),
-        Implementation("triton", _triton, _why_not, default=QuantizeRowsConfig(), bind=_bind),
+        Implementation(
+            "triton",
+            _triton,
+            multiplied(where(triton, UP_TO_FLOAT32, _too_wide)),
+            default=QuantizeRowsConfig(),
+            bind=_bind,
+        ),
     ),
     allocate=_allocate,
     backward=None,

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["LIMITS", "quantize_rows"]
+from rocm_sd.ops.eight_bits import LIMITS
 
-# The largest value of each format.
-LIMITS = {"int8": 127, "float8_e4m3fn": 448, "float8_e4m3fnuz": 240}
+__all__ = ["quantize_rows"]
 
 
 def quantize_rows(x: torch.Tensor, to: str, scale: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:

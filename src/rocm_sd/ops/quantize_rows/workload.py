@@ -8,6 +8,7 @@ import torch
 
 from rocm_sd.kernels.configs.quantize_rows import QuantizeRowsConfig
 from rocm_sd.ops.definition import Bucket, KernelPromise, Tuning, Verification, Work
+from rocm_sd.ops.eight_bits import LIMITS, fits
 from rocm_sd.ops.quantize_rows import reference
 from rocm_sd.ops.samples import Draw, Sample, dtype_name
 
@@ -28,7 +29,7 @@ def problem(x: torch.Tensor, to: str, scale: torch.Tensor | None = None) -> Prob
 def _sample(M: int, K: int, to: str = "int8", dtype: torch.dtype = torch.float16, *, given: bool = False) -> Sample:
     def build(draw: Draw) -> tuple[Any, ...]:
         # So that some values are beyond the limit.
-        scale = draw(1, mean=2.5 / reference.LIMITS[to], std=0.0, dtype=torch.float32) if given else None
+        scale = draw(1, mean=2.5 / LIMITS[to], std=0.0, dtype=torch.float32) if given else None
         return draw(M, K, std=3.0), to, scale
 
     return Sample(f"{M}x{K} to {to}{', given scale' if given else ''}, {dtype_name(dtype)}", dtype, build)
@@ -44,11 +45,6 @@ def _space(problem: Problem, arch: Arch) -> Iterator[QuantizeRowsConfig]:
 
 def _work(x: torch.Tensor, *_rest: Any) -> Work:
     return Work(4.0 * x.numel(), x.numel() * (x.element_size() + 1.0))
-
-
-def _fits(problem: Problem, arch: Arch) -> bool:
-    """Whether the format is one that the architecture multiplies; products of int8 can be had on each."""
-    return problem["to"] == "int8" or arch.multiplies(str(problem["to"]))
 
 
 VERIFICATION = Verification(
@@ -72,7 +68,7 @@ VERIFICATION = Verification(
     tiny=(_sample(6, 4, dtype=torch.float64), _sample(6, 4, dtype=torch.float64, given=True)),
     empty=(_sample(0, 16),),
     promises={"_quantize_rows": KernelPromise(bound_by_memory=True)},
-    fits=_fits,
+    fits=fits,
 )  # fmt: skip
 
 TUNING = Tuning(

@@ -141,8 +141,10 @@ _IMMEDIATE: dict[str, Callable[[Any, Any, Any], Any]] = {
 }
 
 
-# Of the register MODE: field, bit and width of FP16_OVFL.
+# Of the register MODE: field, bit and width of FP16_OVFL, and of how results in fp16 and fp64 are rounded.
 _SATURATES = 1 | 23 << 6 | (1 - 1) << 11
+_ROUNDS = 1 | 2 << 6 | (2 - 1) << 11
+_TO_NEAREST = 0
 
 
 def _bind_immediate(inst: Decoded, name: str) -> tuple[Run, int]:
@@ -150,8 +152,9 @@ def _bind_immediate(inst: Decoded, name: str) -> tuple[Run, int]:
     if name == "s_setreg_imm32_b32":
         # Conversions to 8 bits saturate from then on, which they do here in any case. What becomes of results in fp16
         # that overflow is not modelled: a kernel that has any is told apart from its reference by them.
-        if number != _SATURATES or inst.get("literal") != 1:
-            raise UnknownInstruction(inst.name, inst.address, "a mode other than that 8-bit floats saturate")
+        # To the nearest, ties to even, is how all begin, and how all is rounded here.
+        if (number, inst.get("literal")) not in {(_SATURATES, 1), (_ROUNDS, _TO_NEAREST)}:
+            raise UnknownInstruction(inst.name, inst.address, "a mode that is not modelled")
         return _nothing, 0
     read, _ = scalar_source(inst, inst.get("sdst"), 32)
     write, touched = scalar_target(inst, inst.get("sdst"), 32)
