@@ -1,9 +1,9 @@
-"""What merged tokens and the small decoder bring and cost: emoji-sd's pictures with each beside its exact ones.
+"""What merged tokens, eight bits and the small decoder bring and cost: emoji-sd's pictures with each and exact ones.
 
 Nearness is of pictures to the exact ones of the same prompts and seeds. Times are of whole pictures in turns, by the
 processor time of the process on a CPU, which does not count what others do there, and by the clock on a GPU.
 
-    OMP_NUM_THREADS=1 python benchmarks/coarse_emoji.py --out results/coarse.json
+    OMP_NUM_THREADS=1 python benchmarks/coarse_emoji.py --out results/coarse.json [--label "decoder int8"]
 """
 
 from __future__ import annotations
@@ -31,6 +31,10 @@ SETTINGS = {
     "merged 30%": rocm_sd.Approximation(merged=0.3),
     "merged 50%": rocm_sd.Approximation(merged=0.5),
     "merged 80%": rocm_sd.Approximation(merged=0.8),
+    "products int8": rocm_sd.Approximation(eight_bits="int8"),
+    "products fp8": rocm_sd.Approximation(eight_bits="fp8"),
+    "decoder int8": rocm_sd.Approximation(eight_bit_decoder="int8"),
+    "decoder fp8": rocm_sd.Approximation(eight_bit_decoder="fp8"),
     "small decoder": rocm_sd.Approximation(small_decoder=True),
     "merged 50%, small decoder": rocm_sd.Approximation(merged=0.5, small_decoder=True),
 }
@@ -92,14 +96,16 @@ def main():
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--turns", type=int, default=8)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--label", action="append", choices=SETTINGS, help="only this setting; may be given again")
     options = parser.parse_args()
+    settings = {label: each for label, each in SETTINGS.items() if not options.label or label in options.label}
     hush()
     source = models.resolve()
     pipes = {}
-    for name in ("exact", *SETTINGS):
+    for name in ("exact", *settings):
         pipes[name] = host.load_pipeline(source, torch.device(DEVICE))
         pipes[name].set_progress_bar_config(disable=True)
-        rocm_sd.optimize(pipes[name], quality=SETTINGS.get(name, "exact"))
+        rocm_sd.optimize(pipes[name], quality=settings.get(name, "exact"))
     result = {
         "model": source.name, "steps": options.steps, "prompts": options.prompts, "guidance": source.guidance,
         "rocm_sd": rocm_sd.__version__, "torch": torch.__version__, "python": platform.python_version(),
@@ -111,7 +117,7 @@ def main():
     def keep():
         options.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
-    one = torch.randn(1, 4, 32, 32, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    one = torch.randn(1, 4, 32, 32, generator=torch.Generator().manual_seed(0)).to(DEVICE, pipes["exact"].vae.dtype)
     times, decodes = ({name: [] for name in pipes} for _ in range(2))
     for number in range(-1, options.turns):
         for name in measuring.turn(list(pipes), max(number, 0)):
@@ -120,7 +126,7 @@ def main():
             if number >= 0:
                 times[name].append(taken)
                 decodes[name].append(drawn)
-    for name, setting in SETTINGS.items():
+    for name, setting in settings.items():
         row = result["settings"][name] = {"setting": setting.to_dict()}
         row |= {"picture s": round(statistics.median(times[name]), 3), **compared(times[name], times["exact"])}
         row["decode"] = {"ms": round(1000 * statistics.median(decodes[name]), 1)}
@@ -134,13 +140,15 @@ def main():
     prompts = trained_prompts(options.prompts)
     embedding = load_embedding(device=DEVICE)
     given = (prompts, options.steps, source.guidance, options.batch)
-    latents = {0.0: latents_of(pipes["exact"], *given)}
-    exact = pictures_of(pipes["exact"], latents[0.0])
+    latents = {(0.0, None): latents_of(pipes["exact"], *given)}
+    exact = pictures_of(pipes["exact"], latents[0.0, None])
     matched = prompt_match.match(exact, prompts, embedding)
-    for name, setting in SETTINGS.items():
-        if setting.merged not in latents:
-            latents[setting.merged] = latents_of(pipes[name], *given)
-        images = pictures_of(pipes[name], latents[setting.merged])
+    for name, setting in settings.items():
+        # What is about the decoder alone decodes the exact ones.
+        of = setting.merged, setting.eight_bits
+        if of not in latents:
+            latents[of] = latents_of(pipes[name], *given)
+        images = pictures_of(pipes[name], latents[of])
         psnr, ssim = nearness(exact, images)
         mine = prompt_match.match(images, prompts, embedding)
         drop = prompt_match.difference_interval(mine.top1, matched.top1)

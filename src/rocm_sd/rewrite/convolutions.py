@@ -18,6 +18,8 @@ from rocm_sd.ops import OPS, conv2d, group_norm_silu
 from rocm_sd.ops.conv2d.workload import problem
 from rocm_sd.ops.group_norm_silu.op import group_norm_silu_
 from rocm_sd.ops.group_norm_silu.workload import problem as norm_problem
+from rocm_sd.rewrite import eight_bit_convolutions
+from rocm_sd.rewrite.eight_bits import Rounded
 from rocm_sd.rewrite.layers import is_plain, untouched, weight_and_bias
 
 if TYPE_CHECKING:
@@ -26,11 +28,13 @@ if TYPE_CHECKING:
     from rocm_sd.tuning import Problem
 
 __all__ = [
-    "convolution", "convolution_and_add", "falls_back", "fuses_adds", "is_diffusers", "norm_overwrites", "norm_silu",
-    "of_diffusers", "of_kind", "parameters_of_kind", "plain_convolution", "plain_convolution_and_add",
-    "plain_norm_silu", "read_two", "takes", "through_op", "unusual",
+    "Maps", "convolution", "convolution_and_add", "falls_back", "fuses_adds", "is_diffusers", "norm_overwrites",
+    "norm_silu", "norm_silu_for", "of_diffusers", "of_kind", "parameters_of_kind", "plain_convolution",
+    "plain_convolution_and_add", "plain_norm_silu", "read_two", "takes", "through_op", "unusual",
 ]  # fmt: skip
 
+# [N, C, H, W]; where a convolution in 8 bits comes next, as it takes them.
+Maps = torch.Tensor | Rounded
 _TENSORS = (torch.Tensor, nn.Parameter)
 _KERNELS = ((1, 1), (3, 3))
 
@@ -123,10 +127,28 @@ def _fits(add: torch.Tensor, x: torch.Tensor, channels: int) -> bool:
 
 
 def convolution(
-    layer: Any, x: torch.Tensor, add: torch.Tensor | None = None, residual: torch.Tensor | None = None
+    layer: Any, x: Maps, add: torch.Tensor | None = None, residual: torch.Tensor | None = None
 ) -> torch.Tensor:
     """layer(x) + add + residual; add: [N, C]; residual: like layer(x)."""
+    if eight_bit_convolutions.is_eight_bit_convolution(layer):
+        return _in_eight_bits(layer, x, add, residual)
+    assert isinstance(x, torch.Tensor)
     return plain_convolution(layer, x, add, residual) if takes(layer, x) else _summed(layer(x), add, residual)
+
+
+def _in_eight_bits(
+    layer: eight_bit_convolutions.EightBitConv2d,
+    x: Maps,
+    add: torch.Tensor | None,
+    residual: torch.Tensor | None = None,
+) -> torch.Tensor:
+    maps = x.q if isinstance(x, Rounded) else x
+    fits = add is None or (add.dtype == x.dtype and add.shape == (len(maps), layer.out_channels))
+    if residual is not None:
+        fits = fits and residual.dtype == x.dtype and _like_output(residual, maps, layer)
+    if fits:
+        return eight_bit_convolutions.convolved(layer, x, add, residual)
+    return _summed(eight_bit_convolutions.convolved(layer, x), add, residual)
 
 
 def _summed(y: torch.Tensor, add: torch.Tensor | None, residual: torch.Tensor | None) -> torch.Tensor:
@@ -142,7 +164,7 @@ def plain_convolution(
     (weight, bias), stride, padding = weight_and_bias(layer), layer.stride, layer.padding
     fits = add is None or _fits(add, x, weight.shape[0])
     if residual is not None:
-        fits = fits and _like_output(residual, x, layer)
+        fits = fits and residual.dtype == x.dtype and _like_output(residual, x, layer)
     if through_op("conv2d", x):
         parts = (add, residual) if fits else (None, None)
         y = conv2d(x, weight, bias, *parts, stride[0], int(padding[0]))
@@ -161,7 +183,18 @@ def _like_output(residual: torch.Tensor, x: torch.Tensor, layer: nn.Conv2d) -> b
     """Of a convolution that keeps the size of the picture; other residuals are added by themselves."""
     same_size = layer.stride[0] == 1 and 2 * int(layer.padding[0]) == layer.kernel_size[0] - 1
     N, _, H, W = x.shape
-    return same_size and residual.dtype == x.dtype and residual.shape == (N, layer.weight.shape[0], H, W)
+    return same_size and residual.shape == (N, layer.weight.shape[0], H, W)
+
+
+def norm_silu_for(layer: Any, norm: Any, x: torch.Tensor, add: torch.Tensor | None = None) -> Maps:
+    """`norm_silu`, as the layer after it takes it: in 8 bits where that multiplies them."""
+    rounding = eight_bit_convolutions.rounding(layer)
+    fits = add is None or _fits(add, x, x.shape[1])
+    if rounding is None or not fits or not _is_plain_norm(norm, x):
+        return norm_silu(norm, x, add)
+    scale, to = rounding
+    given = x, norm.num_groups, *weight_and_bias(norm), add, norm.eps
+    return Rounded(group_norm_silu(*given, scale=scale.view(1), to=to), scale, x.dtype)
 
 
 def norm_silu(
@@ -218,7 +251,7 @@ def _is_plain_norm(norm: Any, x: torch.Tensor) -> bool:
 
 
 def convolution_and_add(
-    layer: Any, x: torch.Tensor, add: torch.Tensor | None, *, bias_in_add: bool = False
+    layer: Any, x: Maps, add: torch.Tensor | None, *, bias_in_add: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(y, later) with y + later = layer(x) + add: bias and add where they cost no pass over memory of their own.
 
@@ -226,6 +259,9 @@ def convolution_and_add(
     over the picture again, for the bias alone too: there the norm after it adds them, as it reads the picture in any
     case. `bias_in_add`: the layer's bias is in `add` already.
     """
+    if not bias_in_add and eight_bit_convolutions.is_eight_bit_convolution(layer):
+        return _in_eight_bits(layer, x, add), None
+    assert isinstance(x, torch.Tensor)
     if bias_in_add:
         # The bias cannot be taken out of `layer(x)`: weights of another layout are copied.
         if not _is_conv2d(layer, x, _is_plain_convolution):

@@ -13,17 +13,21 @@ from torch import nn
 
 from rocm_sd.ops import conv2d, group_norm_silu
 from rocm_sd.rewrite import conditioning
+from rocm_sd.rewrite import eight_bit_convolutions as eight_bits
 from rocm_sd.rewrite.apply import Rule
 from rocm_sd.rewrite.convolutions import (
+    Maps,
     convolution,
     convolution_and_add,
     falls_back,
     norm_overwrites,
     norm_silu,
+    norm_silu_for,
     of_diffusers,
     read_two,
     takes,
 )
+from rocm_sd.rewrite.eight_bits import Rounded
 from rocm_sd.rewrite.layers import idle
 
 __all__ = ["RULE", "WORTH_IT_ON_CPU", "consume", "consumes", "hoistable", "of_two", "takes_two"]
@@ -51,14 +55,11 @@ def _forward(self: Any, input_tensor: torch.Tensor, temb: torch.Tensor | None, *
     deprecated = args or kwargs.get("scale") is not None
     if unprojected or deprecated or falls_back(input_tensor, self.norm1.weight, "conv2d", WORTH_IT_ON_CPU):
         return NotImplemented
-    hidden = norm_silu(self.norm1, input_tensor)
-    if self.upsample is not None:
-        if len(hidden) >= 64:
-            # Stock's way round a kernel of torch that fails on large channels-last batches.
-            input_tensor, hidden = input_tensor.contiguous(), hidden.contiguous()
-        input_tensor, hidden = self.upsample(input_tensor), self.upsample(hidden)
-    elif self.downsample is not None:
-        input_tensor, hidden = self.downsample(input_tensor), self.downsample(hidden)
+    hidden: Maps
+    if self.upsample is None and self.downsample is None:
+        hidden = norm_silu_for(self.conv1, self.norm1, input_tensor)
+    else:
+        input_tensor, hidden = _resized(self, input_tensor, norm_silu(self.norm1, input_tensor))
     held = [hidden]
     del hidden
     hidden = _conditioned(self, held, temb)
@@ -66,7 +67,16 @@ def _forward(self: Any, input_tensor: torch.Tensor, temb: torch.Tensor | None, *
     return _finished(self, hidden, shortcut)
 
 
-def _conditioned(self: Any, held: list[torch.Tensor], temb: torch.Tensor | None) -> torch.Tensor:
+def _resized(self: Any, x: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    if self.upsample is None:
+        return self.downsample(x), self.downsample(hidden)
+    if len(hidden) >= 64:
+        # Stock's way round a kernel of torch that fails on large channels-last batches.
+        x, hidden = x.contiguous(), hidden.contiguous()
+    return self.upsample(x), self.upsample(hidden)
+
+
+def _conditioned(self: Any, held: list[Maps], temb: torch.Tensor | None) -> Maps:
     """From the first norm to the second one. The tensor is taken out of the list, so that nobody else holds it."""
     ready = conditioning.time_add(self)
     # Named anew at each step: the picture before is then free, which in a VAE is the peak of its memory.
@@ -77,11 +87,13 @@ def _conditioned(self: Any, held: list[torch.Tensor], temb: torch.Tensor | None)
         if self.time_emb_proj is not None:
             add = self.time_emb_proj(temb if self.skip_time_act else self.nonlinearity(temb))
         hidden, later = convolution_and_add(self.conv1, held.pop(), add)
+    if idle(self.dropout):
+        return norm_silu_for(self.conv2, self.norm2, hidden, later)
     made: torch.Tensor = self.dropout(norm_silu(self.norm2, hidden, later))
     return made
 
 
-def _finished(self: Any, hidden: torch.Tensor, shortcut: torch.Tensor) -> torch.Tensor:
+def _finished(self: Any, hidden: Maps, shortcut: torch.Tensor) -> torch.Tensor:
     out = convolution(self.conv2, hidden, residual=shortcut)
     # Dividing by one is a pass over memory that stock makes and that changes nothing.
     return out if self.output_scale_factor == 1.0 else out / self.output_scale_factor
@@ -101,8 +113,14 @@ def takes_two(module: Any, x: torch.Tensor, concat: torch.Tensor) -> bool:
 def of_two(module: Any, x: torch.Tensor, concat: torch.Tensor, temb: torch.Tensor | None) -> torch.Tensor:
     """module(x and concat joined), which are read where they lie: joining them is two passes over both."""
     norm, layer = module.norm1, module.conv_shortcut
-    given = x, norm.num_groups, norm.weight, norm.bias, None, norm.eps
-    hidden = _conditioned(module, [group_norm_silu(*given, concat=concat)], temb)
+    given, rounding = (x, norm.num_groups, norm.weight, norm.bias, None, norm.eps), eight_bits.rounding(module.conv1)
+    held: list[Maps] = []
+    if rounding is None:
+        held.append(group_norm_silu(*given, concat=concat))
+    else:
+        scale, to = rounding
+        held.append(Rounded(group_norm_silu(*given, concat=concat, scale=scale.view(1), to=to), scale, x.dtype))
+    hidden = _conditioned(module, held, temb)
     shortcut = conv2d(x, layer.weight, layer.bias, concat=concat)
     return _finished(module, hidden, shortcut)
 

@@ -29,6 +29,9 @@ __all__ = [
     "stock_processor",
 ]  # fmt: skip
 
+# Of one token each; where a layer in 8 bits comes next, as it takes them.
+Tokens = torch.Tensor | eight_bits.Rounded
+Rounding = tuple[torch.Tensor, str] | None
 _KIND = "BasicTransformerBlock"
 _PROCESSORS = "diffusers.models.attention_processor"
 _NORMS = ("norm1", "norm2", "norm3")
@@ -173,17 +176,20 @@ def _before_feed_forward(
     text: torch.Tensor | None,
     mask: torch.Tensor | None,
     text_mask: torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[Tokens, torch.Tensor]:
     """Of the tokens x, or pending + x: what the feed-forward takes, and the residual that is added to its result."""
+    own = text if block.only_cross_attention else None
+    rounding = _rounding(block.attn1, own, mask)
     if pending is None:
-        h = _norm(block.norm1, x)
+        h = _norm(block.norm1, x, rounding)
     else:
-        h, x = _add_and_norm(block.norm1, pending, x)
-    h = _attend(block.attn1, h, text if block.only_cross_attention else None, mask)
+        h, x = _add_and_norm(block.norm1, pending, x, rounding)
+    attended = _attend(block.attn1, h, own, mask)
     if block.attn2 is not None:
-        h, x = _add_and_norm(block.norm2, h, x)
-        h = _attend(block.attn2, h, text, text_mask)
-    return _add_and_norm(block.norm3, h, x)
+        h, x = _add_and_norm(block.norm2, attended, x, _rounding(block.attn2, text, text_mask))
+        attended = _attend(block.attn2, h, text, text_mask)
+    gate = block.ff.net[0]
+    return _add_and_norm(block.norm3, attended, x, eight_bits.rounding(gate.proj) if _is_idle(block.ff) else None)
 
 
 def keys_values(attn: Any, text: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -200,9 +206,21 @@ def hoistable(block: nn.Module) -> nn.Module | None:
     return attn
 
 
-def _attend(attn: Any, x: torch.Tensor, text: torch.Tensor | None, mask: torch.Tensor | None) -> torch.Tensor:
-    out, dropout = attn.to_out
-    if mask is not None or not (_is_default(attn) and untouched(attn) and idle(dropout)):
+def _by_ops(attn: Any, mask: torch.Tensor | None) -> bool:
+    """Whether the attention's steps are those of the ops, now."""
+    return mask is None and _is_default(attn) and untouched(attn) and idle(attn.to_out[1])
+
+
+def _rounding(attn: Any, text: torch.Tensor | None, mask: torch.Tensor | None) -> Rounding:
+    """How the norm before an attention is to round what it gives; keys and values of a text have their own input."""
+    if not _by_ops(attn, mask):
+        return None
+    return eight_bits.rounding(attn.to_q, *((attn.to_k, attn.to_v) if text is None else ()))
+
+
+def _attend(attn: Any, x: Tokens, text: torch.Tensor | None, mask: torch.Tensor | None) -> torch.Tensor:
+    out = attn.to_out[0]
+    if not _by_ops(attn, mask):
         stock: torch.Tensor = attn(x, encoder_hidden_states=text, attention_mask=mask)
         return stock
     to_q, to_k, to_v, heads = attn.to_q, attn.to_k, attn.to_v, attn.heads
@@ -251,47 +269,76 @@ def _is_default(attn: Any) -> bool:
     )
 
 
-def _project(x: torch.Tensor, heads: int, *layers: Any) -> tuple[torch.Tensor, ...]:
+def _project(x: Tokens, heads: int, *layers: Any) -> tuple[torch.Tensor, ...]:
     """[B, S, H, D] of each layer, by one product where their weights can be read as one."""
-    if all(is_plain(layer) for layer in layers):
-        return projected(x, heads, *layers)
     if all(eight_bits.is_eight_bit(layer) for layer in layers):
         return eight_bits.projected(x, heads, *layers)
+    assert isinstance(x, torch.Tensor)
+    if all(is_plain(layer) for layer in layers):
+        return projected(x, heads, *layers)
     columns = [_linear(layer, x) for layer in layers]
     return tuple(y.reshape(*y.shape[:-1], heads, y.shape[-1] // heads) for y in columns)
 
 
-def _norm(norm: nn.LayerNorm, x: torch.Tensor) -> torch.Tensor:
+def _norm(norm: nn.LayerNorm, x: torch.Tensor, rounding: Rounding) -> Tokens:
     if is_layer_norm(norm):
-        return layer_norm_residual(x, None, *weight_and_bias(norm), norm.eps)[0]
+        return _normed(norm, x, None, rounding)[0]
     y: torch.Tensor = norm(x)
     return y
 
 
-def _add_and_norm(norm: nn.LayerNorm, h: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _add_and_norm(
+    norm: nn.LayerNorm, h: torch.Tensor, x: torch.Tensor, rounding: Rounding
+) -> tuple[Tokens, torch.Tensor]:
     # A processor of the user's own may answer in another dtype.
     if is_layer_norm(norm) and h.dtype == x.dtype and h.shape == x.shape:
-        return layer_norm_residual(h, x, *weight_and_bias(norm), norm.eps)
+        return _normed(norm, h, x, rounding)
     total = h + x
     return norm(total), total
 
 
-def _feed_forward(ff: Any, h: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
-    gate, dropout, out, *last = ff.net
-    if not (untouched(ff, gate) and idle(dropout, *last)):
+def _normed(
+    norm: nn.LayerNorm, x: torch.Tensor, residual: torch.Tensor | None, rounding: Rounding
+) -> tuple[Tokens, torch.Tensor]:
+    if rounding is None:
+        return layer_norm_residual(x, residual, *weight_and_bias(norm), norm.eps)
+    scale, to = rounding
+    y, total = layer_norm_residual(x, residual, *weight_and_bias(norm), norm.eps, scale.view(1), to)
+    return eight_bits.Rounded(y, scale, x.dtype), total
+
+
+def _is_idle(ff: Any) -> bool:
+    """Whether a feed-forward is its two linears and the gate, now."""
+    gate, dropout, _, *last = ff.net
+    return untouched(ff, gate) and idle(dropout, *last)
+
+
+def _feed_forward(ff: Any, h: Tokens, residual: torch.Tensor | None) -> torch.Tensor:
+    gate, _, out, *_ = ff.net
+    if not _is_idle(ff):
         stock: torch.Tensor = ff(h)
         return stock if residual is None else stock + residual
-    projection = gate.proj
-    plain = is_plain(projection)
-    h = linear_geglu(h, *weight_and_bias(projection)) if plain else geglu(projection(h))
-    return _linear(out, h, residual)
+    return _linear(out, _gated(gate.proj, out, h), residual)
 
 
-def _linear(layer: Any, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
-    if is_plain(layer):
-        return linear_residual(x, *weight_and_bias(layer), residual)
+def _gated(projection: Any, out: Any, h: Tokens) -> Tokens:
+    """GEGLU of what the projection gives, rounded where `out` takes it so."""
+    if is_plain(projection):
+        assert isinstance(h, torch.Tensor)
+        return linear_geglu(h, *weight_and_bias(projection))
+    wide, rounding = _linear(projection, h), eight_bits.rounding(out)
+    if rounding is None:
+        return geglu(wide)
+    scale, to = rounding
+    return eight_bits.Rounded(geglu(wide, None, scale.view(1), to), scale, wide.dtype)
+
+
+def _linear(layer: Any, x: Tokens, residual: torch.Tensor | None = None) -> torch.Tensor:
     if eight_bits.is_eight_bit(layer):
         return eight_bits.product(layer, x, residual)
+    assert isinstance(x, torch.Tensor)
+    if is_plain(layer):
+        return linear_residual(x, *weight_and_bias(layer), residual)
     y: torch.Tensor = layer(x)
     return y if residual is None else y + residual
 

@@ -21,6 +21,7 @@ SETTINGS = {
     "guidance reused": Skipping(guided_every=3),
     "guidance ended": Skipping(guidance_end=0.5),
     "both": Skipping(depth=1, every=4, order=1, guided_every=2),
+    "own schedule": Skipping(depth=1, whole=(0, 0.15, 0.3, 0.7), order=1, guided_every=2),
     "out of step": Skipping(depth=2, every=2, guided_every=3, guidance_end=0.8),
 }
 PIPELINES = ["sd15", "sdxl", "sd15-img2img", "sd15-inpaint9", "sd15-controlnet", "sdxl-img2img"]

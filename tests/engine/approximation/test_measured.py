@@ -9,7 +9,7 @@ import torch
 
 import rocm_sd
 from pipelines import CASES
-from rocm_sd.engine.approximation import Approximation, Skipping, known, remember
+from rocm_sd.engine.approximation import Approximation, Skipping, eight_bits, known, remember
 from rocm_sd.engine.approximation.measured import fingerprint
 from rocm_sd.errors import InvalidOption
 from tiny_models import unet_of
@@ -111,3 +111,30 @@ def test_optimize_takes_what_was_measured(tmp_path):
         assert any("measured here: so fast" in note for note in rocm_sd.report(pipe).approximations)
     with pytest.raises(InvalidOption):
         rocm_sd.optimize(pipe, quality="psnr=fast")
+
+
+def test_eight_bits_that_were_measured_stand_alone():
+    unet = unet_of("sd15", cross_attention_dim=192, block_out_channels=(64, 64))
+    shipped = known(unet, "high")
+    assert len(shipped) == 2, "as wide as emoji-sd"
+    remember(unet, "high", 20, SKIPPING, "so fast", {})
+    assert [setting.from_steps for setting in known(unet, "high")] == [16, 20, 40]
+    remember(unet, "high", 20, Approximation(eight_bits="int8"), "so fast", {})
+    assert [setting.approximation.eight_bits for setting in known(unet, "high")] == ["int8"]
+
+
+def test_settings_that_do_not_agree_on_eight_bits_keep_the_dtype_and_say_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(eight_bits, "_SMALLEST", 4)
+    pipe = CASES["sd15"].build(tmp_path)
+    remember(pipe.unet, "high", 20, Approximation(eight_bits="int8"), "so fast", {})
+    rocm_sd.optimize(pipe, quality="high")
+    notes = " / ".join(rocm_sd.report(pipe).approximations)
+    assert "layers multiply in int8" in notes
+    assert "pictures of fewer than 20 steps are in int8, too: not measured" in notes
+    remember(pipe.unet, "high", 50, SKIPPING, "so fast", {})
+    rocm_sd.optimize(pipe, quality="high")
+    notes = " / ".join(rocm_sd.report(pipe).approximations)
+    assert "layers multiply in int8" not in notes
+    assert "keeps its dtype: settings differ in eight bits (int8 from 20 on, none from 50 on)" in notes
+    assert "rocm-sd tune --quality" in notes
+    rocm_sd.restore(pipe)

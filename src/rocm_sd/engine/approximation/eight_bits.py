@@ -1,4 +1,4 @@
-"""Put a denoiser's linears into 8 bits, and take them out again.
+"""Put a denoiser's linears and the convolutions of a UNet or a VAE into 8 bits, and take them out again.
 
 A short picture is drawn first (observing.py): of what came into each layer follow the scale of its x where one is
 enough, what is smoothed, and which layers are too delicate and keep their dtype. The layers of 16 bits wait in the
@@ -7,29 +7,50 @@ host's memory, so that the device's peak falls; `restore` brings them back.
 
 from __future__ import annotations
 
+import hashlib
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeGuard
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 
 from rocm_sd import arch
 from rocm_sd.arch import Fp8
+from rocm_sd.engine.approximation import smoothing
+from rocm_sd.engine.approximation.measured import weight_bytes
 from rocm_sd.engine.approximation.observing import NotObserved, Observed, observe, too_far
-from rocm_sd.engine.installed import Installed
-from rocm_sd.ops.quantize_rows.reference import LIMITS, quantize_rows
-from rocm_sd.rewrite.eight_bits import EightBitLinear, lay_together, quantized
+from rocm_sd.engine.installed import Approximated, Installed
+from rocm_sd.ops.eight_bits import LIMITS
+from rocm_sd.ops.quantize_rows.reference import quantize_rows
+from rocm_sd.rewrite.convolutions import unusual
+from rocm_sd.rewrite.eight_bit_convolutions import EightBitConv2d, is_eight_bit_convolution
+from rocm_sd.rewrite.eight_bits import EightBitLayer, EightBitLinear, Origin, is_eight_bit, lay_together, quantized
 from rocm_sd.rewrite.layers import is_plain
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
-__all__ = ["Group", "format_of", "groups", "install"]
+__all__ = [
+    "KEPT",
+    "Group",
+    "Kept",
+    "Waiting",
+    "digest_of",
+    "eight_bit_layers",
+    "format_of",
+    "groups",
+    "in_eight_bits",
+    "install",
+    "ready",
+]
 
 # So large is what came into a layer at most, over what came in while it was observed.
 _HEADROOM = 2.0
 _SMALLEST = 64  # of a layer's sides: below, there is nothing to gain
 _BLOCKS = ("transformer_blocks", "single_transformer_blocks")
+_ROWS = 4  # of a weight, from all over it, that tell it from another one
 
 
 @dataclass(frozen=True)
@@ -37,10 +58,34 @@ class Group:
     """Layers of one input, by their names in the model."""
 
     names: tuple[str, ...]
-    layers: tuple[nn.Linear, ...]
+    layers: tuple[nn.Linear | nn.Conv2d, ...]
 
-    def named(self) -> Iterator[tuple[str, nn.Linear]]:
+    def named(self) -> Iterator[tuple[str, nn.Linear | nn.Conv2d]]:
         return zip(self.names, self.layers, strict=True)
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Why a layer keeps its dtype, and what its error in 8 bits would be, where it is a number."""
+
+    why: str
+    error: float | None
+
+
+# By model, and by the layer's name: those that keep their dtype in a model in 8 bits.
+KEPT: WeakKeyDictionary[nn.Module, dict[str, Kept]] = WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class _Planned:
+    """How a group comes into 8 bits, and its error then: of its results on the rows that were seen, the root mean
+    square error over that of the results.
+    """
+
+    group: Group
+    x_scale: torch.Tensor | None
+    smoothing: torch.Tensor | None
+    error: float
 
 
 def format_of(eight_bits: str, device: torch.device) -> torch.dtype:
@@ -50,8 +95,17 @@ def format_of(eight_bits: str, device: torch.device) -> torch.dtype:
     return torch.float8_e4m3fnuz if arch.detect(device).fp8 is Fp8.FNUZ else torch.float8_e4m3fn
 
 
-def groups(model: nn.Module) -> list[Group]:
-    """The linears of a denoiser's transformer blocks that are nothing but a product, now."""
+def eight_bit_layers(model: nn.Module) -> dict[str, EightBitLayer]:
+    """By their names in the model, as they are where no LoRA stands around them."""
+    found = {name: layer for name, layer in model.named_modules() if isinstance(layer, EightBitLayer)}
+    return {name.removesuffix(".base_layer"): layer for name, layer in found.items()}
+
+
+def groups(model: nn.Module, fits: Callable[[Any], TypeGuard[nn.Linear | nn.Conv2d]] | None = None) -> list[Group]:
+    """The linears of a denoiser's transformer blocks, and the convolutions of a UNet's ResNet blocks, that are nothing
+    but a product, now; or those that fit.
+    """
+    fits = _fits if fits is None else fits
     found: list[Group] = []
     names = {module: name for name, module in model.named_modules()}
     for attention in (module for module in model.modules() if type(module).__name__ == "Attention"):
@@ -59,55 +113,85 @@ def groups(model: nn.Module) -> list[Group]:
         # An attention to a text has another input for keys and values.
         own = getattr(attention, "is_cross_attention", None) is False
         for several in [qkv] if own else [qkv[:1], qkv[1:]]:
-            layers = [layer for layer in several if _fits(layer)]
+            layers = [layer for layer in several if fits(layer)]
             if layers and len(layers) == len(several):
                 found.append(Group(tuple(names[layer] for layer in layers), tuple(layers)))
     taken = {name for group in found for name in group.names}
     for name, module in model.named_modules():
-        if any(f"{blocks}." in name for blocks in _BLOCKS) and name not in taken and _fits(module):
-            found.append(Group((name,), (module,)))
+        inside = any(f"{blocks}." in name for blocks in _BLOCKS)
+        # After a norm, which can round for it.
+        convolves = type(module).__name__ == "ResnetBlock2D"
+        for known, layer in ((name, module),) if inside else _convolutions(name, module) if convolves else ():
+            if known not in taken and fits(layer):
+                found.append(Group((known,), (layer,)))
     return found
 
 
-def _fits(layer: Any) -> TypeGuard[nn.Linear]:
+def _convolutions(name: str, block: nn.Module) -> Iterator[tuple[str, Any]]:
+    for own in ("conv1", "conv2"):
+        yield f"{name}.{own}", getattr(block, own, None)
+
+
+def _fits(layer: Any) -> TypeGuard[nn.Linear | nn.Conv2d]:
+    if isinstance(layer, nn.Conv2d):
+        usual = layer.kernel_size == (3, 3) and layer.stride == layer.padding == (1, 1) and unusual(layer) is None
+        plain = usual and is_plain(layer) and "_conv_forward" not in layer.__dict__
+        return plain and min(layer.in_channels, layer.out_channels) >= _SMALLEST
     return isinstance(layer, nn.Linear) and is_plain(layer) and min(layer.in_features, layer.out_features) >= _SMALLEST
 
 
+def _is_in_eight_bits(layer: Any) -> TypeGuard[nn.Linear | nn.Conv2d]:
+    return isinstance(layer, nn.Module) and (is_eight_bit(layer) or is_eight_bit_convolution(layer))
+
+
 def install(target: Any, model: nn.Module, eight_bits: str) -> tuple[Installed, str | None]:
-    """And why it is not in 8 bits, in words, where it is not."""
-    kind = type(model).__name__
+    """And why it is not in 8 bits, in words, where it is not. Of a VAE it is the decoder."""
+    kind, decodes = type(model).__name__, hasattr(model, "decoder")
     device = next(model.parameters()).device
     to = format_of(eight_bits, device)
-    every = groups(model)
+    every = [group for group in groups(model) if not decodes or group.names[0].startswith("decoder.")]
     if not every:
         return Installed(tuple, lambda: None), f"{kind} has no layers that can be put into {eight_bits}"
+    named = {name: layer for group in every for name, layer in group.named()}
     try:
-        seen = observe(target, {name: layer for group in every for name, layer in group.named()})
+        seen = observe(target, named, decoded=decodes)
     except NotObserved as reason:
         return Installed(tuple, lambda: None), f"{kind} is not put into {eight_bits}: {reason}"
-    delicate = too_far({group.names[0]: _errors(group, seen, to) for group in every})
-    converted = [group for group in every if group.names[0] not in delicate]
-    waiting = [_Waiting(model, group) for group in converted]
+    planned = [_planned(group, seen[group.names[0]], to) for group in every]
+    delicate = too_far({one.group.names[0]: one.error for one in planned})
+    converted = [one for one in planned if one.group.names[0] not in delicate]
+    waiting = [Waiting(model, one.group) for one in converted]
     before = sum(p.numel() * p.element_size() for p in model.parameters())
-    for group, one in zip(converted, waiting, strict=True):
-        one.replace(_in_eight_bits(group, seen, to))
+    for plan, one in zip(converted, waiting, strict=True):
+        one.replace(_in_eight_bits(plan, to))
     after = sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers()))
-    layers = sum(len(group.names) for group in converted)
+    layers = sum(len(one.group.names) for one in converted)
+    smoothed = sum(len(one.group.names) for one in converted if one.smoothing is not None)
+    KEPT[model] = {
+        name: Kept(f"too delicate for {eight_bits}", one.error if math.isfinite(one.error) else None)
+        for one in planned
+        if one.group.names[0] in delicate
+        for name in one.group.names
+    }
 
     def notes() -> Iterator[str]:
         kept = sum(len(group.names) for group in every) - layers
         yield (
             f"{kind}: {layers} layers multiply in {_name(to)}, weights {before / 2**20:.0f} -> {after / 2**20:.0f} MiB"
         )
+        if smoothed:
+            yield f"{kind}: {smoothed} of these layers are smoothed: columns that stand out are evened out with weights"
         if kept:
             some = ", ".join(sorted(delicate)[:4])
             yield f"{kind}: {kept} layers keep their dtype, too delicate for {eight_bits}: {some}"
 
     def restore() -> None:
+        KEPT.pop(model, None)
         for one in waiting:
             one.bring_back()
 
-    return Installed(lambda: tuple(notes()), restore), None
+    approximated = Approximated(f"{layers} layers in {_name(to)}")
+    return Installed(lambda: tuple(notes()), restore, approximated=lambda: (approximated,)), None
 
 
 def _name(to: torch.dtype) -> str:
@@ -121,54 +205,114 @@ def _by_row(to: torch.dtype) -> bool:
     return to is torch.int8
 
 
-def _x_scale(group: Group, seen: dict[str, Observed], to: torch.dtype) -> torch.Tensor | None:
-    if _by_row(to):
-        return None
-    largest = seen[group.names[0]].largest
-    return largest.new_tensor(max(float(largest) * _HEADROOM / LIMITS[_name(to)], 1e-12))
-
-
-def _weights(group: Group, to: torch.dtype) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Of layers with one scale for all, the same one: so they can be read as one."""
-    if _by_row(to):
-        return [quantized(layer.weight, to, by_row=True) for layer in group.layers]
-    q, scale = quantized(torch.cat([layer.weight for layer in group.layers]), to, by_row=False)
-    parts = torch.split(q.view(torch.int8), [layer.out_features for layer in group.layers])
-    return [(part.view(to), scale) for part in parts]
-
-
-def _in_eight_bits(group: Group, seen: dict[str, Observed], to: torch.dtype) -> list[EightBitLinear]:
-    x_scale = _x_scale(group, seen, to)
-    made = [
-        EightBitLinear(layer, weight, scale, x_scale)
-        for layer, (weight, scale) in zip(group.layers, _weights(group, to), strict=True)
-    ]
-    if len(made) > 1 and _by_row(to):
-        lay_together(made)
-    return made
+def digest_of(weight: torch.Tensor) -> str:
+    """Of its shape and of some of its rows, whatever dtype and device it has now."""
+    told = hashlib.sha256(repr(tuple(weight.shape)).encode())
+    told.update(weight_bytes(weight[:: max(1, len(weight) // _ROWS)][:_ROWS]))
+    return told.hexdigest()[:24]
 
 
 @torch.no_grad()
-def _errors(group: Group, seen: dict[str, Observed], to: torch.dtype) -> float:
-    """Of the group's results on the rows that were seen: the root mean square error over that of the results."""
-    rows = seen[group.names[0]].rows
-    exact = torch.cat([rows.double() @ layer.weight.detach().double().T for layer in group.layers], -1)
-    made = [layer.dequantized(torch.float64) for layer in _in_eight_bits(group, seen, to)]
-    x_scale = _x_scale(group, seen, to)
-    q, own = quantize_rows(rows, _name(to), None if x_scale is None else x_scale.view(1))
-    scale = own.double().unsqueeze(-1) if x_scale is None else x_scale.double()
-    ours = torch.cat([(q.double() * scale) @ weight.T for weight in made], -1)
-    return float((ours - exact).square().mean().sqrt() / exact.square().mean().sqrt().clamp_min(1e-30))
+def _planned(group: Group, seen: Observed, to: torch.dtype) -> _Planned:
+    """Smoothed where that is worth it."""
+    exact = torch.cat([seen.rows.double() @ layer.weight.detach().flatten(1).double().T for layer in group.layers], -1)
+    # Pixels with scales of their own could not be summed over the taps.
+    convolves = isinstance(group.layers[0], nn.Conv2d)
+
+    def tried(factors: torch.Tensor | None) -> _Planned:
+        largest = seen.largest if factors is None else (seen.columns * factors.float()).amax()
+        most = max(float(largest) * _HEADROOM / LIMITS[_name(to)], 1e-12)
+        x_scale = None if _by_row(to) and not convolves else largest.new_tensor(most)
+        rows = seen.rows if factors is None else seen.rows * factors.to(seen.rows.dtype)
+        q, own = quantize_rows(rows, _name(to), None if x_scale is None else x_scale.view(1))
+        scale = own.double().unsqueeze(-1) if x_scale is None else x_scale.double()
+        weights = [w.double() * s.double().view(-1, *[1] * s.dim()) for w, s in _weights(group, to, factors)]
+        ours = torch.cat([(q.double() * scale) @ weight.T for weight in weights], -1)
+        error = (ours - exact).square().mean().sqrt() / exact.square().mean().sqrt().clamp_min(1e-30)
+        return _Planned(group, x_scale, factors, float(error))
+
+    plain = tried(None)
+    if convolves:
+        return plain
+    factors = smoothing.factors(seen.columns, [layer.weight for layer in group.layers])
+    smoothed = plain if factors is None else tried(factors)
+    return smoothed if smoothing.worth_it(smoothed.error, plain.error) else plain
 
 
-class _Waiting:
+def _weights(group: Group, to: torch.dtype, factors: torch.Tensor | None) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Of layers with one scale for all, the same one: so they can be read as one."""
+    weights = [layer.weight.flatten(1) for layer in group.layers]
+    wide = [weight if factors is None else weight.float() / factors.float() for weight in weights]
+    if _by_row(to):
+        return [quantized(weight, to, by_row=True) for weight in wide]
+    q, scale = quantized(torch.cat(wide), to, by_row=False)
+    parts = torch.split(q.view(torch.int8), [len(weight) for weight in weights])
+    return [(part.view(to), scale) for part in parts]
+
+
+def _in_eight_bits(planned: _Planned, to: torch.dtype) -> list[EightBitLayer]:
+    group, made = planned.group, []
+    for layer, (weight, scale) in zip(group.layers, _weights(group, to, planned.smoothing), strict=True):
+        origin = Origin(group.names[0], digest_of(layer.weight), _name(layer.weight.dtype), planned.error)
+        made.append(in_eight_bits(layer, weight, scale, planned.x_scale, planned.smoothing, origin))
+    linears = [layer for layer in made if isinstance(layer, EightBitLinear)]
+    if len(linears) > 1:
+        lay_together(linears)
+    return made
+
+
+def in_eight_bits(
+    layer: nn.Linear | nn.Conv2d,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    x_scale: torch.Tensor | None,
+    smoothed: torch.Tensor | None,
+    origin: Origin,
+) -> EightBitLayer:
+    """What stands in the layer's place; the weight may be flat."""
+    if isinstance(layer, nn.Linear):
+        return EightBitLinear(layer, weight, scale, x_scale, smoothed, origin)
+    assert x_scale is not None
+    return EightBitConv2d(layer, weight.view(layer.weight.shape), scale, x_scale, smoothed, origin)
+
+
+def ready(model: nn.Module) -> Installed | None:
+    """Of a model that was in 8 bits before it is optimised, what to say of it; None where it was not.
+
+    Weights that lay together do not after a move to another device: they are laid together anew.
+    """
+    layers = eight_bit_layers(model)
+    if not layers:
+        return None
+    for group in groups(model, _is_in_eight_bits):
+        if len(group.layers) > 1:
+            lay_together([layer for layer in group.layers if isinstance(layer, EightBitLinear)])
+    kind, first = type(model).__name__, next(iter(layers.values())).weight
+    here = arch.detect(first.device)
+
+    def notes() -> Iterator[str]:
+        yield f"{kind}: {len(layers)} layers multiply in {_name(first.dtype)}, as they were loaded"
+        smoothed = sum(layer.smoothing is not None for layer in layers.values())
+        if smoothed:
+            yield f"{kind}: {smoothed} of these layers are smoothed"
+        if here.fp8 in {Fp8.OCP, Fp8.FNUZ} and first.is_floating_point() and not here.multiplies(_name(first.dtype)):
+            yield (
+                f"{kind}: {here.name} multiplies another fp8, and these weights alone are 8 bits wide; load them anew "
+                f"with rocm_sd.load_eight_bits(pipe, path, device={str(first.device)!r})"
+            )
+
+    approximated = Approximated(f"{len(layers)} layers in {_name(first.dtype)}, as loaded")
+    return Installed(lambda: tuple(notes()), lambda: None, approximated=lambda: (approximated,))
+
+
+class Waiting:
     """The layers of one group, whose weights are in the host's memory while others stand in their places."""
 
     def __init__(self, model: nn.Module, group: Group) -> None:
         self._model, self._group = model, group
-        self._standing: list[EightBitLinear] = []
+        self._standing: list[EightBitLayer] = []
 
-    def replace(self, layers: Sequence[EightBitLinear]) -> None:
+    def replace(self, layers: Sequence[EightBitLayer]) -> None:
         self._standing = list(layers)
         for name, old, new in zip(self._group.names, self._group.layers, layers, strict=True):
             _put(self._model, name, new)

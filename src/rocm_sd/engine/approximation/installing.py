@@ -1,5 +1,5 @@
-"""Put a denoiser's approximation on it, in two parts: what picks a branch goes outside of its graphs, what computes one
-inside of them.
+"""Put a pipeline's approximation on its models. Of a denoiser's steps in two parts: what picks a branch goes outside of
+its graphs, what computes one inside of them.
 """
 
 from __future__ import annotations
@@ -7,20 +7,22 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
+from rocm_sd.engine.approximation import eight_bits
 from rocm_sd.engine.approximation.branches import Branches, answer_branch
+from rocm_sd.engine.approximation.shipped import costs
 from rocm_sd.engine.denoisers import denoiser
-from rocm_sd.engine.installed import Installed
+from rocm_sd.engine.installed import Approximated, Installed
 from rocm_sd.rewrite import forwards
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from torch import nn
 
     from rocm_sd.engine.approximation.shipped import Setting
     from rocm_sd.engine.schedule import ScheduleRun
 
-__all__ = ["has_halves", "install_inside", "install_outside"]
+__all__ = ["has_halves", "install_eight_bits", "install_inside", "install_outside"]
 
 # Pipelines whose batches are two halves, without the prompt and with it, in this order.
 _KINDS = ("", "Img2Img", "Inpaint", "ControlNet", "ControlNetImg2Img", "ControlNetInpaint", "ControlNetInpainting")
@@ -68,7 +70,22 @@ def install_outside(
 
     kind, one_sample = type(model).__name__, getattr(denoiser(model), "samples", 2) == 1
     why = "it is inside of the model" if one_sample else "which half of a batch has the prompt is not known here"
-    return Installed(lambda: tuple(_notes(kind, settings, branches, None if known else why)), restore)
+    return Installed(
+        lambda: tuple(_notes(kind, settings, branches, None if known else why)),
+        restore,
+        approximated=lambda: (_approximated(settings, branches),),
+    )
+
+
+def _approximated(settings: list[Setting], branches: Branches) -> Approximated:
+    cost = costs(settings if branches.last is None else [branches.last])
+    if all(setting.approximation.is_exact for setting in settings):
+        return Approximated("steps", cost, settings[0].why)
+    left_out = sum(branches.counts[name] for name in ("shallow", "guidance reused", "no guidance"))
+    if left_out or not branches.whole_because:
+        return Approximated("steps", cost)
+    ((reason, _),) = branches.whole_because.most_common(1)
+    return Approximated("steps", cost, reason)
 
 
 def _notes(kind: str, settings: list[Setting], branches: Branches, why_guided: str | None) -> Iterator[str]:
@@ -86,3 +103,41 @@ def _notes(kind: str, settings: list[Setting], branches: Branches, why_guided: s
         yield f"{kind}: calls so far: {', '.join(f'{counts[name]} {name}' for name in names if counts[name])}"
     for reason, calls in list(branches.whole_because.items()):
         yield f"{kind}: {calls} calls are exact, because {reason}"
+
+
+def install_eight_bits(
+    target: Any, models: Iterable[nn.Module], approximated: Mapping[nn.Module, list[Setting]]
+) -> tuple[list[Installed], list[str]]:
+    """Of each model that was in 8 bits before, or where all its settings agree on it; and in words why one is not."""
+    found: list[Installed] = []
+    notes: list[str] = []
+    vae: Any = getattr(target, "vae", None)
+    first = next(iter(approximated.values()), [])
+    for model in models:
+        decodes = getattr(vae, "decoder", None) is model
+        known: nn.Module = vae if decodes else model
+        loaded = eight_bits.ready(known)
+        if loaded is not None:
+            found.append(loaded)
+            continue
+        # A decoder goes by the settings of the denoiser whose latents it decodes.
+        asked = {
+            one.from_steps: one.approximation.eight_bit_decoder if decodes else one.approximation.eight_bits
+            for one in (first if decodes else approximated.get(model, ()))
+        }
+        kind, formats = type(known).__name__, set(asked.values())
+        to = formats.pop() if len(formats) == 1 else None
+        if len(formats) > 1:
+            # Weights are the same for every number of steps.
+            each = ", ".join(f"{to or 'none'} from {steps} on" for steps, to in asked.items())
+            search = "measure one of these numbers of steps again: rocm-sd tune --quality MODEL --steps ..."
+            notes.append(f"{kind} keeps its dtype: settings differ in eight bits ({each}); {search}")
+        if to is None:
+            continue
+        installed, reason = eight_bits.install(target, known, to)
+        found.append(installed)
+        if reason is not None:
+            notes.append(reason)
+        elif min(asked) > 1:
+            notes.append(f"{kind}: pictures of fewer than {min(asked)} steps are in {to}, too: not measured")
+    return found, notes

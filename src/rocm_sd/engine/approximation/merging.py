@@ -19,9 +19,9 @@ from weakref import ref
 import torch
 from torch.nn.functional import normalize
 
-from rocm_sd.engine.approximation.shipped import of_steps
+from rocm_sd.engine.approximation.shipped import costs, of_steps
 from rocm_sd.engine.denoisers import MERGED
-from rocm_sd.engine.installed import Installed
+from rocm_sd.engine.installed import Approximated, Installed
 from rocm_sd.rewrite import forwards, transformer
 
 if TYPE_CHECKING:
@@ -179,7 +179,7 @@ class Merging:
             self._at_work = False
             take_off()
 
-        return Installed(lambda: tuple(self._notes()), restore)
+        return Installed(lambda: tuple(self._notes()), restore, approximated=lambda: (self._approximated(),))
 
     def _share(self, run_of: Callable[[], ScheduleRun | None], timestep: object) -> float:
         if not self._at_work:
@@ -219,6 +219,10 @@ class Merging:
             return found.spread(_attended(block, inner, found.tokens))
 
         return answer
+
+    def _approximated(self) -> Approximated:
+        reasons = () if self.tokens else (*self.exact_because, *self.blocks_exact_because)
+        return Approximated("merged tokens", costs(self.settings), next(iter(reasons), None))
 
     def _notes(self) -> Iterator[str]:
         kind = type(self.unet()).__name__

@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
+from torch import nn
 
 from rocm_sd.errors import first_line
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-
-    from torch import nn
 
 __all__ = ["NotObserved", "Observed", "observe", "too_far"]
 
@@ -46,29 +46,46 @@ class Observed:
         step = max(1, len(rows) // _ROWS)
         return cls(columns.amax(), columns, rows[::step][:_ROWS].clone())
 
-    def add(self, x: torch.Tensor) -> None:
-        more = Observed.of(x)
+    @classmethod
+    def of_maps(cls, x: torch.Tensor, layer: nn.Conv2d) -> Observed:
+        """Rows are the patches under the filter of some pixels: a convolution multiplies each with its weights."""
+        maps, (height, width) = x.detach(), layer.kernel_size
+        padded = F.pad(maps, (int(layer.padding[1]),) * 2 + (int(layer.padding[0]),) * 2)
+        down, along = padded.shape[2] - height + 1, padded.shape[3] - width + 1
+        places = range(0, down * along, max(1, down * along * len(maps) // _ROWS))
+        patches = [
+            padded[:, :, at // along : at // along + height, at % along : at % along + width].flatten(1)
+            for at in places
+        ]
+        rows = torch.cat(patches)[:_ROWS].clone()
+        return cls(maps.abs().amax().float(), rows.abs().amax(0).float(), rows)
+
+    def add(self, more: Observed) -> None:
         self.largest = torch.maximum(self.largest, more.largest)
         self.columns = torch.maximum(self.columns, more.columns)
         self.rows = torch.cat([self.rows, more.rows])
 
 
-def observe(target: Any, layers: Mapping[str, nn.Module]) -> dict[str, Observed]:
-    """Of each layer; raises NotObserved where the pipeline draws no picture from a prompt, or not all of it ran."""
+def observe(target: Any, layers: Mapping[str, nn.Module], *, decoded: bool = False) -> dict[str, Observed]:
+    """Of each layer; raises NotObserved where the pipeline draws no picture from a prompt, or not all of it ran.
+
+    `decoded`: whether the VAE takes part.
+    """
     seen: dict[str, Observed] = {}
 
     def watch(name: str) -> Any:
-        def hook(_layer: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+        def hook(layer: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+            now = Observed.of_maps(args[0], layer) if isinstance(layer, nn.Conv2d) else Observed.of(args[0])
             if name in seen:
-                seen[name].add(args[0])
+                seen[name].add(now)
             else:
-                seen[name] = Observed.of(args[0])
+                seen[name] = now
 
         return hook
 
     hooks = [layer.register_forward_pre_hook(watch(name)) for name, layer in layers.items()]
     try:
-        _draw(target)
+        _draw(target, "pt" if decoded else "latent")
     except Exception as error:
         raise NotObserved(f"it could not be tried on a picture ({first_line(error)})") from error
     finally:
@@ -82,28 +99,28 @@ def observe(target: Any, layers: Mapping[str, nn.Module]) -> dict[str, Observed]
     return seen
 
 
-def _draw(target: Any) -> None:
+def _draw(target: Any, output: str) -> None:
     """A picture from each prompt, by the pipeline's own parts and the same seed each time."""
     # Whoever has a pipeline has imported it.
     pipe = sys.modules["diffusers"].AutoPipelineForText2Image.from_pipe(target)
     pipe.set_progress_bar_config(disable=True)
     timesteps = getattr(target.scheduler, "timesteps", None)
     try:
-        _pictures(pipe, [{"prompt": prompt} for prompt in _PROMPTS])
+        _pictures(pipe, [{"prompt": prompt} for prompt in _PROMPTS], output)
     except Exception:  # noqa: BLE001 -- one that has no encoders of its own: whoever calls it brings embeddings along
-        _pictures(pipe, [_noise(pipe)])
+        _pictures(pipe, [_noise(pipe)], output)
     if timesteps is not None and hasattr(pipe, "unet"):
         target.scheduler.set_timesteps(len(timesteps))
 
 
-def _pictures(pipe: Any, several: list[dict[str, Any]]) -> None:
+def _pictures(pipe: Any, several: list[dict[str, Any]], output: str) -> None:
     model = getattr(pipe, "unet", None) or pipe.transformer
     own = getattr(pipe, "default_sample_size", None) or getattr(model.config, "sample_size", None)
     side = min(_SIDE, own * pipe.vae_scale_factor) if isinstance(own, int) else _SIDE
     for given in several:
         with torch.no_grad():
             pipe(
-                **given, num_inference_steps=_STEPS, height=side, width=side, output_type="latent",
+                **given, num_inference_steps=_STEPS, height=side, width=side, output_type=output,
                 generator=torch.Generator().manual_seed(0),
             )  # fmt: skip
 

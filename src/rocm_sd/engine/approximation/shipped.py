@@ -13,7 +13,7 @@ from rocm_sd.engine.approximation.combined import NOTHING, Approximation
 if TYPE_CHECKING:
     from rocm_sd.engine.approximation.skipping import Skipping
 
-__all__ = ["Setting", "are_about_steps", "family", "of_steps", "shipped"]
+__all__ = ["Setting", "are_about_steps", "as_given", "cost_in_words", "costs", "family", "of_steps", "shipped"]
 
 _FILE = "shipped.json"
 # By the width of the text that a UNet sees, and of its outermost blocks.
@@ -22,11 +22,14 @@ _FAMILIES: dict[Any, str] = {(192, 64): "emoji-sd", (768, 320): "SD 1.5", (1024,
 
 @dataclass(frozen=True)
 class Setting:
-    """What is approximated from so many steps on, and why it may be."""
+    """What is approximated from so many steps on, and why it may be. `cost`: how far pictures are from exact ones, in
+    a few words; empty where nobody measured that.
+    """
 
     from_steps: int
     approximation: Approximation
     why: str
+    cost: str = ""
 
     @property
     def skipping(self) -> Skipping:
@@ -45,12 +48,19 @@ def shipped(unet: Any, quality: str) -> list[Setting]:
     kind = family(unet)
     found = [
         Setting(
-            entry["from_steps"], Approximation.from_dict(entry["approximation"]), _in_words(kind, entry["measured"])
+            entry["from_steps"],
+            Approximation.from_dict(entry["approximation"]),
+            _in_words(kind, entry["measured"]),
+            cost_in_words(entry["measured"]["psnr"], entry["measured"]["ssim"]),
         )
         for entry in _entries()
         if entry["family"] == kind and entry["quality"] == quality
     ]
     return sorted(found, key=lambda setting: setting.from_steps)
+
+
+def as_given(quality: Skipping | Approximation) -> Setting:
+    return Setting(1, quality if isinstance(quality, Approximation) else Approximation(quality), "as given")
 
 
 def of_steps(settings: list[Setting], steps: int) -> Setting:
@@ -64,6 +74,16 @@ def are_about_steps(settings: list[Setting]) -> bool:
     return any(not setting.skipping.is_exact for setting in settings) or all(
         setting.approximation.is_exact for setting in settings
     )
+
+
+def cost_in_words(psnr: float, ssim: float) -> str:
+    """`psnr`: the median in dB; `ssim`: the mean."""
+    return f"PSNR {psnr:.1f} dB, SSIM {ssim:.3f}"
+
+
+def costs(settings: list[Setting]) -> str:
+    """What is known of those that approximate; the first of them that has any."""
+    return next((one.cost for one in settings if one.cost and not one.approximation.is_exact), "")
 
 
 def _in_words(kind: str | None, measured: dict[str, Any]) -> str:

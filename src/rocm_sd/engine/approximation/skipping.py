@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from rocm_sd.errors import InvalidOption
@@ -40,8 +41,11 @@ class Skipping:
     more) has changed by less than this share since the last whole step; 0 for steps by `every` alone. With both, steps
     that `every` makes whole are whole in any case.
 
+    `whole`: in place of `every`, where whole steps are, each as a share of the schedule: of 20 steps 0.25 is the sixth.
+
     `guided_every`: one of so many steps computes both halves, and so do the first `guided_first`; from the share
-    `guidance_end` of the steps on, no step has guidance.
+    `guidance_end` of the steps on, no step has guidance. With `whole` and any number above 1, whole steps compute both
+    halves, and no others.
     """
 
     depth: int = 0
@@ -53,6 +57,7 @@ class Skipping:
     guided_first: int = 1
     guidance_end: float = 1.0
     first_block: float = 0.0
+    whole: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         least = {"depth": 0, "every": 1, "whole_first": 1, "whole_last": 0, "guided_every": 1, "guided_first": 1}
@@ -68,10 +73,26 @@ class Skipping:
             raise InvalidOption("first_block", share, [], hint=hint)
         if not 0 <= self.guidance_end <= 1:
             raise InvalidOption("guidance_end", self.guidance_end, [], hint="It takes a share of the steps, 0 to 1.")
+        self._check_whole()
+
+    def _check_whole(self) -> None:
+        given: Any = self.whole
+        if isinstance(given, list):
+            # As JSON has it.
+            given = tuple(given)
+            object.__setattr__(self, "whole", given)
+        if not isinstance(given, tuple) or not all(_is_share(value) for value in given):
+            hint = "It takes shares of the schedule from 0 to below 1, such as (0, 0.1, 0.4)."
+            raise InvalidOption("whole", given, [], hint=hint)
+        if any(later <= earlier for earlier, later in pairwise(given)):
+            raise InvalidOption("whole", given, [], hint="Each share is to be larger than the one before.")
+        if given and (self.every > 1 or self.first_block or not self.depth):
+            hint = "It stands in place of every and first_block, and needs a depth of 1 or more."
+            raise InvalidOption("whole", given, [], hint=hint)
 
     @property
     def caches(self) -> bool:
-        return self.first_block > 0 or (self.depth > 0 and self.every > 1)
+        return self.first_block > 0 or (self.depth > 0 and (self.every > 1 or bool(self.whole)))
 
     @property
     def head(self) -> int:
@@ -91,8 +112,11 @@ class Skipping:
         since = number - first
         whole = not self.caches or since < self.whole_first or number >= count - self.whole_last
         whole = whole or (self.every > 1 and (since - self.whole_first + 1) % self.every == 0)
+        whole = whole or any(number == math.floor(share * count + 0.5) for share in self.whole)
         if number >= self.guidance_end * count:
             return Step(whole, guided=False, difference=False)
+        if self.whole and self.guided_every > 1:
+            return Step(whole, guided=whole or since < self.guided_first)
         guided = since < self.guided_first or (since - self.guided_first + 1) % self.guided_every == 0
         return Step(whole, guided)
 
@@ -107,13 +131,22 @@ class Skipping:
             first = f"the first {self.depth} blocks change" if self.depth > 1 else "the first block changes"
             often = f", one step of {self.every} computes all of them" if self.every > 1 else ""
             said.append(f"later blocks {taken} where {first} by less than {self.first_block:g}{often}")
+        elif self.whole:
+            at = ", ".join(f"{share:.0%}" for share in self.whole)
+            said.append(f"deep features {taken}, steps at {at} of the schedule compute all layers (depth {self.depth})")
         elif self.caches:
             said.append(f"deep features {taken}, one step of {self.every} computes all layers (depth {self.depth})")
-        if self.guided_every > 1:
+        if self.guided_every > 1 and self.whole:
+            said.append("guidance reused, the same steps compute it")
+        elif self.guided_every > 1:
             said.append(f"guidance reused, one step of {self.guided_every} computes it")
         if self.guidance_end < 1:
             said.append(f"no guidance after {self.guidance_end:.0%} of the steps")
         return ", ".join(said) or "nothing left out"
+
+
+def _is_share(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < 1
 
 
 EXACT = Skipping()

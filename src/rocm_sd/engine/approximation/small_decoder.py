@@ -15,8 +15,8 @@ from weakref import WeakKeyDictionary, ref
 
 import torch
 
-from rocm_sd.engine.approximation.shipped import of_steps
-from rocm_sd.engine.installed import Installed
+from rocm_sd.engine.approximation.shipped import costs, of_steps
+from rocm_sd.engine.installed import Approximated, Installed
 from rocm_sd.errors import RocmSdError, Unsupported, first_line
 from rocm_sd.rewrite import forwards
 from rocm_sd.tuning.location import default_path
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from rocm_sd.engine.approximation.shipped import Setting
 
-__all__ = ["SmallDecoder", "find", "folder_of", "install", "preview", "wanted"]
+__all__ = ["SmallDecoder", "find", "folder_of", "has_small_decoder", "install", "preview", "wanted"]
 
 log = logging.getLogger("rocm_sd")
 
@@ -44,6 +44,7 @@ _FAMILIES = {
 # Names that the hub was asked for in vain: without a network, it is asked for 23 s.
 _NOT_ON_THE_HUB: set[str] = set()
 _PREVIEWS: WeakKeyDictionary[Any, SmallDecoder | None] = WeakKeyDictionary()
+_WHAT = "small decoder"
 
 
 @dataclass(frozen=True)
@@ -145,11 +146,15 @@ def install(target: Any, settings: list[Setting], device: torch.device) -> tuple
     small = f"there is no VAE in a {type(target).__name__}" if vae is None else find(vae)
     if isinstance(small, str):
         note = f"pictures are drawn by the VAE's own decoder: {small}"
-        return Installed(lambda: (note,), lambda: None), []
+        exact = Approximated(_WHAT, why_exact=small)
+        return Installed(lambda: (note,), lambda: None, approximated=lambda: (exact,)), []
     own = next(vae.parameters()).dtype
     small.module.to(device, own)
     drawing = _Drawing(ref(target), ref(vae), small, settings, own)
-    return Installed(lambda: tuple(drawing.notes()), drawing.begin()), [small.module]
+    begun = drawing.begin()
+    return Installed(lambda: tuple(drawing.notes()), begun, approximated=lambda: (drawing.approximated(),)), [
+        small.module
+    ]
 
 
 class _Drawing:
@@ -208,6 +213,10 @@ class _Drawing:
         upcast = z.dtype is torch.float32 and self._own is not torch.float32 and vae.config.force_upcast
         return self._own if upcast else z.dtype
 
+    def approximated(self) -> Approximated:
+        reasons = () if self.drawn else tuple(self.not_because)
+        return Approximated(_WHAT, costs(self._settings), next(iter(reasons), None))
+
     def notes(self) -> Iterator[str]:
         for setting in self._settings:
             if setting.approximation.small_decoder:
@@ -235,14 +244,23 @@ def preview(pipe: Any, latents: torch.Tensor) -> Image:
             "latents that are not [batch, channels, height, width], or a pipeline without a VAE",
             hint="Flux packs its latents: unpack them with pipe._unpack_latents(...) first.",
         )
-    if vae not in _PREVIEWS:
-        found = find(vae, hub=False)
-        _PREVIEWS[vae] = None if isinstance(found, str) else found
-    small, weight = _PREVIEWS[vae], next(vae.parameters())
+    small, weight = _for_previews(vae), next(vae.parameters())
     z = _for_the_vae(vae.config, latents)
     with torch.no_grad():
         pictures = vae.decode(z.to(weight.dtype), return_dict=False)[0] if small is None else small(z, z.dtype)
     return _picture(torch.cat(list(pictures), -1))
+
+
+def has_small_decoder(vae: Any) -> bool:
+    """Whether previews of such a VAE's latents are drawn by a small decoder, which is on this machine."""
+    return _for_previews(vae) is not None
+
+
+def _for_previews(vae: Any) -> SmallDecoder | None:
+    if vae not in _PREVIEWS:
+        found = find(vae, hub=False)
+        _PREVIEWS[vae] = None if isinstance(found, str) else found
+    return _PREVIEWS[vae]
 
 
 def _for_the_vae(config: Any, latents: torch.Tensor) -> torch.Tensor:
