@@ -147,9 +147,9 @@ def test_keys_beyond_the_last_count_for_nothing_whatever_stands_there():
 def rdna2_on_gfx1100(folder):
     """The emulator does not know gfx1030; its products are made of instructions that gfx1100 has too."""
     text = (toolchain.SOURCES / "attention.hip").read_text()
-    assert "attention<this_arch," in text
+    assert "attention_step<this_arch," in text
     source = folder / "attention.hip"
-    source.write_text(text.replace("attention<this_arch,", "attention<rdna2,"))
+    source.write_text(text.replace("attention_step<this_arch,", "attention_step<rdna2,"))
     return lambda kernel: replace(kernel, source=source)
 
 

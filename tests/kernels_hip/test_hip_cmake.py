@@ -28,7 +28,7 @@ from code_objects import kernels_of
 
 import hip_tiles
 from rocm_sd import arch as archs
-from rocm_sd.kernels.hip import attention, linear_geglu, toolchain
+from rocm_sd.kernels.hip import attention, linear_geglu, linear_residual, toolchain
 from rocm_sd.verify.code_object import CodeObject
 from rocm_sd.verify.emulator import Buffer, launch
 
@@ -68,6 +68,11 @@ CALLS = {
     ),
 }  # fmt: skip
 ARCHS = tuple(CALLS)
+# The founding documents' own sizes, in the same words; they are not among the small ones.
+FOUNDING = (
+    ("attention", "1x64x512 with 8 heads", "attention .*head=64"),
+    ("linear_residual", "512x512x512", "linear_residual .*large wide=1 has_bias=0 has_residual=0"),
+)
 KERNELS = {
     "layout_copy_wide", "layout_copy_plain", "upsample", "layer_norm_residual", "group_norm_silu_moments",
     "group_norm_silu_fold", "group_norm_silu_apply", "linear_residual", "batched_linear", "linear_geglu", "attend",
@@ -117,7 +122,9 @@ def build(folder, targets, *options):
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
-    only = "|".join(f"^{gfx} ({'|'.join(variants for _, _, variants in calls)})" for gfx, calls in CALLS.items())
+    only = "|".join(
+        f"^{gfx} ({'|'.join(variants for _, _, variants in (*calls, *FOUNDING))})" for gfx, calls in CALLS.items()
+    )
     return build(tmp_path_factory.mktemp("cmake"), ARCHS, f"-DROCM_SD_ONLY={only}", "-DCMAKE_UNITY_BUILD=ON")
 
 
@@ -200,6 +207,43 @@ def test_the_test_program_passes_on_the_emulator(built, gfx, capfd):
         assert "upsample element=half width=8 scale=2 bilinear=1" in text
         # A tile by its numbers.
         assert "norm_geglu element=half block_m=64 block_n=64" in text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gfx", ARCHS)
+def test_the_founding_sizes_pass_and_all_that_was_promised_is_printed(built, gfx, capfd):
+    device = Emulated(built, gfx)
+    for kernel, shape, _ in FOUNDING:
+        assert device.main("--repeats", "1", "--kernel", kernel, "--shape", shape) == 0, capfd.readouterr().out
+    text = capfd.readouterr().out
+    assert f"emulator, {gfx}, 4 compute units" in text
+    assert text.count("1 of 1 passed") == len(FOUNDING)
+    for kernel, shape, _ in FOUNDING:
+        (line,) = (line for line in text.splitlines() if line.startswith(kernel) and shape in line)
+        assert re.search(r"\d us +[\d.]+ GFLOP/s  error \S+ \(\d+% of allowed\)  PASSED$", line)
+    tile = linear_residual.tiles(archs.get(gfx))[0]
+    assert f"block_m={tile.block_m} block_n={tile.block_n}" in text
+    # Before it says PASSED it has looked: of a device that computes nothing it does not.
+    device.execute = lambda *_: None
+    assert device.main("--repeats", "1", "--kernel", "attention", "--shape", "1x64x512") == 1
+    assert "PASSED" not in capfd.readouterr().out
+
+
+def test_the_library_has_the_promised_name_too(built):
+    promised = built / "libattention_optimization.so"
+    assert promised.resolve() == (built / "librocm_sd_kernels.so").resolve()
+    library = ctypes.CDLL(str(promised))
+    library.rocm_sd_architectures.restype = ctypes.c_char_p
+    assert library.rocm_sd_architectures() == b"gfx1100 gfx942"
+    program = built / "linked.c"
+    program.write_text("const char* rocm_sd_architectures(void); int main(void) { return !*rocm_sd_architectures(); }")
+    run("cc", program, "-o", built / "linked", f"-L{built}", "-lattention_optimization", f"-Wl,-rpath,{built}",
+        built.parent / "libamdhip64.so")  # fmt: skip
+    run(built / "linked")
+    run("cmake", "--install", built, "--prefix", built / "installed")
+    (found,) = (built / "installed").rglob("libattention_optimization.so")
+    assert found.resolve().name == "librocm_sd_kernels.so"
+    assert (built / "installed" / "include" / "ck_sd_templates.hpp").is_file()
 
 
 def every_call(built, gfx):
@@ -379,6 +423,7 @@ def test_every_variant_says_all_that_its_source_asks_for(gfx):
 
 def test_the_tiles_of_cmake_are_those_of_python():
     assert hip_tiles.FILE.read_text() == hip_tiles.text(), "type: python tools/hip_tiles.py"
+    assert hip_tiles.HEADER.read_text() == hip_tiles.header(), "type: python tools/hip_tiles.py"
     for gfx in (*toolchain.TARGETS, "gfx906"):
         arch = archs.get(gfx)
         found = {name: parameters for _, name, parameters in variants(gfx, "bfloat16")}

@@ -56,7 +56,7 @@ class WavesOf64(EmulatedLauncher):
     def launch(self, kernel, grid, arguments):
         text = (toolchain.SOURCES / f"{kernel.source}.hip").read_text()
         source = self.folder / f"{kernel.source}.hip"
-        source.write_text(re.sub(r"\b(gemm|attention)<this_arch,", r"\1<gcn5,", text))
+        source.write_text(re.sub(r"\b(gemm|\w+_step)<this_arch,", r"\1<gcn5,", text))
         super().launch(replace(kernel, source=source), grid, arguments)
 
 

@@ -41,9 +41,11 @@ def run(name, launcher, arguments, config=None):
         return implementation(*arguments, config=config)
 
 
-SMALL = [
-    pytest.param(name, sample, id=f"{name}: {sample.name}") for name in RUN for sample in OPS[name].verification.small
-]
+def own(name):
+    return OPS[name].verification.of_its_own(OPS[name].implementation("hip"))
+
+
+SMALL = [pytest.param(name, sample, id=f"{name}: {sample.name}") for name in RUN for sample in own(name).small]
 
 
 def executed(name, gfx, *arguments, config=None):
@@ -68,7 +70,7 @@ def test_small_samples_are_as_close_to_float64_as_stock_torch(name, sample, gfx)
 def gated(name, gfx):
     """Every kernel of the op's real samples through the gates: (kernel, report), once for each code object."""
     seen = {}
-    for sample in (*OPS[name].verification.real, *OPS[name].implementation("hip").kernels.real):
+    for sample in own(name).real:
         launcher = EmulatedLauncher(gfx, execute=False)
         run(name, launcher, sample.make(filled=False))
         for call in launcher.run.calls:

@@ -1,4 +1,4 @@
-"""docs/level-2-templates.md shows what the tuning data have, what clang makes, and what the emulator counts."""
+"""docs/hip-figures.md shows what the tuning data have, what clang makes, and what the emulator counts."""
 
 from __future__ import annotations
 

@@ -203,7 +203,7 @@ class DotProducts(EmulatedLauncher):
     def launch(self, kernel, grid, arguments):
         text = (toolchain.SOURCES / f"{kernel.source}.hip").read_text()
         source = self.folder / f"{kernel.source}.hip"
-        source.write_text(re.sub(r"\b(gemm|attention)<this_arch,", r"\1<rdna2,", text))
+        source.write_text(re.sub(r"\b(gemm|\w+_step)<this_arch,", r"\1<rdna2,", text))
         super().launch(replace(kernel, source=source), grid, arguments)
 
 

@@ -78,12 +78,13 @@ void linear_geglu(cases& all, int M, int F, int K, bool has_bias, rocm_sd_dtype 
     test.launch = [=] { return rocm_sd_linear_geglu(in, w, b, out, M, F, K, dtype, nullptr); };
 }
 
-// T = 0: to itself, with queries, keys and values of one packed product, [B, S, 3, H, D].
-void attention(cases& all, int B, int S, int T, int H, int D, rocm_sd_dtype dtype) {
+// T = 0: to itself, with queries, keys and values of one packed product, [B, S, 3, H, D]. known_as: the shape in other
+// words.
+void attention(cases& all, int B, int S, int T, int H, int D, rocm_sd_dtype dtype, const std::string& known_as = "") {
     const bool itself = T == 0;
     if (itself) T = S;
-    test_case& test = add(all, "attention", shape_of({B, S, T}) + " " + std::to_string(H) + " of head " +
-                                               std::to_string(D) + (itself ? ", itself" : ""), dtype);
+    const std::string shape = shape_of({B, S, T}) + " " + std::to_string(H) + " of head " + std::to_string(D);
+    test_case& test = add(all, "attention", (known_as.empty() ? shape : known_as) + (itself ? ", itself" : ""), dtype);
     const int C = H * D, q_stride = itself ? 3 * C : C, kv_stride = itself ? 3 * C : C;
     // Queries are large enough for some keys to count more than others.
     const values q = random_values(static_cast<size_t>(B) * S * q_stride, dtype, 18, 4.0);
@@ -279,7 +280,11 @@ std::vector<family> product_families() {
              // Four tiles of any kind: on a device of four compute units the large ones.
              linear(to, 0, 256, 256, 72, true, false, dtype);
          }),
-         [](cases& to) { linear(to, 0, 8192, 320, 320, true, true, rocm_sd_float16); }},
+         [](cases& to) {
+             linear(to, 0, 8192, 320, 320, true, true, rocm_sd_float16);
+             // The founding documents' product of matrices.
+             linear(to, 0, 512, 512, 512, false, false, rocm_sd_float16);
+         }},
         {"batched_linear", halves([](cases& to, rocm_sd_dtype dtype) {
              linear(to, 3, 40, 72, 80, true, true, dtype);
              linear(to, 2, 33, 35, 21, false, false, dtype);
@@ -300,6 +305,8 @@ std::vector<family> product_families() {
          [](cases& to) {
              attention(to, 2, 4096, 0, 8, 40, rocm_sd_float16);
              attention(to, 2, 4096, 77, 8, 40, rocm_sd_float16);
+             // The founding documents' sizes: batch, tokens, columns of all heads.
+             attention(to, 1, 64, 0, 8, 64, rocm_sd_float16, "1x64x512 with 8 heads");
          }},
         {"row_moments", halves([](cases& to, rocm_sd_dtype dtype) {
              row_moments(to, 5, 320, dtype);

@@ -6,6 +6,7 @@
 #include <sstream>
 
 #include "code_objects.hpp"
+#include "rocm_sd/tiles.hpp"
 #include "rocm_sd_kernels.h"
 
 namespace rocm_sd {
@@ -69,7 +70,7 @@ inline int choose_tile(const char* family, rocm_sd_dtype dtype, const std::strin
                        int N, int batch, tile& found) {
     const std::string name = text(family, " element=", elements[dtype].name, " tile=");
     if (may_be_large && find_variant(name + "large " + rest, found.variant) == 0 &&
-        static_cast<long long>(found.count(M, N)) * batch >= found.variant.compute_units)
+        fills(found.count(M, N), batch, found.variant.compute_units))
         return 0;
     return find_variant(name + "small " + rest, found.variant);
 }

@@ -20,6 +20,9 @@ constexpr bool has_weight = ROCM_SD_HAS_WEIGHT;
 constexpr bool has_bias = ROCM_SD_HAS_BIAS;
 constexpr bool has_add = ROCM_SD_HAS_ADD;
 using floats = vector_of<float, n>;
+// Halves of one value have an exact sum, and then their mean is that value. Other sums are rounded: in a group of one
+// value that would be all of the result, so what is left of the sum is taken off again.
+constexpr bool sums_are_rounded = sizeof(element) == sizeof(float);
 
 ROCM_SD_DEVICE floats finish(floats value) {
     if constexpr (ROCM_SD_SILU) {
@@ -60,12 +63,20 @@ ROCM_SD_DEVICE void whole(const element* x, element* y, const element* weight, c
         if constexpr (has_add) value[i] += load_wide(add + block_y() * C + channel[i]);
         sums += inside[i] ? value[i] : floats(0.0f);
     }
-    const float mean = reduce_threads<plus, threads, threads>(sum(sums), space) * share;
+    const float count = static_cast<float>(HW) * static_cast<float>(group_width);
+    const float mean = quotient(reduce_threads<plus, threads, threads>(sum(sums), space), count, share);
+    float shift = 0.0f;
+    if constexpr (has_add || sums_are_rounded) {
+        floats left = 0.0f;
+#pragma unroll
+        for (int i = 0; i < chunks; ++i) left += inside[i] ? value[i] - mean : floats(0.0f);
+        shift = reduce_threads<plus, threads, threads>(sum(left), space) * share;
+    }
 
     floats squares = 0.0f;
 #pragma unroll
     for (int i = 0; i < chunks; ++i) {
-        value[i] -= mean;
+        value[i] = value[i] - mean - shift;
         squares += inside[i] ? value[i] * value[i] : floats(0.0f);
     }
     const float variance = reduce_threads<plus, threads, threads>(sum(squares), space) * share;
@@ -170,9 +181,16 @@ ROCM_SD_DEVICE void moments(const element* x, float* means, float* m2s, int C, i
     of_thread.put(thread_index(), seen.mean * seen_rows);
     barrier();
     for (int channel = thread_index(); channel < S::channels; channel += S::threads)
-        means_of_slice.at(channel / n, channel % n) =
-            sum_of_rows<S>(of_thread, channel) * reciprocal(static_cast<float>(count));
+        means_of_slice.at(channel / n, channel % n) = sum_of_rows<S>(of_thread, channel) / static_cast<float>(count);
     barrier();
+    if constexpr (sums_are_rounded) {
+        of_thread.put(thread_index(), (seen.mean - means_of_slice.get(thread_index() % S::columns)) * seen_rows);
+        barrier();
+        for (int channel = thread_index(); channel < S::channels; channel += S::threads)
+            means_of_slice.at(channel / n, channel % n) +=
+                sum_of_rows<S>(of_thread, channel) / static_cast<float>(count);
+        barrier();
+    }
     const floats distance = seen.mean - means_of_slice.get(thread_index() % S::columns);
     of_thread.put(thread_index(), seen.m2 + distance * distance * seen_rows);
     barrier();
@@ -208,13 +226,15 @@ ROCM_SD_DEVICE void fold(const float* means, const float* m2s, const element* we
             const int rows = smaller(rows_per_slice, HW - slice * rows_per_slice);
             total += f(mean, m2s[slice * C + c], static_cast<float>(rows));
         }
-        return reduce_threads<plus, fold_threads, fold_threads>(total, space) * share;
+        return reduce_threads<plus, fold_threads, fold_threads>(total, space);
     };
-    const float mean = over_slices([](float channel_mean, float, float rows) { return channel_mean * rows; });
+    const float count = static_cast<float>(HW) * static_cast<float>(width);
+    float mean = over_slices([](float channel_mean, float, float rows) { return channel_mean * rows; }) / count;
+    mean += over_slices([mean](float channel_mean, float, float rows) { return (channel_mean - mean) * rows; }) / count;
     const float variance = over_slices([mean](float channel_mean, float m2, float rows) {
         const float distance = channel_mean - mean;
         return m2 + distance * distance * rows;
-    });
+    }) * share;
     const float scale = reciprocal_sqrt(variance + eps);
     for (int c = thread_index(); c < width; c += fold_threads) {
         group_means[channels + c] = mean;

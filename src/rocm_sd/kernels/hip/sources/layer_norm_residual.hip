@@ -2,7 +2,7 @@
 // alone.
 //
 // LANES threads share a row: part of a wave, or several waves. Each holds CHUNKS vectors of WIDTH values, packed as
-// they came, between the two passes: the mean, then the centred squares, so that nothing cancels. 320 halves are 5
+// they came, between the passes: the mean, then the centred squares, so that nothing cancels. 320 halves are 5
 // chunks of 8 lanes, each a cache line, with no lane idle. No atomics: the same input gives the same bits.
 //
 // Parameters: ELEMENT; WIDTH; LANES; CHUNKS; THREADS; EVEN; HAS_RESIDUAL, HAS_WEIGHT, HAS_BIAS. WIDTH divides C and the
@@ -57,13 +57,23 @@ ROCM_SD_DEVICE void layer_norm(const T* x, const T* residual, const T* weight, c
     floats sums = 0.0f;
 #pragma unroll
     for (int i = 0; i < S::chunks; ++i) sums += part::inside(i, C) ? values.wide(i) : floats(0.0f);
-    const float mean = reduce_threads<plus, S::lanes, S::threads>(sum(sums), space) * share;
+    // Not times `share`: halves of one value have an exact sum, and then their mean is that value.
+    const float count = static_cast<float>(C);
+    const float mean = quotient(reduce_threads<plus, S::lanes, S::threads>(sum(sums), space), count, share);
+    float shift = 0.0f;
+    if constexpr (sizeof(T) == sizeof(float)) {
+        // A sum of floats is rounded. In a row of one value that would be all of the result, so it is taken off again.
+        floats left = 0.0f;
+#pragma unroll
+        for (int i = 0; i < S::chunks; ++i) left += part::inside(i, C) ? values.wide(i) - mean : floats(0.0f);
+        shift = reduce_threads<plus, S::lanes, S::threads>(sum(left), space) * share;
+    }
 
     values.stay_packed();
     floats squares = 0.0f;
 #pragma unroll
     for (int i = 0; i < S::chunks; ++i) {
-        const floats centred = values.wide(i) - mean;
+        const floats centred = values.wide(i) - mean - shift;
         squares += part::inside(i, C) ? centred * centred : floats(0.0f);
     }
     const float variance = reduce_threads<plus, S::lanes, S::threads>(sum(squares), space) * share;
@@ -72,7 +82,7 @@ ROCM_SD_DEVICE void layer_norm(const T* x, const T* residual, const T* weight, c
     values.stay_packed();
 #pragma unroll
     for (int i = 0; i < S::chunks; ++i) {
-        floats out = (values.wide(i) - mean) * scale;
+        floats out = (values.wide(i) - mean - shift) * scale;
         if constexpr (S::has_weight) out *= weights.wide(i);
         if constexpr (S::has_bias) out += biases.wide(i);
         values.chunk[i] = convert<T>(out);

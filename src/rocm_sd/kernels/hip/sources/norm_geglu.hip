@@ -3,32 +3,22 @@
 // norm_linear.hip.
 //
 // Parameters: as norm_linear.hip; F is a multiple of eight too.
-#include "rocm_sd/geglu.hpp"
-#include "rocm_sd/norm.hpp"
+#include "rocm_sd/transformer_block.hpp"
 
 namespace rocm_sd {
 
 using element = ROCM_SD_ELEMENT;
 using config = gemm_config<ROCM_SD_BLOCK_M, ROCM_SD_BLOCK_N, ROCM_SD_BLOCK_K, ROCM_SD_WAVES_M, ROCM_SD_WAVES_N,
                            ROCM_SD_STAGES, ROCM_SD_FRAGMENT, true>;
-using product = gemm<this_arch, element, config>;
-using epilogue = gate_values<element, true, ROCM_SD_HAS_BIAS>;
-using normed_rows = normed_steps<product::tile_a, element, product::threads>;
+using step = norm_geglu_step<this_arch, element, config, ROCM_SD_HAS_BIAS>;
 
-/// Grid: ceil(M / block_m) * ceil(F / (block_n / 2)) workgroups in x. Strides count values; moments: [M, parts, 2].
-ROCM_SD_KERNEL(product::threads)
+ROCM_SD_KERNEL(step::threads)
 norm_geglu(const element* x, const float* moments, const element* norm_weight, const element* norm_bias,
            const element* weight, const element* bias, element* y, int M, int F, int K, int x_stride, int weight_stride,
            int y_stride, int parts, int span, float share, float eps, int group_m) {
-    constexpr int half_n = config::block_n / 2;
-    ROCM_SD_SHARED __attribute__((aligned(16))) static char lds[product::lds_bytes];
-    const sum_place tile = tile_of(block_x(), ceil_div(M, config::block_m), ceil_div(F, half_n), group_m);
-    const int thread = thread_index(), first_row = tile.row * config::block_m, first_column = tile.column * half_n;
-    product::run_steps<2>(
-        normed_rows(factor<element>{x, x_stride, M}, K, first_row, thread, norm_weight, norm_bias,
-                    row_moments{moments, parts, span, K, share, eps}),
-        gate_pairs<product>(weight, weight_stride, F, K, first_column, thread), ceil_div(K, config::block_k), M, F,
-        first_row, first_column, lds, epilogue{bias, y, F, y_stride});
+    ROCM_SD_SHARED __attribute__((aligned(16))) static char lds[step::lds_bytes];
+    step::run(x, moments, norm_weight, norm_bias, weight, bias, y, M, F, K, x_stride, weight_stride, y_stride, parts,
+              span, share, eps, group_m, lds);
 }
 
 }  // namespace rocm_sd

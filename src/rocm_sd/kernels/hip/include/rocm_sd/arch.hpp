@@ -1,5 +1,5 @@
-// What a kernel may ask about the architecture it is compiled for, as types: kernels are templates over a tag and
-// contain no #if. The figures are those of rocm_sd/arch/table_amd.py, which a test holds them to.
+// The architecture that a kernel is compiled for, as a tag (arch_tags.hpp): kernels are templates over it and contain no
+// #if.
 //
 // Everything stands on compiler builtins alone, so that clang compiles it with no ROCm installed; hipcc and hiprtc
 // compile the same text. All names are in the namespace rocm_sd, and all macros begin with ROCM_SD_: a ROCm machine's
@@ -36,60 +36,9 @@ ROCM_SD_DEVICE void forget_words(Words& words) {
 }  // namespace rocm_sd
 #endif
 
+#include "arch_tags.hpp"
+
 namespace rocm_sd {
-
-// none: matrix kernels are refused.
-// buffer_word: the last of a buffer descriptor's four, as LLVM's MLIR (AMDGPUToROCDL) and Triton write it: a format that
-// untyped loads ignore and that must not be 0; on RDNA besides bit 24, and that offsets are held to the size in bytes.
-enum class matrix_kind { none, dot, wmma_gfx11, wmma_gfx12, mfma };
-
-struct gcn5 {  // gfx906
-    static constexpr int wave_size = 64;
-    static constexpr int lds_bytes = 64 * 1024;
-    static constexpr matrix_kind matrix = matrix_kind::dot;
-    static constexpr int buffer_word = 0x00027000;
-};
-
-struct rdna2 {  // gfx1030
-    static constexpr int wave_size = 32;
-    static constexpr int lds_bytes = 64 * 1024;
-    static constexpr matrix_kind matrix = matrix_kind::dot;
-    static constexpr int buffer_word = 0x31027000;
-};
-
-struct rdna3 {  // gfx11
-    static constexpr int wave_size = 32;
-    static constexpr int lds_bytes = 64 * 1024;
-    static constexpr matrix_kind matrix = matrix_kind::wmma_gfx11;
-    static constexpr int buffer_word = 0x31027000;
-};
-
-struct rdna4 {  // gfx1200, gfx1201
-    static constexpr int wave_size = 32;
-    static constexpr int lds_bytes = 64 * 1024;
-    static constexpr matrix_kind matrix = matrix_kind::wmma_gfx12;
-    static constexpr int buffer_word = 0x31027000;
-};
-
-struct cdna2 {  // gfx90a
-    static constexpr int wave_size = 64;
-    static constexpr int lds_bytes = 64 * 1024;
-    static constexpr matrix_kind matrix = matrix_kind::mfma;
-    static constexpr int buffer_word = 0x00027000;
-};
-
-struct cdna3 {  // gfx942
-    static constexpr int wave_size = 64;
-    static constexpr int lds_bytes = 64 * 1024;
-    static constexpr matrix_kind matrix = matrix_kind::mfma;
-    static constexpr int buffer_word = 0x00027000;
-};
-
-struct nvidia {  // through nvidia.hpp
-    static constexpr int wave_size = 32;
-    static constexpr int lds_bytes = 48 * 1024;  // without asking for more at each launch
-    static constexpr matrix_kind matrix = matrix_kind::none;
-};
 
 // Each gfx by name: one that nobody has looked at inherits nothing.
 #if defined(__CUDA_ARCH__)

@@ -5,8 +5,6 @@
 
 namespace rocm_sd {
 
-using half = ROCM_SD_HALF;
-using bfloat = ROCM_SD_BFLOAT;
 using int64 = long long;
 // For kernels that move values and never look at them.
 using bits16 = unsigned short;
@@ -80,6 +78,13 @@ ROCM_SD_DEVICE T sum(vector_of<T, n> value) {
 // One instruction each, right to one unit in the last place of a float.
 ROCM_SD_DEVICE float reciprocal(float value) { return __builtin_amdgcn_rcpf(value); }
 ROCM_SD_DEVICE float reciprocal_sqrt(float value) { return __builtin_amdgcn_rsqf(value); }
+
+// total / count, where `share` is 1 / count. What a product misses is put right: where the quotient is a float, the
+// result is that float. A division would take ten instructions and more registers than a long row leaves.
+ROCM_SD_DEVICE float quotient(float total, float count, float share) {
+    const float near = total * share;
+    return __builtin_fmaf(__builtin_fmaf(-near, count, total), share, near);
+}
 
 // x * sigmoid(x). Far below zero the exponential is infinite, and its reciprocal the right limit.
 ROCM_SD_DEVICE float silu(float value) {
