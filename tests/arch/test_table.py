@@ -49,7 +49,7 @@ def test_a_gpu_entry_has_all_that_occupancy_and_dispatch_ask_for(entry):
     needed = [
         "wave_size max_threads_per_workgroup max_workgroups_per_cu lds_per_workgroup lds_per_cu lds_granule",
         "lds_reserved cus_per_wgp vgprs_per_wave vgpr_file_bytes simds_per_cu max_waves_per_simd matrix_unit fp8",
-        "has_bf16 integrated compute_units l2_bytes triton_backend triton_supported",
+        "has_bf16 integrated datacenter compute_units l2_bytes triton_backend triton_supported",
     ]
     missing = [name for name in " ".join(needed).split() if getattr(entry, name) is None]
     assert missing == []

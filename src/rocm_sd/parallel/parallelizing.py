@@ -1,0 +1,307 @@
+"""parallelize(pipe): every process of a job calls it, and each call of the pipeline is then drawn by all of them.
+
+torchrun --nproc-per-node 2 draw.py        # or: rocm-sd generate --gpus 2 "a frog"
+
+pipe = rocm_sd.parallelize(pipe)           # in draw.py, in place of optimize
+image = pipe("a frog").images[0]           # the same picture, on every rank
+"""
+
+from __future__ import annotations
+
+import platform
+import time
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, TypeVar
+from weakref import WeakKeyDictionary, ref
+
+import torch
+from torch import distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from rocm_sd.arch.host import pci_address
+from rocm_sd.arch.links import Link, slowest_link
+from rocm_sd.engine import (
+    EVERYTHING,
+    Approximation,
+    Installed,
+    follow_schedule,
+    free_memory,
+    graphs_wanted,
+    optimize_with,
+    report,
+    restore,
+)
+from rocm_sd.engine.approximation import PictureSteps, known_with_plan
+from rocm_sd.errors import Unsupported
+from rocm_sd.parallel import sharing
+from rocm_sd.parallel.batch import install_batch
+from rocm_sd.parallel.graphs import install_graphs
+from rocm_sd.parallel.patch_models import Staleness, can_be_patched, install_patches
+from rocm_sd.parallel.plans import Facts, Plan, choose, parse
+from rocm_sd.parallel.ranks import Ranks, Traffic, along, join
+from rocm_sd.parallel.sharing import everybody
+from rocm_sd.parallel.stages import install_owned, install_stages
+from rocm_sd.parallel.tensor import install_tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from torch import nn
+
+    from rocm_sd.engine.approximation import Setting
+
+__all__ = ["ParallelReport", "parallel_report", "parallelize", "share_out", "unparallelize"]
+
+Target = TypeVar("Target")
+R = TypeVar("R")
+# Inside of a model: its operations are looked at one by one, so they are stock's, captured between exchanges.
+_INSIDE: dict[str, Callable[..., Installed]] = {
+    "pipeline": install_stages, "patch": install_patches, "tensor": install_tensor,
+}  # fmt: skip
+_STOCK = replace(EVERYTHING, rules=frozenset(), captured=False, hoisted=False, calibrated=False)
+_SENT = 16 << 20  # bytes, to measure a link with
+
+
+@dataclass
+class ParallelReport:
+    """`traffic`: what this rank has sent until now; `picture`: the ranks that draw one together. `link`: bytes a
+    second, measured; `wired`: how the cards are connected, where the driver says it. `split`: models that all ranks
+    have to call at once.
+    """
+
+    plan: Plan
+    rank: int
+    ranks: int
+    link: float | None
+    traffic: Traffic
+    wired: Link | None = None
+    picture: Ranks | None = None
+    installed: list[Installed] = field(default_factory=list)
+    split: list[nn.Module] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        lines = [f"{self.plan} ({self.ranks} ranks), because {self.plan.why}."]
+        if self.link is not None:
+            wired = "" if self.wired is None else f"; the driver says that the cards are connected by {self.wired}"
+            lines.append(f"  the link took {self.link / 1e9:.1f} GB/s, measured{wired}")
+        lines += [f"  {note}" for each in self.installed for note in each.notes()]
+        if "data" in self.plan.dims:
+            lines.append("  share_out gives each picture to whoever is free; a call by itself is drawn by all")
+        sent = ", ".join(f"{bytes_ / 1e6:.1f} MB for {name}" for name, bytes_ in sorted(self.traffic.sent.items()))
+        return "\n".join([*lines, f"  rank {self.rank} has sent {sent or 'nothing'}"])
+
+
+_PARALLEL: WeakKeyDictionary[Any, ParallelReport] = WeakKeyDictionary()
+
+
+def parallelize(
+    pipe: Target,
+    plan: str = "auto",
+    level: str = "auto",
+    quality: Any = "exact",
+    pictures: int = 1,
+    *,
+    served: bool = False,
+) -> Target:
+    """Have a pipeline drawn by all processes of this job, and return it. `level` and `quality` are as in `optimize`.
+
+    `plan`: data, cfg, pipeline, patch, tensor, a mesh of them (`cfg=2,patch=2`), or `auto`. Each process loads the
+    pipeline, calls this, and then draws the same: what comes is the same picture on all of them. `pictures`: how many
+    are to be drawn, by which `auto` chooses. `served`: many callers share each call, and nothing is measured in one.
+    """
+    target: Any = pipe
+    if not hasattr(target, "components"):
+        raise Unsupported("parallelize", f"a {type(target).__name__}: it takes a Diffusers pipeline")
+    unparallelize(pipe)
+    device = torch.device(target.device)
+    join(device)
+    world = everybody()
+    model: Any = getattr(target, "unet", None) or getattr(target, "transformer", None)
+    link = _link_speed(world, device)
+    chosen = parse(plan, world.size) if plan != "auto" else _best(world, device, model, link, pictures, served=served)
+    traffic = Traffic()
+    said = ParallelReport(chosen, world.rank, world.size, link, traffic, _wired(world, device))
+    inside = [name for name in chosen.dims if name in _INSIDE]
+    if inside and quality != "exact" and "pipeline" in inside:
+        raise Unsupported("pipeline", f"quality {quality}: what is left out runs through every block")
+    stale = _stale_settings(model, quality, chosen)
+    parts = _STOCK if inside else replace(EVERYTHING, calibrated=not served)
+    optimize_with(pipe, level, _without_stale(quality) if stale else quality, parts)
+    if chosen.dims:
+        speeds = _speeds(world, device)
+        mesh = init_device_mesh(device.type, tuple(chosen.dims.values()), mesh_dim_names=tuple(chosen.dims))
+        said.picture = _picture_ranks(world, world.size // chosen.dims.get("data", 1), traffic)
+        as_stock = bool(inside) or not (graphs_wanted(device) or report(pipe).replaced)
+        # What goes by the number of a step cannot be baked into a graph, nor can blocks of other ranks.
+        graphs = bool(inside) and quality == "exact" and "pipeline" not in inside and graphs_wanted(device)
+        for module, each in _installed(
+            target, model, chosen, mesh, speeds, said.picture, stale, as_stock=as_stock, graphs=graphs
+        ):
+            said.installed.append(each)
+            said.split += [module] if module not in said.split else []
+    _PARALLEL[target] = said
+    return pipe
+
+
+def unparallelize(pipe: Target) -> Target:
+    """Bring back what `parallelize` found."""
+    said = _PARALLEL.pop(pipe, None)
+    if said is not None:
+        for each in reversed(said.installed):
+            each.restore()
+        restore(pipe)
+    return pipe
+
+
+def parallel_report(pipe: Any) -> ParallelReport:
+    """What `parallelize` has split, and why; `report` says what was optimised besides."""
+    if pipe not in _PARALLEL:
+        raise Unsupported(
+            "parallel_report", "a pipeline that was not parallelized", hint="Call parallelize(pipe) first."
+        )
+    report(pipe)
+    return _PARALLEL[pipe]
+
+
+def share_out(count: int, draw: Callable[[int], R], pipe: Any = None) -> list[R]:
+    """Have `draw(index)` called once for each index, by whoever is free: all results on every rank, in their order.
+
+    `pipe`: what draws, where several ranks draw a picture together.
+    """
+    said = _PARALLEL.get(pipe) if pipe is not None else None
+    return sharing.share_out(count, draw, None if said is None else said.picture)
+
+
+def _best(
+    world: Ranks, device: torch.device, model: nn.Module | None, link: float | None, pictures: int, *, served: bool
+) -> Plan:
+    weights = sum(each.numel() * each.element_size() for each in model.parameters()) if model is not None else 0
+    free = free_memory(device) if device.type != "cpu" else None
+    # The same on every rank: by the fullest card, and the slowest link.
+    known = [each for each in world.agree(free) if each is not None]
+    is_unet = model is not None and type(model).__name__ == "UNet2DConditionModel"
+    return choose(Facts(world.size, weights, min(known) + weights if known else None, link, is_unet, pictures, served))
+
+
+def _installed(
+    pipe: Any, model: Any, plan: Plan, mesh: Any, speeds: list[float], picture: Ranks, stale: list[Setting], *,
+    as_stock: bool, graphs: bool,
+) -> Iterator[tuple[nn.Module, Installed]]:  # fmt: skip
+    models = [model, *_controlnets(pipe)]
+    names = [name for name in ("tensor", "pipeline", "patch", "cfg") if name in plan.dims]
+    for name in names:
+        if name == "cfg" and graphs:
+            yield from ((each, install_graphs(each)) for each in models)
+        ranks = along(mesh, name, picture.traffic)
+        weights = [speeds[rank] for rank in ranks.members]
+        for each in models:
+            if name == "cfg":
+                yield each, install_batch(each, ranks, weights)
+            elif name == "patch" and each is model and stale:
+                yield each, _with_stale_rows(pipe, model, ranks, weights, stale)
+            elif name != "pipeline" or each is model:
+                yield each, _INSIDE[name](each, ranks, weights)
+        if name == "pipeline":
+            yield from _placed(pipe, ranks)
+    if "cfg" not in names and graphs:
+        yield from ((each, install_graphs(each)) for each in models)
+    decoder = getattr(getattr(pipe, "vae", None), "decoder", None)
+    # Where it is answered from a graph, or one rank has it, there are no rows to be taken from it.
+    if decoder is not None and picture.size > 1 and can_be_patched(decoder) and as_stock and "pipeline" not in names:
+        yield decoder, install_patches(decoder, picture, [speeds[rank] for rank in picture.members])
+
+
+def _stale_settings(model: Any, quality: Any, plan: Plan) -> list[Setting]:
+    """Where rows of a picture may be a step old; none where every step waits for them."""
+    if "patch" not in plan.dims or model is None:
+        return []
+    found = known_with_plan(model, quality, str(plan))
+    return found if any(setting.approximation.stale_after for setting in found) else []
+
+
+def _without_stale(quality: Any) -> Any:
+    """What one GPU would leave out besides; a named quality that was measured with this plan has nothing else."""
+    return replace(quality, stale_after=0) if isinstance(quality, Approximation) else "exact"
+
+
+def _with_stale_rows(
+    pipe: Any, model: Any, ranks: Ranks, weights: Sequence[float], settings: list[Setting]
+) -> Installed:
+    held = ref(pipe)
+    run_of, stop = follow_schedule(pipe)
+    steps = PictureSteps(run_of, lambda: getattr(held(), "scheduler", None))
+    installed = install_patches(model, ranks, weights, Staleness(steps, settings))
+
+    def restore() -> None:
+        installed.restore()
+        stop()
+
+    return Installed(installed.notes, restore)
+
+
+def _placed(pipe: Any, ranks: Ranks) -> Iterator[tuple[nn.Module, Installed]]:
+    """Text encoders are the first rank's, and the VAE is the last one's."""
+    for name in ("text_encoder", "text_encoder_2", "text_encoder_3"):
+        module = getattr(pipe, name, None)
+        if module is not None:
+            yield module, install_owned(module, "forward", 0, ranks)
+    vae = getattr(pipe, "vae", None)
+    if vae is not None and hasattr(vae, "decoder"):
+        yield vae.decoder, install_owned(vae.decoder, "forward", ranks.size - 1, ranks)
+
+
+def _controlnets(pipe: Any) -> list[Any]:
+    found = getattr(pipe, "controlnet", None)
+    return [] if found is None else list(getattr(found, "nets", [found]))
+
+
+def _picture_ranks(world: Ranks, together: int, traffic: Traffic) -> Ranks:
+    """The ranks that draw one picture: neighbours. Every rank takes part in the making of every group."""
+    groups = [list(range(first, first + together)) for first in range(0, world.size, together)]
+    made = [dist.new_group(members) if together > 1 else None for members in groups]
+    return Ranks("vae", made[world.rank // together], traffic)
+
+
+def _link_speed(world: Ranks, device: torch.device) -> float | None:
+    """Bytes a second that a rank receives while all send, by the clock; the slowest rank's."""
+    if world.size == 1 or device.type == "cpu":
+        return None
+    part = torch.zeros(_SENT, dtype=torch.uint8, device=device)
+    sizes = [_SENT] * world.size
+    took = []
+    for _ in range(4):
+        torch.cuda.synchronize(device)
+        started = time.perf_counter()
+        world.gather(part, sizes, 0)
+        torch.cuda.synchronize(device)
+        took.append(time.perf_counter() - started)
+    slowest: float = min(world.agree(_SENT * (world.size - 1) / min(took[1:])))
+    return slowest
+
+
+def _wired(world: Ranks, device: torch.device) -> Link | None:
+    """The slowest link between two of the cards, where all of them are in one machine and the driver lists it."""
+    if world.size == 1 or device.type != "cuda":
+        return None
+    mine = platform.node(), pci_address(torch.cuda.get_device_properties(device))
+    machines, addresses = zip(*world.agree(mine), strict=True)
+    if len(set(machines)) > 1 or len(set(addresses)) < world.size:
+        return None
+    return slowest_link(list(addresses))
+
+
+def _speeds(world: Ranks, device: torch.device) -> list[float]:
+    """How much each rank gets to do. Cards of one kind get the same, so that a picture is the same every time."""
+    kind = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    if len(set(world.agree(kind))) == 1:
+        return [1.0] * world.size
+    a = torch.randn(4096, 4096, device=device, dtype=torch.float16)
+    took = []
+    for _ in range(8):
+        torch.cuda.synchronize(device)
+        started = time.perf_counter()
+        a @ a
+        torch.cuda.synchronize(device)
+        took.append(time.perf_counter() - started)
+    speeds: list[float] = world.agree(1 / sorted(took[2:])[2])
+    return [round(speed / max(speeds), 2) for speed in speeds]
