@@ -1,0 +1,87 @@
+"""Which fused ops an execution provider of ONNX Runtime has, and which layout it computes in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rocm_sd.errors import optional_module, require_one_of
+
+__all__ = ["PROVIDERS", "Ops", "ops_of", "resolve"]
+
+
+@dataclass(frozen=True)
+class Ops:
+    """`native`: ops of com.microsoft with a kernel. `packed`: half attention takes Q, K and V as one tensor.
+
+    `channels_last`: convolutions and group norms are computed NHWC. `split_gelu`, `bias_add`: the widths that these two
+    kernels take; others are left to functions. `split_weights`: a gated feed-forward is two products.
+    `shared_guidance`: a UNet repeats what both halves of guidance share; of values on a card nobody can tell that they
+    are equal without waiting for it. `note`: who chooses the layout of convolutions, where it is not chosen here.
+    """
+
+    name: str
+    session_name: str
+    native: frozenset[str]
+    packed: bool = False
+    channels_last: bool = False
+    split_gelu: frozenset[int] = frozenset()
+    bias_add: frozenset[int] = frozenset()
+    split_weights: bool = False
+    shared_guidance: bool = False
+    note: str = ""
+
+    def why_not(self, fusion: str) -> str:
+        """Why this provider has none of a fusion; "" of one that it should have."""
+        if fusion in {"NhwcConv", "SkipGroupNorm"} and not self.channels_last:
+            return self.note
+        if fusion == "SharedGuidance" and not self.shared_guidance:
+            return "on a card, comparing the halves of guidance would wait for it"
+        return ""
+
+
+_SKIP_NORM = frozenset({"MultiHeadAttention", "SkipLayerNormalization"})
+# PackedQKV and PackedKV are no ops, but forms in which MultiHeadAttention takes its inputs.
+_PACKED = frozenset({"PackedQKV", "PackedKV"})
+_GPU = _SKIP_NORM | _PACKED | {"QuickGelu", "GroupNorm", "SkipGroupNorm", "BiasSplitGelu", "BiasAdd", "NhwcConv"}
+# The widths of Stable Diffusion's three levels, which onnxruntime's bias_split_gelu_impl.cu and bias_add_impl.cu switch
+# over; both refuse others.
+_SPLIT_GELU = frozenset({2560, 5120, 10240})
+_BIAS_ADD = frozenset({320, 640, 1280})
+
+PROVIDERS = {
+    # Tried with onnxruntime 1.31: it refuses packed Q, K and V, and has no kernels for the others. It has one for
+    # SkipLayerNormalization, but 20 of them take 6.9 ms in emoji-sd's UNet, where sums and norms take 2.1.
+    "cpu": Ops(
+        "cpu",
+        "CPUExecutionProvider",
+        frozenset({"MultiHeadAttention", "QuickGelu"}),
+        split_weights=True,
+        shared_guidance=True,
+        note="the CPU provider lays convolutions out itself (NCHWc)",
+    ),
+    # What the parser of AMDMIGraphX knows (src/onnx, May 2026). It compiles what it took, and chooses layouts itself.
+    "migraphx": Ops(
+        "migraphx",
+        "MIGraphXExecutionProvider",
+        _SKIP_NORM,
+        note="MIGraphX chooses the layout of convolutions when it compiles",
+    ),
+    "rocm": Ops("rocm", "ROCMExecutionProvider", _GPU, True, True, _SPLIT_GELU, _BIAS_ADD),
+    "cuda": Ops("cuda", "CUDAExecutionProvider", _GPU, True, True, _SPLIT_GELU, _BIAS_ADD),
+}
+# The first that is there is meant.
+_PREFERRED = ("cuda", "rocm", "migraphx", "cpu")
+
+
+def resolve(provider: str) -> str:
+    """The name of a provider; of "auto", the best that the installed ONNX Runtime has."""
+    require_one_of("--provider", provider, ("auto", *PROVIDERS))
+    if provider != "auto":
+        return provider
+    runtime = optional_module("onnxruntime", "onnxruntime", "onnx")
+    available = set(runtime.get_available_providers())
+    return next(name for name in _PREFERRED if name == "cpu" or PROVIDERS[name].session_name in available)
+
+
+def ops_of(provider: str) -> Ops:
+    return PROVIDERS[resolve(provider)]

@@ -1,0 +1,158 @@
+"""Who computes: ONNX Runtime's providers by our names, what is installed, and the options that each is given.
+
+The options' names are those of ONNX Runtime's sources. Of MIGraphX they changed with 1.23, with which the provider for
+ROCm left ONNX Runtime.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import platformdirs
+import torch
+
+from rocm_sd import arch, settings
+from rocm_sd.errors import DeviceUnavailable, InvalidOption, optional_module
+
+__all__ = [
+    "AUTO",
+    "AUTOMATIC",
+    "CAPTURING",
+    "PROVIDERS",
+    "TUNABLE",
+    "Provider",
+    "automatic",
+    "cache_folder",
+    "named",
+    "runtime",
+]
+
+log = logging.getLogger("rocm_sd")
+PROVIDERS = {
+    "cpu": "CPUExecutionProvider",
+    "migraphx": "MIGraphXExecutionProvider",
+    "rocm": "ROCMExecutionProvider",
+    "cuda": "CUDAExecutionProvider",
+    "tensorrt": "TensorrtExecutionProvider",
+}
+AUTO = "auto"
+# TensorRT builds engines for minutes before a first picture: it is used when asked for.
+AUTOMATIC = ("migraphx", "rocm", "cuda", "cpu")
+_PACKAGES = {
+    "cpu": "pip install onnxruntime",
+    "migraphx": "install AMD's onnxruntime-migraphx for your ROCm",
+    "rocm": "install an onnxruntime-rocm up to 1.22, or use provider migraphx",
+    "cuda": "pip install onnxruntime-gpu",
+    "tensorrt": "pip install onnxruntime-gpu tensorrt",
+}
+_MIGRAPHX_CACHES_FROM = (1, 23)
+# What captures calls as graphs, and the option by which it does.
+CAPTURING = {"cuda": "enable_cuda_graph", "rocm": "enable_hip_graph", "tensorrt": "trt_cuda_graph_enable"}
+TUNABLE = ("cuda", "rocm")
+
+
+@dataclass(frozen=True)
+class Provider:
+    """`options`: as ONNX Runtime takes them. `graphs`: calls are captured, and later ones replay them."""
+
+    name: str
+    options: dict[str, str]
+    graphs: bool = False
+
+    @property
+    def runtime_name(self) -> str:
+        return PROVIDERS[self.name]
+
+    @property
+    def is_gpu(self) -> bool:
+        return self.name != "cpu"
+
+    @property
+    def device(self) -> torch.device:
+        """Where its inputs and outputs lie: with a torch that sees no GPU they come from the host and go back."""
+        return torch.device("cuda" if self.is_gpu and torch.cuda.is_available() else "cpu")
+
+    @property
+    def binding_device(self) -> str:
+        """What ONNX Runtime calls that device; "cuda" means NVIDIA's alone since 1.23."""
+        if self.device.type == "cpu":
+            return "cpu"
+        return "gpu" if self.name == "migraphx" and _version() >= _MIGRAPHX_CACHES_FROM else "cuda"
+
+
+def runtime() -> Any:
+    """The module onnxruntime, or MissingDependency."""
+    return optional_module("onnxruntime", "onnxruntime", "onnx")
+
+
+def automatic() -> tuple[str, ...]:
+    """Of AUTOMATIC what is installed, in that order; a GPU's only where there is a GPU to see."""
+    there = runtime().get_available_providers()
+    return tuple(name for name in AUTOMATIC if PROVIDERS[name] in there)
+
+
+def named(name: str, *, float16: bool = False, graphs: bool = False, tuning: bool = False) -> Provider:
+    """The provider asked for by name, with its options; raises where it is not known or not installed.
+
+    `float16`: weights are rounded to it where the provider can. `graphs` and `tuning`: raise where it cannot.
+    """
+    if name not in PROVIDERS:
+        raise InvalidOption("provider", name, [AUTO, *PROVIDERS])
+    there = runtime().get_available_providers()
+    if PROVIDERS[name] not in there:
+        ours = [each for each, theirs in PROVIDERS.items() if theirs in there]
+        raise DeviceUnavailable(
+            f"The installed onnxruntime has no provider {name}; it has {', '.join(ours)}.",
+            hint=f"To have it, {_PACKAGES[name]}. Or give provider {AUTO}.",
+        )
+    if graphs and name not in CAPTURING:
+        raise InvalidOption("graphs", "on", [], hint=f"{name} captures none: use one of {', '.join(CAPTURING)}.")
+    if tuning and name not in TUNABLE:
+        raise InvalidOption("tuning", "on", [], hint=f"{name} has no tunable ops: use one of {', '.join(TUNABLE)}.")
+    return Provider(name, _options(name, float16=float16, graphs=graphs, tuning=tuning), graphs)
+
+
+def _options(name: str, *, float16: bool, graphs: bool, tuning: bool) -> dict[str, str]:
+    options: dict[str, str] = {}
+    if graphs:
+        options[CAPTURING[name]] = "1"
+    if tuning:
+        options |= {"tunable_op_enable": "1", "tunable_op_tuning_enable": "1"}
+    if name == "migraphx":
+        options |= _migraphx(float16=float16)
+    if name == "tensorrt":
+        kept = str(_made(cache_folder("tensorrt")))
+        options |= {"trt_engine_cache_enable": "1", "trt_engine_cache_path": kept}
+        options |= {"trt_timing_cache_enable": "1", "trt_timing_cache_path": kept}
+        options |= {"trt_fp16_enable": "1"} if float16 else {}
+    return options
+
+
+def _migraphx(*, float16: bool) -> dict[str, str]:
+    """Compiling takes minutes a model and a size: what was compiled is kept, where this version can."""
+    options = {"migraphx_fp16_enable": "1"} if float16 else {}
+    if _version() >= _MIGRAPHX_CACHES_FROM:
+        return options | {"migraphx_model_cache_dir": str(_made(cache_folder("migraphx")))}
+    log.warning("onnxruntime %s keeps no models that MIGraphX compiled: 1.23 does", runtime().__version__)
+    return options
+
+
+def cache_folder(name: str) -> Path:
+    """For what a provider compiles: another card or another version has another folder."""
+    versions = f"{runtime().__version__} {torch.version.hip or torch.version.cuda}"
+    card = arch.detect(torch.device("cuda")).name if torch.cuda.is_available() else "cpu"
+    chosen = settings.current().cache_dir or Path(platformdirs.user_cache_dir("rocm-sd", appauthor=False))
+    return chosen / "onnx" / name / card / hashlib.sha256(versions.encode()).hexdigest()[:16]
+
+
+def _made(folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def _version() -> tuple[int, ...]:
+    return tuple(int(part) for part in runtime().__version__.split(".")[:2])

@@ -1,0 +1,183 @@
+"""A folder is optimized whole or not at all, and its manifest says what was done."""
+
+from __future__ import annotations
+
+import errno
+import json
+import shutil
+from dataclasses import asdict
+
+import onnx_ir as ir
+import pytest
+import torch
+from fused_parts import exported, file_outputs, torch_outputs, torch_part
+
+import onnx
+from rocm_sd import numerics
+from rocm_sd.cli.onnx_optimize import optimize
+from rocm_sd.errors import CorruptModel, ModelNotFound, NoDiskSpace, RocmSdError, Unsupported
+from rocm_sd.onnx import layout, optimize_pipeline
+from rocm_sd.onnx.optimizing import optimize_folder
+
+_PARTS = ("text_encoder", "vae_decoder")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("exports") / "plain"
+    (folder / "scheduler").mkdir(parents=True)
+    (folder / "scheduler" / "scheduler_config.json").write_text("{}")
+    (folder / "model_index.json").write_text('{"_class_name": "StableDiffusionPipeline"}')
+    parts = []
+    for name in _PARTS:
+        (folder / name).mkdir()
+        (folder / name / "config.json").write_text(json.dumps(torch_part(name)[3]))
+        ir.save(exported(name), folder / name / layout.MODEL, external_data=layout.DATA)
+        parts.append(layout.described(name, folder / name))
+    layout.Manifest("tiny", "StableDiffusionPipeline", {"torch": "0"}, tuple(parts)).save(folder)
+    return folder
+
+
+@pytest.fixture
+def plain(whole, tmp_path):
+    return shutil.copytree(whole, tmp_path / "plain")
+
+
+def _left(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.mark.parametrize("float16", [False, True])
+def test_a_folder_is_optimized_and_said_to_be(plain, tmp_path, float16):
+    out = tmp_path / "fused"
+    seen = []
+    result = optimize_folder(plain, out, float16=float16, provider="cpu", progress=lambda *each: seen.append(each))
+    assert seen == [(0, 2, "text_encoder"), (1, 2, "vae_decoder"), (2, 2, "done")]
+    manifest = layout.require_export(out)
+    layout.require_digests(out, manifest)
+    assert manifest.optimized == json.loads(json.dumps(asdict(result)))
+    assert {part.name: part.dtype for part in manifest.parts} == dict.fromkeys(
+        _PARTS, "float16" if float16 else "float32"
+    )
+    assert (out / "scheduler" / "scheduler_config.json").is_file()
+    assert _left(tmp_path) == ["fused", "plain"]
+    for name in _PARTS:
+        dtype = torch.float16 if float16 else torch.float32
+        actual = file_outputs(out / name / layout.MODEL, torch_part(name)[1])
+        for ours, true, theirs in zip(
+            actual, torch_outputs(name, torch.float64), torch_outputs(name, dtype), strict=True
+        ):
+            numerics.require(name, ours, true, theirs)
+
+
+def test_found_and_sites_are_equal_or_the_difference_is_explained(plain, tmp_path):
+    result = optimize_folder(plain, tmp_path / "fused", provider="cpu")
+    rows = [each for part in result.parts for each in part.fusions]
+    assert {each.name for each in rows if each.reason} == {"NhwcConv"}
+    assert all(each.found == each.sites for each in rows if not each.reason)
+
+
+def test_a_vae_that_overflows_stays_in_float32(plain, tmp_path):
+    config = plain / "vae_decoder" / "config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), "force_upcast": True}))
+    result = optimize_folder(plain, tmp_path / "fused", float16=True, provider="cpu")
+    by_name = {part.name: part for part in result.parts}
+    assert (by_name["text_encoder"].float16, by_name["vae_decoder"].float16) == (True, False)
+    assert "force_upcast" in by_name["vae_decoder"].note
+
+
+def test_what_is_no_export_is_refused(tmp_path):
+    for folder in (tmp_path / "missing", tmp_path):
+        with pytest.raises(ModelNotFound) as caught:
+            optimize_folder(folder, tmp_path / "out")
+        assert caught.value.hint
+    assert _left(tmp_path) == []
+
+
+def test_a_folder_that_is_there_stays_unless_it_may_go(plain, tmp_path):
+    out = tmp_path / "fused"
+    out.mkdir()
+    (out / "mine").write_text("kept")
+    with pytest.raises(RocmSdError, match="is there already") as caught:
+        optimize_folder(plain, out, provider="cpu")
+    assert "--overwrite" in caught.value.hint
+    assert (out / "mine").read_text() == "kept"
+    optimize_folder(plain, out, provider="cpu", overwrite=True)
+    assert not (out / "mine").exists()
+    assert _left(tmp_path) == ["fused", "plain"]
+
+
+def test_the_result_lies_beside_its_source(plain):
+    for out in (plain, plain / "fused", plain.parent):
+        with pytest.raises(RocmSdError, match="within one another"):
+            optimize_folder(plain, out, provider="cpu", overwrite=True)
+
+
+def test_what_is_optimized_is_not_optimized_again(plain, tmp_path):
+    optimize_folder(plain, tmp_path / "once", provider="cpu")
+    with pytest.raises(RocmSdError, match="optimized already"):
+        optimize_folder(tmp_path / "once", tmp_path / "twice", provider="cpu")
+
+
+@pytest.mark.parametrize("with_manifest", [True, False])
+def test_weights_that_are_cut_off_are_seen(plain, tmp_path, with_manifest):
+    data = plain / "text_encoder" / layout.DATA
+    data.write_bytes(data.read_bytes()[:-1000])
+    if not with_manifest:
+        (plain / layout.MANIFEST).unlink()
+        shutil.copytree(plain / "text_encoder", plain / "unet")
+    with pytest.raises(CorruptModel, match=r"model\.onnx\.data has \d+ bytes"):
+        optimize_folder(plain, tmp_path / "fused", provider="cpu")
+    assert _left(tmp_path) == ["plain"]
+
+
+def test_an_opset_that_no_rule_knows_is_refused(plain, tmp_path):
+    file = plain / "text_encoder" / layout.MODEL
+    model = onnx.load(file, load_external_data=False)
+    model.opset_import[0].version = 13
+    (plain / layout.MANIFEST).unlink()
+    shutil.copytree(plain / "text_encoder", plain / "unet")
+    onnx.save(model, file)
+    with pytest.raises(Unsupported, match="opset 13"):
+        optimize_folder(plain, tmp_path / "fused", provider="cpu")
+    file.write_bytes(b"no model")
+    with pytest.raises(CorruptModel, match="no ONNX model"):
+        optimize_folder(plain, tmp_path / "fused", provider="cpu")
+    assert _left(tmp_path) == ["plain"]
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "full"), KeyboardInterrupt()])
+def test_nothing_half_written_is_left(plain, tmp_path, monkeypatch, error):
+    def fails(*_args, **_options):
+        raise error
+
+    monkeypatch.setattr(ir, "save", fails)
+    expected = NoDiskSpace if isinstance(error, OSError) else KeyboardInterrupt
+    with pytest.raises(expected):
+        optimize_folder(plain, tmp_path / "fused", provider="cpu")
+    assert _left(tmp_path) == ["plain"]
+
+
+def test_a_disk_without_room_is_seen_before_anything_is_written(plain, tmp_path, monkeypatch):
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=10))
+    with pytest.raises(NoDiskSpace, match="needed"):
+        optimize_folder(plain, tmp_path / "fused", provider="cpu")
+
+
+def test_the_founding_form_has_the_same_result_and_the_same_codes(plain, tmp_path, capsys):
+    given = ["-i", str(plain), "-o", str(tmp_path / "fused"), "--float16", "-e", "--provider", "cpu"]
+    assert optimize_pipeline.main(given) == 0
+    assert "BiasSplitGelu" not in capsys.readouterr().out
+    assert optimize_pipeline.main(given) == 1
+    assert "--overwrite" in capsys.readouterr().err
+    assert optimize_pipeline.main([*given, "--overwrite", "--provider", "tpu"]) == 2
+
+
+def test_the_verb_prints_the_table_or_json(plain, tmp_path, capsys):
+    optimize(plain, tmp_path / "fused", provider="cpu")
+    printed = capsys.readouterr().out
+    assert "SkipLayerNorm" in printed
+    assert f"wrote {tmp_path / 'fused'}" in printed
+    optimize(plain, tmp_path / "other", provider="cpu", as_json=True)
+    assert json.loads(capsys.readouterr().out)["provider"] == "cpu"

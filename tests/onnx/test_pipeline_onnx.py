@@ -1,0 +1,233 @@
+"""ROCmOnnxPipeline: what it runs, with which provider, and what it says of folders that it cannot run."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+
+pytest.importorskip("onnx")
+pytest.importorskip("onnxruntime")
+
+import onnx_folders
+from onnx import TensorProto
+from rocm_sd.errors import CorruptModel, DeviceUnavailable, InvalidOption, MissingDependency, ModelNotFound, Unsupported
+from rocm_sd.onnx import ROCmOnnxPipeline, layout, providers
+from rocm_sd.onnx.providers import Provider
+from rocm_sd.onnx.sessions import Session
+
+CPU = Provider("cpu", {})
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    return onnx_folders.made_by_hand(tmp_path_factory.mktemp("made") / "export", tmp_path_factory.mktemp("tokens"))
+
+
+@pytest.fixture
+def folder(made, tmp_path):
+    return shutil.copytree(made, tmp_path / "export")
+
+
+def draw(pipe, prompt="a frog", seed=0, **options):
+    pipe.set_progress_bar_config(disable=True)
+    given = {"num_inference_steps": 3, "output_type": "pt", "height": 16, "width": 24} | options
+    return pipe(prompt, generator=torch.Generator().manual_seed(seed), **given).images
+
+
+def test_it_calls_and_behaves_as_diffusers_pipeline_does(made):
+    import diffusers
+
+    pipe = ROCmOnnxPipeline.from_pretrained(str(made))
+    assert isinstance(pipe.pipe, diffusers.StableDiffusionPipeline)
+    assert pipe.provider.name == "cpu"
+    first = draw(pipe)
+    assert first.shape == (1, 3, 16, 24)
+    assert torch.equal(draw(pipe), first)
+    assert not torch.equal(draw(pipe, seed=1), first)
+    assert not torch.equal(draw(pipe, "a dog"), first)
+    steps = []
+    draw(pipe, callback_on_step_end=lambda _pipe, step, _time, given: steps.append(step) or given)
+    assert steps == [0, 1, 2]
+    pipe.scheduler = diffusers.EulerDiscreteScheduler.from_config(pipe.scheduler.config)
+    assert not torch.equal(draw(pipe), first)
+    assert draw(pipe, num_images_per_prompt=3).shape[0] == 3
+
+
+@pytest.mark.parametrize("timestep", [(TensorProto.INT64, None), (TensorProto.INT64, 1), (TensorProto.FLOAT, "batch")])
+def test_folders_of_other_exporters_run_without_a_manifest(made, folder, timestep):
+    (folder / layout.MANIFEST).unlink()
+    onnx_folders.unet(folder, timestep=timestep)
+    assert torch.equal(draw(ROCmOnnxPipeline.from_pretrained(folder)), draw(ROCmOnnxPipeline.from_pretrained(made)))
+
+
+def test_a_folder_that_is_no_export_is_named_with_what_to_type(tmp_path, folder):
+    with pytest.raises(ModelNotFound, match=r"no folder .*missing.*rocm-sd onnx export"):
+        ROCmOnnxPipeline.from_pretrained(tmp_path / "missing")
+    with pytest.raises(ModelNotFound, match=r"has no model_index\.json.*rocm-sd onnx export"):
+        ROCmOnnxPipeline.from_pretrained(tmp_path)
+    (folder / layout.MANIFEST).unlink()
+    shutil.rmtree(folder / "unet")
+    with pytest.raises(ModelNotFound, match=r"has no unet/model\.onnx"):
+        ROCmOnnxPipeline.from_pretrained(folder)
+
+
+def test_an_export_that_was_interrupted_says_how_to_finish_it(folder):
+    manifest = layout.Manifest.load(folder)
+    shutil.rmtree(folder / "unet")
+    layout.Manifest(manifest.source, manifest.pipeline, {}, tuple(p for p in manifest.parts if p.name != "unet")).save(
+        folder
+    )
+    with pytest.raises(ModelNotFound, match=r"unet/model\.onnx is missing.*rocm-sd onnx export by-hand"):
+        ROCmOnnxPipeline.from_pretrained(folder)
+
+
+def test_truncated_or_missing_weights_are_seen_before_they_are_read(folder):
+    data = folder / "unet" / layout.DATA
+    raw = data.read_bytes()
+    data.write_bytes(raw[:-1])
+    with pytest.raises(CorruptModel, match=rf"model\.onnx\.data has {len(raw) - 1} bytes, and should have {len(raw)}"):
+        ROCmOnnxPipeline.from_pretrained(folder)
+    data.unlink()
+    with pytest.raises(CorruptModel, match=r"model\.onnx\.data is missing"):
+        ROCmOnnxPipeline.from_pretrained(folder)
+
+
+def test_weights_that_were_changed_are_seen_where_digests_are_compared(folder):
+    data = folder / "unet" / layout.DATA
+    raw = bytearray(data.read_bytes())
+    raw[0] ^= 1
+    data.write_bytes(raw)
+    ROCmOnnxPipeline.from_pretrained(folder)
+    with pytest.raises(CorruptModel, match="its digest is another"):
+        ROCmOnnxPipeline.from_pretrained(folder, verify=True)
+
+
+def test_a_model_that_is_no_onnx_is_named(folder):
+    (folder / layout.MANIFEST).unlink()
+    (folder / "unet" / layout.MODEL).write_bytes(b"no protocol buffer")
+    with pytest.raises(CorruptModel, match=r"unet/model\.onnx cannot be loaded.*Export the model again"):
+        ROCmOnnxPipeline.from_pretrained(folder)
+
+
+def test_operators_of_an_unknown_opset_are_said_to_need_a_newer_runtime(folder):
+    (folder / layout.MANIFEST).unlink()
+    onnx_folders.unet(folder, opset=9999)
+    with pytest.raises(Unsupported, match=r"unet/model\.onnx.*newer onnxruntime"):
+        ROCmOnnxPipeline.from_pretrained(folder)
+
+
+@pytest.mark.parametrize("change", ["{", '{"format": "rocm-sd-onnx/1"}', '{"format": "rocm-sd-onnx/2"}'])
+def test_a_manifest_that_cannot_be_read_is_named(folder, change):
+    (folder / layout.MANIFEST).write_text(change)
+    with pytest.raises(CorruptModel, match=rf"{layout.MANIFEST} cannot be read"):
+        ROCmOnnxPipeline.from_pretrained(folder)
+
+
+def test_a_manifest_cannot_lead_out_of_its_folder(folder):
+    told = json.loads((folder / layout.MANIFEST).read_text())
+    told["parts"][0]["files"][0]["name"] = "../../secret"
+    (folder / layout.MANIFEST).write_text(json.dumps(told))
+    with pytest.raises(CorruptModel, match="which is not of the form"):
+        ROCmOnnxPipeline.from_pretrained(folder)
+
+
+def test_a_model_of_another_kind_is_refused(folder):
+    index = json.loads((folder / "model_index.json").read_text())
+    (folder / "model_index.json").write_text(json.dumps(index | {"_class_name": "FluxPipeline"}))
+    with pytest.raises(Unsupported, match="FluxPipeline"):
+        ROCmOnnxPipeline.from_pretrained(folder)
+    index["scheduler"] = ["os", "system"]
+    (folder / "model_index.json").write_text(json.dumps(index))
+    with pytest.raises(Unsupported, match=r"os\.system"):
+        ROCmOnnxPipeline.from_pretrained(folder)
+
+
+def test_providers_are_known_by_name_and_never_fall_back(made, monkeypatch):
+    with pytest.raises(InvalidOption, match="auto, cpu, migraphx, rocm, cuda, tensorrt"):
+        ROCmOnnxPipeline.from_pretrained(made, "vulkan")
+    monkeypatch.setattr(providers.runtime(), "get_available_providers", lambda: ["CPUExecutionProvider"])
+    for name, cure in (("migraphx", "onnxruntime-migraphx"), ("rocm", "up to 1.22"), ("cuda", "onnxruntime-gpu")):
+        with pytest.raises(DeviceUnavailable, match=f"has no provider {name}; it has cpu.*{cure}"):
+            ROCmOnnxPipeline.from_pretrained(made, name)
+    for option in ("graphs", "tuning"):
+        with pytest.raises(InvalidOption, match=f"{option} 'on'"):
+            ROCmOnnxPipeline.from_pretrained(made, "cpu", **{option: True})
+
+
+def test_auto_takes_the_first_that_works_and_by_name_says_that_it_does_not(made, monkeypatch):
+    """A build for CUDA on a machine without a card: it has the provider and cannot use it."""
+    there = ["CUDAExecutionProvider", "CPUExecutionProvider"]
+    monkeypatch.setattr(providers.runtime(), "get_available_providers", lambda: there)
+    assert ROCmOnnxPipeline.from_pretrained(made, graphs=True).provider.name == "cpu"
+    with pytest.raises(DeviceUnavailable):
+        ROCmOnnxPipeline.from_pretrained(made, "cuda")
+
+
+def test_options_of_each_provider_have_the_names_of_its_version(monkeypatch, tmp_path):
+    monkeypatch.setenv("ROCM_SD_CACHE", str(tmp_path))
+    monkeypatch.setattr(providers.runtime(), "get_available_providers", lambda: list(providers.PROVIDERS.values()))
+    assert providers.named("cuda", graphs=True).options == {"enable_cuda_graph": "1"}
+    tuned = {"tunable_op_enable": "1", "tunable_op_tuning_enable": "1"}
+    assert providers.named("rocm", graphs=True, tuning=True).options == {"enable_hip_graph": "1", **tuned}
+    monkeypatch.setattr(providers.runtime(), "__version__", "1.23.0")
+    compiled = providers.named("migraphx", float16=True).options
+    assert compiled.pop("migraphx_fp16_enable") == "1"
+    assert compiled == {"migraphx_model_cache_dir": str(providers.cache_folder("migraphx"))}
+    kept = providers.cache_folder("migraphx")
+    assert kept.is_dir()
+    monkeypatch.setattr(providers.runtime(), "__version__", "1.24.0")
+    assert providers.cache_folder("migraphx") != kept
+    monkeypatch.setattr(providers.runtime(), "__version__", "1.22.0")
+    assert providers.named("migraphx").options == {}
+    assert providers.named("tensorrt", float16=True).options["trt_fp16_enable"] == "1"
+
+
+def test_without_onnxruntime_it_says_what_to_install(made, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "onnxruntime", None)
+    with pytest.raises(MissingDependency, match=r"pip install 'rocm-sd\[onnx\]'"):
+        ROCmOnnxPipeline.from_pretrained(made)
+
+
+def inputs_of(seed, batch=2, height=4):
+    random = torch.Generator().manual_seed(seed)
+    sample = torch.randn(batch, 4, height, 6, generator=random)
+    return {"sample": sample, "timestep": torch.tensor(seed), "encoder_hidden_states": torch.randn(batch, 5, 32)}
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_bound_calls_and_replayed_ones_give_what_plain_ones_give(made, graphs):
+    """As on a GPU, with buffers of the host: a graph's inputs are copied in, and its outputs are the caller's own."""
+    plain = Session(made / "unet" / layout.MODEL, CPU)
+    bound = Session(made / "unet" / layout.MODEL, Provider("cpu", {}, graphs=graphs), bound=True)
+    calls = [inputs_of(seed, *size) for size in ((2, 4), (1, 8)) for seed in range(4)]
+    found = [bound(given, ["out_sample"])["out_sample"] for given in calls]
+    for given, one in zip(calls, found, strict=True):
+        torch.testing.assert_close(one, plain(given, ["out_sample"])["out_sample"])
+    assert len(bound._sizes) == (2 if graphs else 0)
+
+
+def test_what_an_export_cannot_do_is_said(made):
+    pipe = ROCmOnnxPipeline.from_pretrained(made)
+    with pytest.raises(Unsupported, match="cross_attention_kwargs"):
+        draw(pipe, cross_attention_kwargs={"scale": 0.5})
+    with pytest.raises(Unsupported, match="hidden states"):
+        draw(pipe, clip_skip=1)
+    with pytest.raises(ModelNotFound, match="no vae_encoder"):
+        draw(pipe, image=torch.rand(1, 3, 16, 16), strength=0.5, height=None, width=None)
+    with pytest.raises(Unsupported, match="a call without sample"):
+        pipe.unet.session({"timestep": torch.tensor(1)}, ["out_sample"])
+
+
+def test_a_part_is_seen_as_diffusers_sees_a_model(made):
+    pipe = ROCmOnnxPipeline.from_pretrained(made)
+    assert pipe.device == torch.device("cpu")
+    assert pipe.unet.dtype == torch.float32
+    assert pipe.unet.config.sample_size == 8
+    assert pipe.vae_scale_factor == 2
+    assert pipe.unet.to("meta").device == torch.device("cpu")
+    given = inputs_of(0)
+    kept, alone = pipe.unet(*given.values()), pipe.unet(*given.values(), return_dict=False)
+    assert torch.equal(kept.sample, alone[0])
