@@ -1,45 +1,46 @@
-"""Check every file of contributions/ and list them: docs/contributions.md, and the schema that they follow.
+"""Check every file of contributions/ and list them in docs/contribute.md, and write the schemas that they follow.
 
-python tools/contributions_page.py          rewrites the page and docs/assets/bench-record.schema.json
+python tools/contributions_page.py          rewrites the list and the schemas under docs/assets/
 python tools/contributions_page.py --check  changes nothing, and fails when one is stale or a contribution is not valid
 """
 
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections import defaultdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rocm_sd.bench import submission
+from rocm_sd.bench import card_report, contributions, submission
 
 if TYPE_CHECKING:
+    from rocm_sd.bench.card_report import CardReport
     from rocm_sd.bench.records import Measurement, Record
 
-__all__ = ["main", "page", "problems", "stale"]
+__all__ = ["listed", "main", "problems", "stale"]
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE, SCHEMA = "docs/contributions.md", "docs/assets/bench-record.schema.json"
+PAGE = "docs/contribute.md"
+_LIST = re.compile(r"(<!-- contributions -->\n).*?(<!-- end of contributions -->)", re.DOTALL)
+SCHEMAS = {
+    "docs/assets/bench-record.schema.json": submission.SCHEMA,
+    "docs/assets/card-report.schema.json": card_report.SCHEMA,
+}
 _HEADINGS = (
     "device", "engine", "batch", "picture ms", "times as fast as stock", "pictures", "versions", "when", "file",
 )  # fmt: skip
+_CARD_HEADINGS = ("device", "passed", "failed", "skipped", "versions", "when", "file")
 _VERSIONS = ("torch", "rocm", "hip", "cuda", "diffusers", "triton", "rocm-sd")
 # Neither HTML nor Markdown reads anything into these within a line.
 _HARMLESS = frozenset(" .,:;+-/()@%_")
-_HEAD = """# Contributed measurements
-
-What people measured on their own cards with [`rocm-sd bench --submit`](performance-database.md). Every file was checked
-for its form, its hash and figures that cannot be; nobody here repeated the run. Made by `tools/contributions_page.py`.
+_HEAD = """\
+What people measured on their own cards. Every file was checked for its form, its hash and figures that cannot be;
+nobody here repeated the run. Made by `tools/contributions_page.py`.
 
 """
-_NONE = """There is no contribution yet. Yours may be the first:
-
-```sh
-rocm-sd bench sd15-512 --out results --submit contribution
-```
-
-[The performance database](performance-database.md) says what is in the file, and where to send it.
+_NONE = """There is no contribution yet. Yours may be the first.
 """
 
 
@@ -52,9 +53,9 @@ def problems(root: Path = ROOT) -> dict[str, tuple[str, ...]]:
     found = {}
     for path in _files(root):
         name = str(path.relative_to(root))
-        wrong = submission.validate(path) if path.suffix == ".json" else ("it is no JSON file",)
+        wrong = contributions.validate(path) if path.suffix == ".json" else ("it is no JSON file",)
         if not wrong:
-            folder = submission.load(path).machine.arch
+            folder = contributions.arch_of(path)
             if path.parent != root / "contributions" / folder:
                 wrong = (f"it belongs into contributions/{folder}/",)
         if wrong:
@@ -71,9 +72,27 @@ def _as_fast(record: Record, measured: Measurement) -> str:
     return ""
 
 
+def _versions(versions: dict[str, str]) -> str:
+    return ", ".join(f"{key} {versions[key]}" for key in _VERSIONS if versions.get(key))
+
+
+def _card_row(name: str, report: CardReport) -> tuple[str, ...]:
+    """Which parts passed, failed and were skipped; of what failed, how much."""
+    names: dict[str, list[str]] = {state: [] for state in ("passed", "failed", "skipped")}
+    for part in report.parts:
+        failed = len(part.of("failed"))
+        names[part.state].append(f"{part.name} ({failed} of {len(part.items)})" if failed else part.name)
+    return (
+        _escaped(f"{report.machine.device} ({report.machine.arch})"),
+        *(_escaped(", ".join(names[state])) for state in ("passed", "failed", "skipped")),
+        _escaped(_versions(report.machine.versions)),
+        _escaped(report.when[:10]),
+        f"`{name}`",
+    )
+
+
 def _rows(name: str, record: Record) -> list[tuple[str, ...]]:
-    versions = record.machine.versions
-    shown_versions = ", ".join(f"{key} {versions[key]}" for key in _VERSIONS if versions.get(key))
+    shown_versions = _versions(record.machine.versions)
     return [
         (
             _escaped(f"{record.machine.device} ({record.machine.arch})") if first else "",
@@ -100,29 +119,39 @@ def _escaped(text: str) -> str:
     return "".join(each if each.isalnum() or each in _HARMLESS else f"&#{ord(each)};" for each in text)
 
 
-def _table(rows: list[tuple[str, ...]]) -> str:
+def _table(rows: list[tuple[str, ...]], headings: tuple[str, ...] = _HEADINGS) -> str:
     right = {"batch", "picture ms", "times as fast as stock"}
-    lines = [_HEADINGS, tuple("---:" if heading in right else "---" for heading in _HEADINGS), *rows]
+    lines = [headings, tuple("---:" if heading in right else "---" for heading in headings), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
 
 
-def page(root: Path = ROOT) -> str:
-    """One table for each workload; what is not valid is not listed."""
+def listed(root: Path = ROOT) -> str:
+    """A table of cards, and one for each workload; what is not valid is not listed."""
     wrong = problems(root)
-    listed: dict[str, list[tuple[str, ...]]] = defaultdict(list)
+    cards: list[tuple[str, ...]] = []
+    found: dict[str, list[tuple[str, ...]]] = defaultdict(list)
     for path in _files(root):
         name = str(path.relative_to(root))
-        if name not in wrong:
-            record = submission.load(path)
-            listed[record.workload.name] += _rows(name, record)
-    if not listed:
+        if name in wrong:
+            continue
+        report, records = contributions.load(path)
+        if report is not None:
+            cards.append(_card_row(name, report))
+        for record in records:
+            found[record.workload.name] += _rows(name, record)
+    if not found and not cards:
         return _HEAD + _NONE
-    return _HEAD + "\n".join(f"## {_escaped(name)}\n\n{_table(rows)}" for name, rows in sorted(listed.items()))
+    sections = [f"### Cards\n\n{_table(cards, _CARD_HEADINGS)}"] if cards else []
+    sections += [f"### {_escaped(name)}\n\n{_table(rows)}" for name, rows in sorted(found.items())]
+    return _HEAD + "\n".join(sections)
 
 
 def stale(root: Path = ROOT) -> dict[str, str]:
     """Generated files that are not what the contributions say, each with its right text."""
-    right = {PAGE: page(root), SCHEMA: json.dumps(submission.SCHEMA, indent=2) + "\n"}
+    page = (root / PAGE).read_text(encoding="utf-8")
+    made = listed(root)
+    right = {PAGE: _LIST.sub(lambda block: f"{block[1]}\n{made}\n{block[2]}", page)}
+    right |= {name: json.dumps(form, indent=2) + "\n" for name, form in SCHEMAS.items()}
     return {
         name: text
         for name, text in right.items()
