@@ -88,8 +88,8 @@ def test_the_report_says_what_was_done_and_why(pipe):
     )
     assert {c["path"].split(".")[0] for c in facts["replaced"]} == {"unet", "vae"}
     assert any("quality high" in note for note in facts["notes"])
-    text = str(report)
-    assert "ResnetBlock2D: replaced by rule resblock" in text
+    text = str(rocm_sd.report(pipe, verbose=True))
+    assert "ResnetBlock2D by rule resblock" in text
     assert "rocm-sd on cpu, level auto, quality high" in text
 
 

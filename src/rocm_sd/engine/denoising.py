@@ -16,13 +16,14 @@ import torch
 from rocm_sd.engine.approximation import shallow_transformer, shallow_unet
 from rocm_sd.engine.capture import CapturedCalls, HostCall, Policy, PreparedCall, moves_weights, why_foreign
 from rocm_sd.engine.denoisers import FEATURES, denoiser
+from rocm_sd.engine.encoders import why_not_captured
 from rocm_sd.engine.installed import Installed
 from rocm_sd.engine.parts import EVERYTHING, Parts
 from rocm_sd.engine.schedule import SchedulerHook, hook, own_on_instance
 from rocm_sd.rewrite import forwards
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from torch import nn
 
@@ -39,8 +40,8 @@ class _DiffusersPolicy(Policy):
     do not change, so that what depends on the prompt alone is computed once.
     """
 
-    def __init__(self, model: nn.Module, parts: Parts) -> None:
-        super().__init__(type(model).__name__)
+    def __init__(self, name: str, parts: Parts) -> None:
+        super().__init__(name)
         self.captures = parts.captured
         self.runs: list[Callable[[], ScheduleRun | None]] = []
         self._hoists = parts.hoisted
@@ -66,17 +67,37 @@ class _DiffusersPolicy(Policy):
             self._unpack = None
 
 
+class _EncoderPolicy(_DiffusersPolicy):
+    """Of a text encoder, which is called outside of the loop: nothing of it is hoisted."""
+
+    def why_not(self, model: nn.Module, device: torch.device) -> str | None:  # noqa: ARG002 -- the level has decided
+        return why_not_captured(model)
+
+    def prepare(self, model: nn.Module, call: HostCall) -> PreparedCall | None:  # noqa: ARG002 -- it has one forward
+        return None
+
+
 _CAPTURED: WeakKeyDictionary[nn.Module, tuple[CapturedCalls, _DiffusersPolicy]] = WeakKeyDictionary()
 
 
-def install(target: Any, models: Sequence[nn.Module], parts: Parts = EVERYTHING) -> Installed:
-    """`target`: the pipeline, or the bare model; `models`: those of it whose forwards are captured.
+def install(
+    target: Any,
+    models: Sequence[nn.Module],
+    parts: Parts = EVERYTHING,
+    encoders: Mapping[nn.Module, str] | None = None,
+) -> Installed:
+    """`target`: the pipeline, or the bare model; `models`: those of it whose forwards are captured; `encoders`: more of
+    them, with their names in sentences.
 
     Where two pipelines share a model, the graphs of the one that came first serve both.
     """
     follow = _Follow(target)
-    restores = [forwards.share(model, _KEY, partial(_captured, model, parts)) for model in models]
-    captured = [_CAPTURED[model] for model in models]
+    policies: dict[nn.Module, _DiffusersPolicy] = {
+        **{model: _DiffusersPolicy(type(model).__name__, parts) for model in models},
+        **{model: _EncoderPolicy(name, parts) for model, name in (encoders or {}).items()},
+    }
+    restores = [forwards.share(model, _KEY, partial(_captured, model, policy)) for model, policy in policies.items()]
+    captured = [_CAPTURED[model] for model in policies]
     for _, policy in captured:
         policy.runs.append(follow.run)
     follow.hook()
@@ -90,11 +111,10 @@ def install(target: Any, models: Sequence[nn.Module], parts: Parts = EVERYTHING)
             put_back()
         follow.unhook_all()
 
-    return Installed(notes, restore)
+    return Installed(notes, restore, lambda: [calls.graphs() for calls, policy in captured if policy.captures])
 
 
-def _captured(model: nn.Module, parts: Parts) -> Callable[[], None]:
-    policy = _DiffusersPolicy(model, parts)
+def _captured(model: nn.Module, policy: _DiffusersPolicy) -> Callable[[], None]:
     calls, device = CapturedCalls(model, policy), next(model.parameters()).device
     _CAPTURED[model] = calls, policy
 

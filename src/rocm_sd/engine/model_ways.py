@@ -6,12 +6,13 @@ measured. Everywhere else the shipped data say what to do.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from rocm_sd import arch
 from rocm_sd.engine import calibration, convolutions
 from rocm_sd.engine.denoisers import denoiser
+from rocm_sd.engine.installed import MEASURED, SHIPPED, WAITS, ModelPlan
 from rocm_sd.rewrite import RULES, RULES_FOR_GRAPHS, Rule
 from rocm_sd.tuning import Choice, lookup
 from rocm_sd.tuning.choice import STOCK
@@ -30,28 +31,39 @@ unmeasured: dict[str, str] = {}
 
 @dataclass(frozen=True)
 class ModelWay:
-    """`why_layout_is_kept`: None where its convolutions are laid out channels-last."""
+    """`why_layout_is_kept`: None where its convolutions are laid out channels-last. `plan`: None where the model is not
+    one that is called for each picture.
+    """
 
     rules: tuple[Rule, ...]
     layout: Choice
     why_layout_is_kept: str | None
     captured: bool = True
     notes: tuple[str, ...] = ()
+    plan: ModelPlan | None = None
 
 
 def way_of(name: str, module: nn.Module, device: torch.device, parts: Parts, *, graphs: bool) -> ModelWay:
     if parts.plan is not None:
         return _by_plan(calibration.named(parts.plan), f"by the plan {parts.plan}", device)
     subject = next((model for model in subjects(module) if denoiser(model) is not None), None)
-    if subject is not None and parts.rules is None and calibration.counts(device):
-        key, kind = calibration.model_key(subject), type(subject).__name__
+    if subject is None:
+        return _as_shipped(name, module, device, parts, graphs=graphs)
+    kind, why_shipped = type(subject).__name__, ""
+    if parts.rules is None and calibration.counts(device):
+        key = calibration.model_key(subject)
         found = calibration.measured(key, device, graphs=graphs)
         if found is not None:
-            return _by_plan(found.plan, str(found), device, f"{kind}: {found}")
+            times = None if found.plan.name == STOCK else found.stock_ms / found.ms
+            way = _by_plan(found.plan, str(found), device, f"{kind}: {found}")
+            return replace(way, plan=ModelPlan(kind, MEASURED, times=times, when=found.when))
         if parts.calibrated and standing(key, device, graphs=graphs) is None:
             waits = "its first picture is measured"
-            return _by_plan(calibration.named(STOCK), waits, device, f"{kind} runs as it came until {waits}")
-    return _as_shipped(name, module, device, parts, graphs=graphs)
+            way = _by_plan(calibration.named(STOCK), waits, device, f"{kind} runs as it came until {waits}")
+            return replace(way, plan=ModelPlan(kind, WAITS))
+        why_shipped = unmeasured.get(key, "")
+    way = _as_shipped(name, module, device, parts, graphs=graphs)
+    return replace(way, plan=ModelPlan(kind, SHIPPED, why=why_shipped))
 
 
 def standing(key: str, device: torch.device, *, graphs: bool) -> str | None:

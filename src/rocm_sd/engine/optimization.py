@@ -16,11 +16,14 @@ from rocm_sd.engine import approximation, calibration, convolutions, denoising, 
 from rocm_sd.engine.approximation import Approximation, Setting, Skipping
 from rocm_sd.engine.capture import graphs_wanted, start_compiling
 from rocm_sd.engine.denoisers import denoiser
-from rocm_sd.engine.installed import Installed
+from rocm_sd.engine.encoders import captured_encoders, encoder_notes
+from rocm_sd.engine.installed import Approximated, Installed
 from rocm_sd.engine.levels import LEVELS
 from rocm_sd.engine.model_ways import is_vae, standing, subjects, unmeasured, way_of
 from rocm_sd.engine.parts import EVERYTHING, Parts
 from rocm_sd.engine.reporting import Report
+from rocm_sd.engine.tiling import is_tiled, move_outside, put_tiles, tile_notes
+from rocm_sd.engine.verdict_facts import facts_of
 from rocm_sd.errors import Unsupported, require_one_of
 from rocm_sd.ops.registry import require_named
 from rocm_sd.quality.budget import parse_budget
@@ -32,7 +35,7 @@ if TYPE_CHECKING:
     from rocm_sd.engine.calibration import Plan
     from rocm_sd.engine.model_ways import ModelWay
 
-__all__ = ["QUALITIES", "optimize", "optimize_with", "prepare_plan", "report", "require_quality", "restore"]
+__all__ = ["QUALITIES", "optimize", "optimize_with", "prepare_plan", "report", "require_quality", "restore", "tile"]
 
 log = logging.getLogger("rocm_sd")
 
@@ -85,9 +88,7 @@ def optimize_with(target: Target, level: str, quality: Quality, parts: Parts) ->
     """`optimize` with some of its parts. What they leave to stock inside an op or a block is so within
     `parts.in_force()` only.
     """
-    require_one_of("level", level, LEVELS)
-    require_quality(quality)
-    require_named()
+    _require_fitting(target, level, quality)
     if settings.current().emulate is not None:
         from rocm_sd.verify import device as emulated_device  # noqa: PLC0415 -- needs Triton and tinygrad
 
@@ -103,7 +104,8 @@ def optimize_with(target: Target, level: str, quality: Quality, parts: Parts) ->
     models = denoising.captured_models(target)
     approximated, left_exact = _approximated(target, models, quality, decision)
     # Before any rule looks at a layer.
-    coarse = _in_eight_bits(target, approximated, left_exact)
+    coarse, not_coarse = approximation.install_eight_bits(target, models, approximated)
+    left_exact += not_coarse
     ways = {name: way_of(name, module, device, parts, graphs=graphs) for name, module in modules.items()}
     changes = [
         change
@@ -118,11 +120,9 @@ def optimize_with(target: Target, level: str, quality: Quality, parts: Parts) ->
     installed += [approximation.install_inside(model) for model in skipped]
     mergings = [found for found in map(approximation.Merging.of, approximated, approximated.values()) if found]
     installed += [merging.install_inside() for merging in mergings]
-    if graphs:
-        as_they_are = {
-            model for name, module in modules.items() if not ways[name].captured for model in subjects(module)
-        }
-        installed.append(denoising.install(target, [model for model in models if model not in as_they_are], parts))
+    as_they_are = {model for name, module in modules.items() if not ways[name].captured for model in subjects(module)}
+    replayed = [model for model in models if model not in as_they_are]
+    installed += _replayed(target, replayed, parts, device, graphs=graphs)
     lossy = [_following(target, merging.install_outside) for merging in mergings]
     lossy += [_left_out(target, model, settings) for model, settings in skipped.items()]
     installed += lossy
@@ -139,14 +139,43 @@ def optimize_with(target: Target, level: str, quality: Quality, parts: Parts) ->
     installed += small
     lossy += small[:1]
     _OPTIMIZED[target] = _State(
-        Report(architecture.name, level, quality, tuple(changes), tuple(notes), tuple(left_exact)),
+        Report(
+            architecture.name,
+            level,
+            quality,
+            tuple(changes),
+            tuple(notes),
+            tuple(left_exact),
+            facts_of(decision, ways.values(), parts, approximated.values(), graphs=graphs),
+        ),
         device,
         tuple(installed),
         tuple(lossy),
         finalize(target, _leave, [ref(module) for module in modules.values()], tuple(installed)),
     )
     _OPTIMIZED[target].on_end.atexit = False
+    move_outside(target)
     return target
+
+
+def _require_fitting(target: Any, level: str, quality: Quality) -> None:
+    require_one_of("level", level, LEVELS)
+    require_quality(quality)
+    require_named()
+    if is_tiled(target) and quality != "exact":
+        hint = 'Take quality="exact", or call rocm_sd.untile(pipe) first.'
+        raise Unsupported(f"quality {quality}", "a pipeline that is drawn in tiles", hint=hint)
+
+
+def tile(pipe: Target, size: int | None = None, overlap: float = 0.25) -> Target:
+    """Denoise pictures that are larger than `size` pixels a side (the model's own) in tiles; `overlap`: their share
+    that neighbours have in common, 0 to 0.5. In place; `untile` takes it off. It approximates: nothing does it unasked.
+    """
+    state = _OPTIMIZED.get(pipe) if _weakly_held(pipe) else None
+    if state is not None and state.lossy:
+        hint = "A step that is left out would take another tile's: call rocm_sd.optimize(pipe) first."
+        raise Unsupported("tile", f"a pipeline of quality {state.report.quality}", hint=hint)
+    return put_tiles(pipe, size, overlap)
 
 
 def restore(target: Target) -> Target:
@@ -200,8 +229,10 @@ def _discard_copies(target: Any) -> None:
         forwards.discard(scheduler)
 
 
-def report(target: Any) -> Report:
-    """What `optimize` did to this pipeline."""
+def report(target: Any, *, verbose: bool = False) -> Report:
+    """What `optimize` did to this pipeline, and what has become of it: print it. `verbose`: with the table of all
+    modules and every note.
+    """
     state = _OPTIMIZED.get(target) if _weakly_held(target) else None
     if state is None:
         raise Unsupported("report", "a pipeline that was not optimised", hint="Call rocm_sd.optimize(pipe) first.")
@@ -209,10 +240,27 @@ def report(target: Any) -> Report:
     device = levels.placement(target).device
     if device != state.device:
         notes.append(f"its weights are on {device} now, and it was optimised for {state.device}: call optimize again")
+    before = state.report
     # What has changed since then may run as stock does.
-    changes = tuple(change.now() for change in state.report.changes)
-    left_out = (*state.report.approximations, *(note for installed in state.lossy for note in installed.notes()))
-    return replace(state.report, changes=changes, notes=(*notes, *state.report.notes), approximations=left_out)
+    changes = tuple(change.now() for change in before.changes)
+    tiled = tile_notes(target)
+    approximated = [one for installed in state.lossy for one in installed.approximated()]
+    facts = replace(
+        before.facts,
+        graphs=tuple(one for installed in state.installed for one in installed.graphs()),
+        approximated=tuple([Approximated("the whole picture by tiles")] if tiled else []) + tuple(approximated),
+        fell_back=tuple(now for was, now in zip(before.changes, changes, strict=True) if was.replaced > now.replaced),
+        moved_to=str(device) if device != state.device else None,
+    )
+    left_out = (*before.approximations, *tiled, *(note for installed in state.lossy for note in installed.notes()))
+    return replace(
+        before,
+        changes=changes,
+        notes=(*tiled, *notes, *before.notes),
+        approximations=left_out,
+        facts=facts,
+        verbose=verbose,
+    )
 
 
 def prepare_plan(model: nn.Module, plan: Plan, mode: str) -> Callable[[], None] | None:
@@ -308,6 +356,17 @@ class _Again:
         return [] if known_here is not None else [subject]
 
 
+def _replayed(
+    target: Any, models: list[nn.Module], parts: Parts, device: torch.device, *, graphs: bool
+) -> Iterator[Installed]:
+    """The models and the encoders of a pipeline from graphs, where there are any; the report names the encoders."""
+    coding = captured_encoders(target, device) if graphs and parts.captured else {}
+    if graphs:
+        yield denoising.install(target, models, parts, coding)
+    elsewhere = "its weights lie elsewhere between its calls" if graphs else "nothing is captured here"
+    yield Installed(encoder_notes(target, coding, elsewhere), lambda: None)
+
+
 def _approximated(
     target: Any, models: Iterable[nn.Module], quality: Quality, decision: levels.Decision
 ) -> tuple[dict[nn.Module, list[Setting]], list[str]]:
@@ -323,7 +382,7 @@ def _approximated(
         return found, notes
     for unet in unets:
         kind = type(unet).__name__
-        settings = approximation.known(unet, quality) if isinstance(quality, str) else [_as_given(quality)]
+        settings = approximation.known(unet, quality) if isinstance(quality, str) else [approximation.as_given(quality)]
         if not settings:
             search = "rocm-sd tune --quality MODEL" + (f" --within {quality}" if "=" in str(quality) else "")
             notes.append(f"{kind} is exact: nothing was measured for it that quality {quality} allows; type: {search}")
@@ -331,26 +390,10 @@ def _approximated(
             notes.append(f"{kind} is exact: its level computes the halves of a batch one after the other")
         else:
             found[unet] = settings
+            # `parallelize` keeps this to itself where it is at work.
+            if any(setting.approximation.stale_after for setting in settings):
+                notes.append(f"{kind}: no rows are a step old: that needs several GPUs, and the plan patch")
     return found, notes
-
-
-def _as_given(quality: Skipping | Approximation) -> Setting:
-    return Setting(1, quality if isinstance(quality, Approximation) else Approximation(quality), "as given")
-
-
-def _in_eight_bits(
-    target: Any, approximated: Mapping[nn.Module, list[Setting]], left_exact: list[str]
-) -> list[Installed]:
-    """Of each model where all its settings agree on it; why not is added to `left_exact`."""
-    found = []
-    for model, known in approximated.items():
-        wanted = {setting.approximation.eight_bits for setting in known}
-        eight_bits = wanted.pop() if len(wanted) == 1 else None
-        if eight_bits is not None:
-            installed, reason = approximation.install_eight_bits(target, model, eight_bits)
-            found.append(installed)
-            left_exact += [reason] if reason else []
-    return found
 
 
 def _left_out(target: Any, unet: nn.Module, settings: list[Setting]) -> Installed:
@@ -366,7 +409,7 @@ def _following(target: Any, install: Callable[[Callable[[], Any]], Installed]) -
         installed.restore()
         stop()
 
-    return Installed(installed.notes, restore)
+    return replace(installed, restore=restore)
 
 
 def _small_decoder(

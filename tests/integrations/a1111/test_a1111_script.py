@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +10,9 @@ import torch
 from a1111_world import SdModel
 from torch import nn
 
+import rocm_sd_ops
+import unified_sd_optimization
+from rocm_sd.errors import InvalidOption, Unsupported
 from rocm_sd.integrations.a1111 import script as script_module
 from rocm_sd.integrations.a1111.permission import PERMISSION
 from rocm_sd.integrations.a1111.switch import SWITCH
@@ -99,6 +103,7 @@ def test_whole_calls_are_replayed_at_each_size(host, script, capturing):
     assert_near(again, stock)
     assert SWITCH._on.graphs.calls.replays == 16
     assert any("2 graphs of its forward" in line for line in SWITCH.report())
+    assert re.fullmatch(r"\d+ of \d+ blocks replaced, level auto, quality exact", SWITCH.report()[0])
 
 
 def test_level_memory_captures_nothing_and_replaces_the_same(host, script, capturing):
@@ -462,3 +467,16 @@ def test_the_attention_is_listed_and_gives_what_the_hosts_gives(host, script, mo
     changed = pictures(host, script, OFF)
     assert float((changed[0] - stock[0]).norm()) > 1e-3
     assert PERMISSION.broken is None
+
+
+def test_the_unified_call_optimises_the_hosts_model_in_place(host, script, capturing):
+    model = host.shared.sd_model
+    assert unified_sd_optimization.integration_of(model).value == "automatic1111"
+    assert rocm_sd_ops.optimize_sd_model(model, "Performance") is model
+    assert SWITCH.is_on(model)
+    assert "level performance" in SWITCH.infotext()
+    model.lowvram = True
+    with pytest.raises(Unsupported, match="--medvram or --lowvram"):
+        unified_sd_optimization.optimize(model)
+    with pytest.raises(InvalidOption, match="quality"):
+        unified_sd_optimization.optimize(model, quality="best")

@@ -7,6 +7,7 @@ import gc
 import inspect
 import logging
 import pickle
+import re
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -16,7 +17,10 @@ import fake_comfyui
 import pytest
 import torch
 
+import rocm_sd_ops
+import unified_sd_optimization
 from rocm_sd import numerics
+from rocm_sd.errors import InvalidOption
 from rocm_sd.integrations.comfyui import (
     NODE_CLASS_MAPPINGS,
     NODE_DISPLAY_NAME_MAPPINGS,
@@ -105,7 +109,7 @@ def test_the_script_for_the_canvas_lies_in_the_package():
 def test_steps_are_the_same_replayed_and_taken_back(ops):
     stock = fake_comfyui.patcher()
     expected = fake_comfyui.run(stock)
-    (ours,) = ROCmOptimizedModel().optimize(stock)
+    (ours,) = ROCmOptimizedModel().optimize_model(stock)
     near(fake_comfyui.run(ours), expected)
     assert graph_of(ours).replays == 2
     near(fake_comfyui.run(ours), expected)
@@ -118,12 +122,53 @@ def test_steps_are_the_same_replayed_and_taken_back(ops):
         "6 convolutions run channels-last",
     ):
         assert words in notes(ours)
+    # The verdict comes first.
+    replaced, of = re.match(
+        r"model on cpu: (\d+) of (\d+) blocks replaced, level auto, quality exact\n", notes(ours)
+    ).groups()
+    assert 0 < int(replaced) <= int(of)
+
+
+def test_the_promised_function_takes_what_the_host_hands_a_node(ops):
+    stock = fake_comfyui.patcher()
+    assert unified_sd_optimization.integration_of(stock).value == "comfyui"
+    expected = fake_comfyui.run(stock)
+    ours = rocm_sd_ops.optimize_sd_model(stock, "Auto")
+    assert ours is not stock
+    assert patching.report_of(stock) is None
+    assert patching.report_of(ours).level == "auto"
+    near(fake_comfyui.run(ours), expected)
+    shallow = rocm_sd_ops.optimize_sd_model(stock, "Memory", quality="depth=1,every=2")
+    assert (patching.report_of(shallow).level, patching.report_of(shallow).quality) == ("memory", "depth=1,every=2")
+
+
+def test_the_promised_function_takes_a_vae_of_the_host(monkeypatch):
+    monkeypatch.setattr(patching, "_VAES", (("Model", "fake"),))
+    monkeypatch.setattr(patching, "is_comfy", lambda kind, name, _module: kind.__name__ == name)
+    vae = SimpleNamespace(patcher=fake_comfyui.patcher())
+    assert unified_sd_optimization.integration_of(vae).value == "comfyui"
+    ours = rocm_sd_ops.optimize_sd_model(vae, "Performance")
+    assert ours is not vae
+    assert ours.patcher.model is vae.patcher.model
+    assert patching.report_of(ours).what == "VAE"
+    with pytest.raises(InvalidOption, match="quality"):
+        rocm_sd_ops.optimize_sd_model(vae, quality="best")
+
+
+@pytest.mark.parametrize("node", [ROCmOptimizedAttention, ROCmOptimizedModel, ROCmOptimizedVAE])
+def test_the_host_calls_the_promised_function_of_a_node(node):
+    assert (node.FUNCTION, node.CATEGORY) == ("optimize_model", "ROCm Optimizations")
+    target, level = list(node.INPUT_TYPES()["required"])[:2]
+    assert target == ("vae" if node is ROCmOptimizedVAE else "model")
+    assert level == "optimization_level"
+    assert list(inspect.signature(node().optimize_model).parameters)[:2] == [target, level]
 
 
 def test_on_a_cpu_no_block_is_said_to_be_replaced(monkeypatch):
-    (ours,) = ROCmOptimizedModel().optimize(fake_comfyui.patcher())
+    (ours,) = ROCmOptimizedModel().optimize_model(fake_comfyui.patcher())
     assert "each call is ComfyUI's own" in notes(ours)
     assert ": replaced" not in notes(ours)
+    assert re.match(r"model on cpu: 0 of \d+ blocks replaced, level", notes(ours))
     assert "1 x ResBlock: skipped, because the ops are stock torch on a CPU" in notes(ours)
     # The settings may name other implementations at any time.
     monkeypatch.setenv("ROCM_SD_IMPLEMENTATION", NAMED)
@@ -134,7 +179,7 @@ def test_blocks_of_convolutions_that_keep_their_layout_are_the_hosts(ops, monkey
     kept = SimpleNamespace(implementation="torch", why="as it came")
     monkeypatch.setattr(patching, "choose_layout", lambda *_: kept)
     stock = fake_comfyui.patcher()
-    (ours,) = ROCmOptimizedModel().optimize(stock)
+    (ours,) = ROCmOptimizedModel().optimize_model(stock)
     near(fake_comfyui.run(ours), fake_comfyui.run(stock))
     assert "1 x ResBlock: skipped, because convolutions keep their layout" in notes(ours)
     assert "1 x BasicTransformerBlock: replaced" in notes(ours)
@@ -358,7 +403,7 @@ def test_attention_that_fails_is_the_hosts_from_then_on(ops, monkeypatch, caplog
 
 def test_the_attention_node_changes_a_copy_alone():
     stock = fake_comfyui.patcher()
-    (ours,) = ROCmOptimizedAttention().optimize(stock, "memory")
+    (ours,) = ROCmOptimizedAttention().optimize_model(stock, "memory")
     assert ours is not stock
     assert OPTION not in stock.model_options["transformer_options"]
     assert is_our_override(ours.clone().model_options["transformer_options"][OPTION])
@@ -370,8 +415,8 @@ def test_a_host_that_is_too_old_keeps_its_model(missing, monkeypatch, caplog):
     stock = fake_comfyui.patcher()
     monkeypatch.setattr(type(stock), missing, None)
     with caplog.at_level(logging.WARNING):
-        assert ROCmOptimizedModel().optimize(stock)[0] is stock
-        assert ROCmOptimizedModel().optimize(stock)[0] is stock
+        assert ROCmOptimizedModel().optimize_model(stock)[0] is stock
+        assert ROCmOptimizedModel().optimize_model(stock)[0] is stock
     (message,) = caplog.messages
     assert missing in message
     assert "Update ComfyUI" in message
@@ -383,10 +428,10 @@ def test_a_host_without_wrappers_or_an_old_torch_is_reported(monkeypatch, caplog
     stock = fake_comfyui.patcher()
     with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
         patch.delattr(sys.modules["comfy.patcher_extension"], "PatcherInjection")
-        assert ROCmOptimizedModel().optimize(stock)[0] is stock
+        assert ROCmOptimizedModel().optimize_model(stock)[0] is stock
     with monkeypatch.context() as patch, caplog.at_level(logging.WARNING):
         patch.setattr(torch, "__version__", "2.1.0+rocm5.6")
-        assert ROCmOptimizedModel().optimize(stock)[0] is stock
+        assert ROCmOptimizedModel().optimize_model(stock)[0] is stock
     assert "has no PatcherInjection" in caplog.messages[0]
     assert "torch 2.1.0" in caplog.messages[1]
 
@@ -397,7 +442,7 @@ def test_what_is_no_vae_of_stable_diffusion_is_handed_on(caplog):
 
     vae = Taesd()
     with caplog.at_level(logging.WARNING):
-        assert ROCmOptimizedVAE().optimize(vae)[0] is vae
+        assert ROCmOptimizedVAE().optimize_model(vae)[0] is vae
     assert "a VAE that is a Model" in caplog.messages[0]
 
 
@@ -413,5 +458,5 @@ def test_what_is_no_unet_is_not_measured(caplog):
 def test_a_level_that_is_not_known_is_reported(caplog):
     stock = fake_comfyui.patcher()
     with caplog.at_level(logging.WARNING):
-        assert ROCmOptimizedModel().optimize(stock, "fastest")[0] is stock
+        assert ROCmOptimizedModel().optimize_model(stock, "fastest")[0] is stock
     assert "auto, performance, memory" in caplog.messages[0]

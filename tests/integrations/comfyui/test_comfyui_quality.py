@@ -308,7 +308,7 @@ def test_a_model_that_was_not_measured_is_exact_with_what_to_type():
     stock = comfyui_in_process.patcher()
     expected = sample(stock)
     for quality, typed in (("high", "MODEL"), ("psnr=32,ssim=0.97", "MODEL --within psnr=32,ssim=0.97")):
-        (ours,) = ROCmOptimizedModel().optimize(stock, quality=quality)
+        (ours,) = ROCmOptimizedModel().optimize_model(stock, quality=quality)
         assert torch.equal(sample(ours), expected)
         assert f"type: rocm-sd tune --quality {typed}" in notes(ours)
 
@@ -317,9 +317,9 @@ def test_exact_has_the_bits_of_before_and_no_wrapper_of_its_own():
     stock = comfyui_in_process.patcher()
     expected = sample(stock)
     for ours in (
-        ROCmOptimizedModel().optimize(stock)[0],
-        ROCmOptimizedModel().optimize(stock, "auto", "exact")[0],
-        ROCmOptimizedModel().optimize(stock, "auto", "exact", "")[0],
+        ROCmOptimizedModel().optimize_model(stock)[0],
+        ROCmOptimizedModel().optimize_model(stock, "auto", "exact")[0],
+        ROCmOptimizedModel().optimize_model(stock, "auto", "exact", "")[0],
     ):
         assert torch.equal(sample(ours), expected)
         assert not ours.get_wrappers("diffusion_model", host.KEY)
@@ -329,7 +329,7 @@ def test_exact_has_the_bits_of_before_and_no_wrapper_of_its_own():
 
 def test_numbers_count_in_place_of_the_name():
     stock = comfyui_in_process.patcher()
-    (ours,) = ROCmOptimizedModel().optimize(stock, quality="high", quality_in_numbers="depth=1, every=2")
+    (ours,) = ROCmOptimizedModel().optimize_model(stock, quality="high", quality_in_numbers="depth=1, every=2")
     sample(ours)
     text = ROCmOptimizationReport().report(model=ours)["result"][0]
     assert "quality depth=1,every=2" in text
@@ -351,7 +351,7 @@ def test_the_node_says_what_is_wrong_before_anything_runs():
     assert "'evry' is no part of it" in validate(quality="exact", quality_in_numbers="depth=1,evry=3")
     assert "Use one of: exact" in validate(quality="best")
     stock = comfyui_in_process.patcher()
-    (same,) = ROCmOptimizedModel().optimize(stock, quality_in_numbers="depth=much,every=2")
+    (same,) = ROCmOptimizedModel().optimize_model(stock, quality_in_numbers="depth=much,every=2")
     assert same is stock
 
 

@@ -75,7 +75,7 @@ def replays(patcher):
 @pytest.mark.parametrize("kind", comfyui_in_process.KINDS)
 def test_a_picture_is_the_same_and_steps_are_replayed(ops, kind):
     stock = comfyui_in_process.patcher(kind)
-    (ours,) = ROCmOptimizedModel().optimize(stock)
+    (ours,) = ROCmOptimizedModel().optimize_model(stock)
     expected = sample(stock)
     near(sample(ours), expected)
     assert replays(ours) == 2
@@ -404,7 +404,7 @@ def test_a_vae_that_runs_out_of_memory_is_tiled_by_the_host(ops, monkeypatch):
 
 def test_the_report_and_the_benchmark_nodes_tell_what_happened(ops):
     stock = comfyui_in_process.patcher()
-    (ours,) = ROCmOptimizedModel().optimize(stock, "performance", "high")
+    (ours,) = ROCmOptimizedModel().optimize_model(stock, "performance", "high")
     sample(ours)
     answer = ROCmOptimizationReport().report(model=ours, vae=patching.optimize_vae(comfyui_in_process.vae(), "memory"))
     (text,) = answer["result"]

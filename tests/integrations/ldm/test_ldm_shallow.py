@@ -362,3 +362,5 @@ def test_what_was_measured_with_diffusers_holds_for_the_same_weights(driver):
     with torch.no_grad():
         unet.out[-1].weight.div_(1.5)
     assert "leaves out no layers" in settings_for(unet, "balanced")[1]
+    remember(measured, "balanced", 12, Approximation(Skipping(depth=1, whole=(0, 0.2, 0.5))), "by hand", {})
+    assert "its own schedule of whole steps is not done here" in settings_for(unet, "balanced")[1]

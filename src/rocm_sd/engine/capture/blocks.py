@@ -8,7 +8,6 @@ free in one block is used again by the next. The function runs once, as for one 
 from __future__ import annotations
 
 import ctypes
-from contextlib import suppress
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -16,9 +15,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rocm_sd.arch.torch_libraries import counter_of_nodes
-from rocm_sd.engine.capture.graph import Graph
+from rocm_sd.engine.capture.graph import Graph, Pieces
 from rocm_sd.engine.capture.tape import Tape, launches
-from rocm_sd.ops import library_scratch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -85,48 +83,32 @@ class _Cutter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._operations = operations
         self._count = 0
-        self.graphs: list[Any] = []
+        self._pieces = Pieces(_new_graph, self._ended)
         # Of each graph, where it can be counted.
         self.nodes: list[int] = []
 
+    @property
+    def graphs(self) -> list[Any]:
+        return self._pieces.graphs
+
     def capture(self, function: Callable[[], Tensors], device: torch.device) -> tuple[Tensors, int]:
-        """The outputs, and how many bytes more are reserved than before."""
-        with torch.cuda.device(device), library_scratch.given_back():
-            # What torch.cuda.graph does before it captures; there once, and not for each block.
-            torch.cuda.synchronize()
-            torch.cuda.empty_cache()
-            reserved = torch.cuda.memory_reserved(device)
-            stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-            with torch.cuda.stream(stream):
-                self._begin()
-                try:
-                    with self:
-                        outputs = function()
-                except BaseException:
-                    with suppress(RuntimeError):
-                        self.graphs[-1].capture_end()
-                    raise
-                self._end()
-        return outputs, max(0, torch.cuda.memory_reserved(device) - reserved)
+        def cut() -> Tensors:
+            with self:
+                return function()
+
+        return self._pieces.capture(cut, device)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if launches(func):
             if self._count >= self._operations:
-                self._end()
-                self._begin()
+                self._pieces.end()
+                self._pieces.begin()
+                self._count = 0
             self._count += 1
         return func(*args, **(kwargs or {}))
 
-    def _begin(self) -> None:
-        pool = (self.graphs[0].pool(),) if self.graphs else ()
-        self.graphs.append(_new_graph())
-        self._count = 0
-        # As for a whole graph: other threads may go on using the GPU meanwhile.
-        self.graphs[-1].capture_begin(*pool, capture_error_mode="thread_local")
-
-    def _end(self) -> None:
-        graph, count_nodes = self.graphs[-1], _node_counter()
-        graph.capture_end()
+    def _ended(self, graph: Any) -> None:
+        count_nodes = _node_counter()
         if count_nodes is not None:
             self.nodes.append(count_nodes(graph))
             graph.instantiate()

@@ -25,6 +25,8 @@ from rocm_sd.engine.capture.blocks import TooSmall, capture_blocks
 from rocm_sd.engine.capture.graph import Graph, GraphCache, capture_graph
 from rocm_sd.engine.capture.snapshot import DormantSnapshot, FlatCall, Snapshot, flatten
 from rocm_sd.engine.capture.trial import Attempts, NotAdopted, Trial
+from rocm_sd.engine.capture.turns import capturing, running
+from rocm_sd.engine.installed import Graphs
 from rocm_sd.engine.memory import free_memory, is_capturing, is_out_of_memory
 from rocm_sd.measuring import Stopwatch
 from rocm_sd.ops import library_scratch
@@ -115,11 +117,16 @@ class CapturedCalls:
         return 2**62 if free is None else free // 2
 
     def __call__(self, call: HostCall) -> Any:
-        if torch.compiler.is_compiling() or not self._busy.acquire(blocking=False):
-            # Another thread is using the graphs' memory.
+        if torch.compiler.is_compiling():
             return call.eager()
+        if not self._busy.acquire(blocking=False):
+            # Another thread is using the graphs' memory.
+            with running(call.device):
+                return call.eager()
         try:
-            return self._answer(call)
+            # Other models of this GPU may be called by other threads.
+            with running(call.device):
+                return self._answer(call)
         finally:
             self._busy.release()
 
@@ -172,7 +179,7 @@ class CapturedCalls:
         """Whatever comes between, the model's own answer is there."""
         following: str | None = None
         try:
-            with library_scratch.given_back():
+            with capturing(call.device), library_scratch.given_back():
                 if entry is None:
                     return self._first(model, call, flat)
                 return self._second(entry, call, flat)
@@ -329,6 +336,13 @@ class CapturedCalls:
         self._entries.clear()
         self._first_calls.clear()
         self._policy.cleared()
+
+    def graphs(self) -> Graphs:
+        """What has become of them by now."""
+        slower = [entry.eagerly for entry in self._entries if entry.eagerly is not None]
+        why_none = dict.fromkeys([*self._refused.values(), *slower, *self._eager])
+        count = sum(entry.graph is not None for entry in self._entries)
+        return Graphs(self._policy.name, count, self.replays, tuple(why_none))
 
     def notes(self) -> list[str]:
         name, graphs = self._policy.name, [entry.graph for entry in self._entries if entry.graph is not None]

@@ -84,18 +84,25 @@ def _why_foreign(module: Any, *, any_forward: bool) -> str | None:
 
 
 def why_foreign_layer(
-    model: nn.Module, packages: frozenset[str], *, methods: tuple[str, ...] = ("forward",), own_hooks: bool = False
+    model: nn.Module,
+    packages: frozenset[str],
+    *,
+    methods: tuple[str, ...] = ("forward",),
+    own_hooks: bool = False,
+    known_hooks: str | None = None,
 ) -> str | None:
     """As above, of a model without attention processors whose layers are of these packages.
 
     `own_hooks`: whether hooks of the model itself count, where they are not called around what is captured.
+    `known_hooks`: the module whose hooks do not count.
     """
     if global_hooks():
         return "all modules have a hook"
     for module in model.modules():
         own: dict[str, Any] = module.__dict__
         kind: Any = type(module)
-        if (own_hooks or module is not model) and (own["_forward_hooks"] or own["_forward_pre_hooks"]):
+        hooks = (*own["_forward_hooks"].values(), *own["_forward_pre_hooks"].values())
+        if (own_hooks or module is not model) and any(_is_unknown(hook, known_hooks) for hook in hooks):
             return f"its {kind.__name__} has a hook"
         if not _is_of(kind, packages):
             return f"its {kind.__name__} is of {kind.__module__}"
@@ -103,6 +110,10 @@ def why_foreign_layer(
             if forwards.is_foreign(module, own.get(name), name):
                 return f"its {kind.__name__} has a {name} that is not its class's own"
     return None
+
+
+def _is_unknown(hook: Any, known: str | None) -> bool:
+    return known is None or getattr(hook, "__module__", None) != known
 
 
 def moves_weights(model: nn.Module) -> bool:

@@ -8,8 +8,9 @@ memory that they hold together.
 from __future__ import annotations
 
 from collections import OrderedDict
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import torch
 
@@ -19,7 +20,7 @@ from rocm_sd.ops import library_scratch
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Iterator
 
-__all__ = ["Graph", "GraphCache", "capture_graph"]
+__all__ = ["Graph", "GraphCache", "Pieces", "capture_graph"]
 
 Tensors = list[torch.Tensor]
 
@@ -57,6 +58,49 @@ def _launches(function: Callable[[], Tensors], device: torch.device) -> Graph:
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             outputs = function()
     return Graph(outputs, graph.replay, max(0, torch.cuda.memory_reserved(device) - reserved))
+
+
+class Pieces:
+    """Graphs of one function, captured one after the other in one memory pool: what crosses from one to the next stays
+    where it lies, and what is free in one is used again by the next. `ended` is called with each of them.
+    """
+
+    def __init__(
+        self, new_graph: Callable[[], Any] = torch.cuda.CUDAGraph, ended: Callable[[Any], object] = lambda _graph: None
+    ) -> None:
+        self.graphs: list[Any] = []
+        self._new_graph, self._ended = new_graph, ended
+
+    def capture(self, function: Callable[[], Tensors], device: torch.device) -> tuple[Tensors, int]:
+        """The outputs, and how many bytes more are reserved than before. The function ends one graph and begins the
+        next where it likes.
+        """
+        with torch.cuda.device(device), library_scratch.given_back():
+            # What torch.cuda.graph does before it captures; here once, and not for each graph.
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+            reserved = torch.cuda.memory_reserved(device)
+            stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            with torch.cuda.stream(stream):
+                self.begin()
+                try:
+                    outputs = function()
+                except BaseException:
+                    with suppress(RuntimeError):
+                        self.graphs[-1].capture_end()
+                    raise
+                self.end()
+        return outputs, max(0, torch.cuda.memory_reserved(device) - reserved)
+
+    def begin(self) -> None:
+        pool = (self.graphs[0].pool(),) if self.graphs else ()
+        self.graphs.append(self._new_graph())
+        # As for a whole graph: other threads may go on using the GPU meanwhile.
+        self.graphs[-1].capture_begin(*pool, capture_error_mode="thread_local")
+
+    def end(self) -> None:
+        self.graphs[-1].capture_end()
+        self._ended(self.graphs[-1])
 
 
 class Held(Protocol):

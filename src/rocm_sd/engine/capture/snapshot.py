@@ -175,7 +175,9 @@ class FlatCall:
         return args, kwargs
 
     def changed(self, by: int) -> FlatCall:
-        """The same call with other values: each tensor's own, moved on. Numbers that count or index stay."""
+        """The same call with other values: each tensor's own, moved on. Numbers that count or index stay, but for
+        rows of a text's tokens.
+        """
         return replace(self, tensors=[_moved_on(tensor, by) for tensor in self.tensors])
 
     def without_tensors(self) -> FlatCall:
@@ -184,7 +186,8 @@ class FlatCall:
 
 
 def _moved_on(tensor: torch.Tensor, by: int) -> torch.Tensor:
-    if not tensor.is_floating_point() or tensor.numel() == 1:
+    is_tokens = tensor.dtype is torch.int64 and tensor.dim() == 2
+    if not (tensor.is_floating_point() or is_tokens) or tensor.numel() == 1:
         return tensor
     return tensor.flatten().roll(by).view_as(tensor)
 

@@ -40,8 +40,12 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._alive: list[Any] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
+        result = func(*args, **(kwargs or {}))
+        self.note(func, args, kwargs or {}, result)
+        return result
+
+    def note(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """An operation and what it gave; replayed, `func` is called again."""
         leaves, tree = pytree.tree_flatten((args, kwargs))
         places = [(at, self._numbers[id(leaf)]) for at, leaf in enumerate(leaves) if id(leaf) in self._numbers]
         known = {at for at, _ in places}
@@ -49,7 +53,6 @@ class Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._alive += [*leaves, *outs]
         kept = [None if at in known else leaf for at, leaf in enumerate(leaves)]
         self._steps.append((func, kept, tree, places, [self._number(out) for out in outs]))
-        return result
 
     def _number(self, value: Any) -> int | None:
         if not isinstance(value, torch.Tensor):

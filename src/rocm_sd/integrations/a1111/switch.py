@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 import rocm_sd
-from rocm_sd.engine import convolutions, free_memory
+from rocm_sd.engine import convolutions, count_replaced, free_memory
 from rocm_sd.engine.capture import graphs_wanted, start_compiling
 from rocm_sd.integrations.a1111 import host, messages
 from rocm_sd.integrations.a1111.a1111_policy import CAPTURED_RULES, RULES, LoraNetworks, why_not_layers
@@ -238,12 +238,15 @@ class Switch:
         return f"{rocm_sd.__version__}, level {wish.level}, quality {wish.quality}, {blocks} blocks"
 
     def report(self) -> list[str]:
-        """What was replaced and what was skipped, a sentence for each kind."""
+        """How many blocks were replaced; then what was replaced and what was skipped, a sentence for each kind."""
         on = self._on
         if on is None:
             return ["off: everything is the host's own"]
-        counted = Counter((change.kind, change.why_skipped) for change in map(Change.now, on.changes))
-        lines = [
+        changes = list(map(Change.now, on.changes))
+        replaced, blocks = count_replaced(changes)
+        counted = Counter((change.kind, change.why_skipped) for change in changes)
+        lines = [f"{replaced} of {blocks} blocks replaced, level {on.wish.level}, quality {on.wish.quality}"]
+        lines += [
             f"{count} {kind}: replaced" if why is None else f"{count} {kind}: skipped, because {why}"
             for (kind, why), count in counted.items()
         ]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rocm_sd.engine import is_out_of_memory
+from rocm_sd.engine import count_replaced, is_out_of_memory
 from rocm_sd.errors import Unsupported
 from rocm_sd.rewrite import Change
 
@@ -110,8 +110,11 @@ class PatchReport:
         say(f"{rule} of the {self.what}: fallback to ComfyUI from here on, because of {self.failed[rule]}")
 
     def lines(self) -> list[str]:
-        lines = [f"{self.what} on {self.arch}, level {self.level}, quality {self.quality}"]
-        counts = Counter((change.kind, change.rule, change.why_skipped) for change in map(Change.now, self.changes))
+        changes = list(map(Change.now, self.changes))
+        replaced, count = count_replaced(changes)
+        blocks = f": {replaced} of {count} blocks replaced" if count else ""
+        lines = [f"{self.what} on {self.arch}{blocks}, level {self.level}, quality {self.quality}"]
+        counts = Counter((change.kind, change.rule, change.why_skipped) for change in changes)
         for (kind, rule, reason), count in counts.items():
             done = f"replaced by {rule}" if reason is None else f"skipped, because {reason}"
             lines.append(f"  {count} x {kind}: {done}")

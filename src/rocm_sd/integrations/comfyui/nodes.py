@@ -53,7 +53,7 @@ class _Optimizer:
 
     CATEGORY = _CATEGORY
     RETURN_TYPES: tuple[str, ...] = ("MODEL",)
-    FUNCTION = "optimize"
+    FUNCTION = "optimize_model"
 
     def _or_unchanged(self, target: Any, optimize: Callable[[], Any]) -> tuple[Any]:
         """What `optimize` gives, or the target itself with the reason in the console."""
@@ -91,7 +91,7 @@ class ROCmOptimizedAttention(_Optimizer):
     def INPUT_TYPES(cls) -> Inputs:  # noqa: N802 -- the host's name
         return {"required": {"model": ("MODEL", {"tooltip": "The model to optimise."}), "optimization_level": _LEVEL}}
 
-    def optimize(self, model: Any, optimization_level: str = "auto") -> tuple[Any]:
+    def optimize_model(self, model: Any, optimization_level: str = "auto") -> tuple[Any]:
         return self._or_unchanged(model, lambda: patching.optimize_attention(model, optimization_level))
 
 
@@ -123,7 +123,7 @@ class ROCmOptimizedModel(_Optimizer):
             return str(error)
         return True
 
-    def optimize(
+    def optimize_model(
         self, model: Any, optimization_level: str = "auto", quality: str = "exact", quality_in_numbers: str = ""
     ) -> tuple[Any]:
         chosen = in_words(quality, quality_in_numbers)
@@ -139,7 +139,7 @@ class ROCmOptimizedVAE(_Optimizer):
     def INPUT_TYPES(cls) -> Inputs:  # noqa: N802 -- the host's name
         return {"required": {"vae": ("VAE", {"tooltip": "The VAE to optimise."}), "optimization_level": _LEVEL}}
 
-    def optimize(self, vae: Any, optimization_level: str = "auto") -> tuple[Any]:
+    def optimize_model(self, vae: Any, optimization_level: str = "auto") -> tuple[Any]:
         return self._or_unchanged(vae, lambda: patching.optimize_vae(vae, optimization_level))
 
 

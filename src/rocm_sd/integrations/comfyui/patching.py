@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from rocm_sd.integrations.ldm import BlockRule, HostSetting
     from rocm_sd.rewrite.guarding import Guard
 
-__all__ = ["optimize_attention", "optimize_model", "optimize_vae", "report_of", "stock_clone"]
+__all__ = ["optimize_attention", "optimize_handed", "optimize_model", "optimize_vae", "report_of", "stock_clone"]
 
 _UNET = "diffusion_model"
 _UNET_KIND = ("UNetModel", "ldm.modules.diffusionmodules.openaimodel")
@@ -137,6 +137,14 @@ def optimize_vae(vae: Any, level: str) -> Any:
     copied = copy.copy(vae)
     copied.patcher = clone
     return copied
+
+
+def optimize_handed(target: Any, level: str, quality: str = "exact") -> Any:
+    """Of what ComfyUI hands a node, a model or a VAE, the optimised copy; a VAE has no approximations."""
+    if getattr(target, "patcher", None) is None:
+        return optimize_model(target, level, quality)
+    quality_of(quality)
+    return optimize_vae(target, level)
 
 
 def _begin(patcher: Any, what: str, level: str, quality: str) -> tuple[Any, PatchReport]:

@@ -30,16 +30,18 @@ from rocm_sd.integrations.diffusers.processors import (
     ROCmJointAttnProcessor,
     set_rocm_processors,
 )
+from rocm_sd.integrations.diffusers.shared import Drawing, SharedPipeline
 from rocm_sd.integrations.diffusers.wrapping import ROCmOptimizedPipeline
 
 __all__ = [
-    "SCHEDULERS", "ROCmAttnProcessor", "ROCmFluxImg2ImgPipeline", "ROCmFluxInpaintPipeline", "ROCmFluxPipeline",
-    "ROCmFusedAttnProcessor", "ROCmIPAdapterAttnProcessor", "ROCmJointAttnProcessor", "ROCmOptimizedPipeline",
-    "ROCmStableDiffusion3Img2ImgPipeline", "ROCmStableDiffusion3InpaintPipeline", "ROCmStableDiffusion3Pipeline",
-    "ROCmStableDiffusionControlNetImg2ImgPipeline", "ROCmStableDiffusionControlNetInpaintPipeline",
-    "ROCmStableDiffusionControlNetPipeline", "ROCmStableDiffusionImg2ImgPipeline", "ROCmStableDiffusionInpaintPipeline",
-    "ROCmStableDiffusionPipeline", "ROCmStableDiffusionXLControlNetImg2ImgPipeline",
-    "ROCmStableDiffusionXLControlNetInpaintPipeline", "ROCmStableDiffusionXLControlNetPipeline",
-    "ROCmStableDiffusionXLImg2ImgPipeline", "ROCmStableDiffusionXLInpaintPipeline", "ROCmStableDiffusionXLPipeline",
-    "Request", "generate", "load_pipeline", "register", "set_rocm_processors", "set_scheduler",
+    "SCHEDULERS", "Drawing", "ROCmAttnProcessor", "ROCmFluxImg2ImgPipeline", "ROCmFluxInpaintPipeline",
+    "ROCmFluxPipeline", "ROCmFusedAttnProcessor", "ROCmIPAdapterAttnProcessor", "ROCmJointAttnProcessor",
+    "ROCmOptimizedPipeline", "ROCmStableDiffusion3Img2ImgPipeline", "ROCmStableDiffusion3InpaintPipeline",
+    "ROCmStableDiffusion3Pipeline", "ROCmStableDiffusionControlNetImg2ImgPipeline",
+    "ROCmStableDiffusionControlNetInpaintPipeline", "ROCmStableDiffusionControlNetPipeline",
+    "ROCmStableDiffusionImg2ImgPipeline", "ROCmStableDiffusionInpaintPipeline", "ROCmStableDiffusionPipeline",
+    "ROCmStableDiffusionXLControlNetImg2ImgPipeline", "ROCmStableDiffusionXLControlNetInpaintPipeline",
+    "ROCmStableDiffusionXLControlNetPipeline", "ROCmStableDiffusionXLImg2ImgPipeline",
+    "ROCmStableDiffusionXLInpaintPipeline", "ROCmStableDiffusionXLPipeline", "Request", "SharedPipeline", "generate",
+    "load_pipeline", "register", "set_rocm_processors", "set_scheduler",
 ]  # fmt: skip

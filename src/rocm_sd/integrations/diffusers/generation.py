@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 
     from PIL.Image import Image
 
-__all__ = ["SCHEDULERS", "Generated", "Request", "generate", "set_scheduler"]
+__all__ = [
+    "SCHEDULERS", "Generated", "Request", "generate", "require_drawable", "scheduler_like", "set_scheduler",
+]  # fmt: skip
 
 SCHEDULERS: dict[str, tuple[str, dict[str, Any]]] = {
     "ddim": ("DDIMScheduler", {}),
@@ -93,17 +95,7 @@ def generate(pipe: Any, request: Request, on_step: Callable[[int], None] | None 
     """Run the pipeline; `on_step(n)` is called after the n-th step. The noise is drawn on the CPU: a seed gives the
     same picture on every device.
     """
-    most = pipe.scheduler.config.num_train_timesteps
-    # At exactly as many steps as were trained, a schedule with an offset runs past the end of its table.
-    if request.steps >= most:
-        raise Unsupported("generate", f"{request.steps} steps: this model takes fewer than {most}")
-    # A consistency model's schedule is made of those of the model that it was distilled from.
-    distilled = pipe.scheduler.config.get("original_inference_steps")
-    if distilled is not None and request.steps > distilled:
-        raise Unsupported(
-            "generate", f"{request.steps} steps: {type(pipe.scheduler).__name__} takes {distilled} at most"
-        )
-    _require_memory(pipe, request)
+    require_drawable(pipe, request)
     generators = [torch.Generator("cpu").manual_seed(request.seed + i) for i in range(request.batch)]
 
     def after_step(_pipe: Any, step: int, _timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
@@ -127,6 +119,21 @@ def generate(pipe: Any, request: Request, on_step: Callable[[int], None] | None 
     return Generated(images, time.perf_counter() - started)
 
 
+def require_drawable(pipe: Any, request: Request) -> None:
+    """Raises Unsupported for more steps than the pipeline's scheduler takes, TooLargeBatch for what cannot fit."""
+    most = pipe.scheduler.config.num_train_timesteps
+    # At exactly as many steps as were trained, a schedule with an offset runs past the end of its table.
+    if request.steps >= most:
+        raise Unsupported("generate", f"{request.steps} steps: this model takes fewer than {most}")
+    # A consistency model's schedule is made of those of the model that it was distilled from.
+    distilled = pipe.scheduler.config.get("original_inference_steps")
+    if distilled is not None and request.steps > distilled:
+        raise Unsupported(
+            "generate", f"{request.steps} steps: {type(pipe.scheduler).__name__} takes {distilled} at most"
+        )
+    _require_memory(pipe, request)
+
+
 def _require_memory(pipe: Any, request: Request) -> None:
     part = getattr(pipe, "unet", None) or getattr(pipe, "transformer", None)
     side = getattr(getattr(part, "config", None), "sample_size", None)
@@ -137,6 +144,13 @@ def _require_memory(pipe: Any, request: Request) -> None:
 
 def set_scheduler(pipe: Any, name: str) -> None:
     """Give the pipeline another scheduler with the noise schedule of its own."""
+    pipe.scheduler = scheduler_like(pipe.scheduler, name)
+
+
+def scheduler_like(scheduler: Any, name: str | None = None) -> Any:
+    """Another scheduler with the same noise schedule, by its short name; one of the same kind where none is given."""
+    if name is None:
+        return type(scheduler).from_config(scheduler.config)
     require_one_of("scheduler", name, SCHEDULERS)
     class_name, options = SCHEDULERS[name]
-    pipe.scheduler = getattr(diffusers, class_name).from_config(pipe.scheduler.config, **options)
+    return getattr(diffusers, class_name).from_config(scheduler.config, **options)

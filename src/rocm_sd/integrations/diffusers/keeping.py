@@ -87,9 +87,9 @@ class Keeper:
         self.settle(pipe, now=False)
         return result
 
-    def report(self, pipe: Any) -> Report:
+    def report(self, pipe: Any, *, verbose: bool = False) -> Report:
         self.settle(pipe)
-        return report(pipe)
+        return report(pipe, verbose=verbose)
 
     def restore(self, pipe: Any) -> None:
         self._wish = None

@@ -35,6 +35,7 @@ from rocm_sd.errors import (
     Unsupported,
     first_line,
 )
+from rocm_sd.integrations.diffusers import hub
 from rocm_sd.models import ModelKind, ModelSource
 from rocm_sd.models.single_file import Component, checkpoint_weights
 
@@ -86,12 +87,14 @@ def load_pipeline(
     `kind` loads a folder or a hub id: as text to image, or with DiffusionPipeline as what the model itself names.
     """
     dtype = dtype or default_dtype(device)
+    asks_the_hub = source.kind is ModelKind.HUB or (source.kind is ModelKind.FILE and config is None)
+    unreachable = hub.why_unreachable() if asks_the_hub else None
     try:
-        pipe = _load(source, dtype, config, kind)
+        pipe = _load(source, dtype, config, kind, local=unreachable is not None)
     except OSError as error:
         if error.errno in FULL:
             raise NoDiskSpace(source.location) from error
-        raise _explained(source, error) from error
+        raise _explained(source, error, unreachable) from error
     # What Diffusers raises of a config that is not as it expects is as good as any.
     except (
         SafetensorError,
@@ -102,7 +105,7 @@ def load_pipeline(
         AttributeError,
         ArithmeticError,
     ) as error:
-        raise _explained(source, error) from error
+        raise _explained(source, error, unreachable) from error
     return pipe.to(device)
 
 
@@ -111,17 +114,21 @@ def hush() -> None:
     for host in (diffusers_logging, transformers_logging):
         host.set_verbosity_error()
         host.disable_progress_bar()
+    hub.hush_hub()
 
 
 def load_clip(model: str) -> tuple[Any, Any]:
     """CLIP and its processor from a folder with weights, or by a hub id."""
     from transformers import CLIPModel, CLIPProcessor  # noqa: PLC0415 -- slow to import, and seldom asked for
 
+    unreachable = None if Path(model).exists() else hub.why_unreachable()
+    local = {"local_files_only": True} if unreachable is not None else {}
     try:
-        return _ClipFeatures(CLIPModel.from_pretrained(model, use_safetensors=True)), CLIPProcessor.from_pretrained(
-            model
-        )
+        clip = CLIPModel.from_pretrained(model, use_safetensors=True, **local)
+        return _ClipFeatures(clip), CLIPProcessor.from_pretrained(model, **local)
     except (OSError, ValueError) as error:
+        if unreachable is not None:
+            raise _not_here(model, unreachable) from error
         raise ModelNotFound(
             f"{model} is no CLIP model ({first_line(error)}).",
             hint="Give the folder that holds its config and weights.",
@@ -148,12 +155,15 @@ class _ClipFeatures(nn.Module):
         return tensor
 
 
-def _load(source: ModelSource, dtype: torch.dtype, config: str | None, kind: Any) -> Any:
+def _load(source: ModelSource, dtype: torch.dtype, config: str | None, kind: Any, *, local: bool) -> Any:
+    """`local`: nothing is asked of the hub, and its cache alone is looked at."""
+    options: dict[str, Any] = {"local_files_only": True} if local or config is not None else {}
     if source.kind is ModelKind.FILE:
         # Without a folder Diffusers takes the configs of the nearest known model from the hub or its cache.
-        local = {} if config is None else {"config": config, "local_files_only": True}
-        return single_file_class(source.location).from_single_file(source.location, dtype=dtype, **local)
-    return kind.from_pretrained(source.location, dtype=dtype, use_safetensors=True)
+        options |= {} if config is None else {"config": config}
+        return single_file_class(source.location).from_single_file(source.location, dtype=dtype, **options)
+    options = options if source.kind is ModelKind.HUB else {}
+    return kind.from_pretrained(source.location, dtype=dtype, use_safetensors=True, **options)
 
 
 # The first that is found: a transformer lies where a UNet would. SDXL carries a second text encoder, which SD 1.5 and
@@ -219,13 +229,22 @@ def is_no_address(location: object) -> bool:
     return text.startswith((".", "/", "~")) or Path(text).is_absolute() or text.count("/") != 1
 
 
-def _explained(source: ModelSource, error: Exception) -> Exception:
+def _not_here(model: str, unreachable: str) -> Exception:
+    return ModelNotFound(
+        f"{model} is not on this machine, and {hub.endpoint()} cannot be reached ({unreachable}).",
+        hint="Connect once, or give a local folder or a .safetensors file. emoji-sd is built in and needs no network.",
+    )
+
+
+def _explained(source: ModelSource, error: Exception, unreachable: str | None) -> Exception:
+    if source.kind is ModelKind.HUB and unreachable is not None:
+        return _not_here(source.location, unreachable)
     if source.kind is ModelKind.HUB:
         return ModelNotFound(
             f"{source.location} could not be loaded from the hub ({first_line(error)}).",
             hint="Check the name and the connection, or give a local folder.",
         )
-    if isinstance(error, LocalEntryNotFoundError):
+    if isinstance(error, LocalEntryNotFoundError) or (unreachable is not None and isinstance(error, OSError)):
         return ModelNotFound(
             f"{source.location} has no configs inside, and the hub that has them cannot be reached.",
             hint="Connect once, or give --config FOLDER: the Diffusers folder of a model of the same architecture.",

@@ -124,9 +124,9 @@ class _Optimized:
         with self._keeper.undisturbed():
             stock.enable_sequential_cpu_offload(*arguments, **named)
 
-    def report(self) -> Report:
+    def report(self, *, verbose: bool = False) -> Report:
         """What was replaced, what was skipped, and why; the same as `rocm_sd.report(pipe)`."""
-        return self._keeper.report(self)
+        return self._keeper.report(self, verbose=verbose)
 
     def restore(self) -> Any:
         """Bring back the stock pipeline, which it stays until `rocm_sd.optimize(pipe)`."""

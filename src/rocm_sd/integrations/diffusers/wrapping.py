@@ -10,7 +10,7 @@ from diffusers import DiffusionPipeline
 from rocm_sd.errors import Unsupported
 from rocm_sd.integrations.diffusers.keeping import Keeper
 from rocm_sd.integrations.diffusers.loading import default_device, load_pipeline
-from rocm_sd.models import resolve
+from rocm_sd.models import EMBEDDED, resolve
 
 if TYPE_CHECKING:
     import torch
@@ -23,9 +23,11 @@ _OWN = ("_pipeline", "_keeper")
 
 
 class ROCmOptimizedPipeline:
-    """`ROCmOptimizedPipeline(pipe)` or `ROCmOptimizedPipeline("folder, file.safetensors or hub id")`.
+    """`ROCmOptimizedPipeline(pipe)` or `ROCmOptimizedPipeline("folder, file.safetensors or hub id")`; without either it
+    is the built-in emoji-sd.
 
-    optimization_level: auto, performance or memory; quality: exact, high or balanced; as `rocm_sd.optimize` has them.
+    optimization_level: auto, performance or memory, in any case; quality: exact, high or balanced; both are those of
+    `rocm_sd.optimize`.
     device, dtype: of a model that is loaded the GPU that torch sees, else the CPU, and float16 on a GPU; a pipeline
     that is given stays as it is unless they are named.
 
@@ -38,14 +40,14 @@ class ROCmOptimizedPipeline:
 
     def __init__(
         self,
-        pipeline: Any,
+        pipeline: Any = EMBEDDED,
         optimization_level: str = "auto",
         quality: str = "exact",
         *,
         device: str | torch.device | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        object.__setattr__(self, "_keeper", Keeper(optimization_level, quality))
+        object.__setattr__(self, "_keeper", Keeper(optimization_level.lower(), quality))
         if isinstance(pipeline, (str, Path)):
             there = default_device(None if device is None else str(device))
             pipeline = load_pipeline(resolve(pipeline), there, dtype, kind=DiffusionPipeline)
@@ -77,9 +79,9 @@ class ROCmOptimizedPipeline:
         self._keeper.moved(self._pipeline, lambda: self._pipeline.to(*arguments, **named))
         return self
 
-    def report(self) -> Report:
+    def report(self, *, verbose: bool = False) -> Report:
         """What was replaced, what was skipped, and why; the same as `rocm_sd.report(pipe)`."""
-        return self._keeper.report(self._pipeline)
+        return self._keeper.report(self._pipeline, verbose=verbose)
 
     def restore(self) -> Any:
         """The stock pipeline, as it was found."""

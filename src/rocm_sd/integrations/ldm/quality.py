@@ -103,9 +103,10 @@ def _of_engine(setting: Any) -> HostSetting:
     """The one place that reads the engine's settings."""
     skipping = setting.approximation.skipping
     notes = list(_not_done(skipping))
-    others = [name for name in ("merged", "eight_bits", "small_decoder") if getattr(setting.approximation, name, None)]
-    notes += [f"{name.replace('_', ' ')} of the setting is not done here" for name in others]
-    return HostSetting(setting.from_steps, _layers(skipping), setting.why, tuple(notes))
+    others = setting.approximation.to_dict().keys() - {"skipping"}
+    notes += [f"{name.replace('_', ' ')} of the setting is not done here" for name in sorted(others)]
+    why = f"its own schedule of whole steps is not done here; {setting.why}" if skipping.whole else setting.why
+    return HostSetting(setting.from_steps, _layers(skipping), why, tuple(notes))
 
 
 def _layers(skipping: Skipping) -> Skipping:
