@@ -15,7 +15,7 @@ from rocm_sd.bench import runner, turns
 from rocm_sd.bench.engines import Engine, engines, stock
 from rocm_sd.bench.gate import WRONG, PictureGate
 from rocm_sd.bench.machine import PeakMemory
-from rocm_sd.bench.records import Measurement, Record, _keep_older, record_file
+from rocm_sd.bench.records import Measurement, Record, keep_older, record_file
 from rocm_sd.bench.runner import run
 from rocm_sd.bench.sensors import Readings
 
@@ -343,7 +343,7 @@ def test_an_older_record_is_renamed_after_its_time(tmp_path):
     file = tmp_path / "x.json"
     for text in ("{}", "{}"):
         file.write_text(text)
-        _keep_older(file)
+        keep_older(file, Record.load)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["x-unreadable-2.json", "x-unreadable.json"]
 
 

@@ -9,6 +9,7 @@ import types
 import pytest
 import torch
 
+from pipelines import tiny_pipeline
 from rocm_sd.bench import engines as subject
 from rocm_sd.bench.engines import ENTRY_POINTS, Engine, chosen, default_names, engines, stock
 from rocm_sd.bench.workloads import make
@@ -48,7 +49,16 @@ def work():
 
 def test_the_engines_of_the_documents_are_built_in():
     ours = ["rocm-sd", "rocm-sd-high", "rocm-sd-balanced"]
-    expected = ["stock", "channels_last", "compile", "compile_max", *ours, "xformers", "onnxruntime"]
+    expected = [
+        "stock",
+        "channels_last",
+        "compile",
+        "compile_max",
+        *ours,
+        "xformers",
+        "onnxruntime",
+        "onnxruntime_fused",
+    ]
     assert [engine.name for engine in subject.BUILT_IN] == expected
     # What approximates says so, and claims the budget of its name; all others are held to exactness.
     lossy = {engine.name: engine.lossy.quality for engine in subject.BUILT_IN if engine.lossy}
@@ -88,13 +98,27 @@ def test_an_engine_that_cannot_run_here_says_what_to_install(monkeypatch):
     assert "pip install xformers" in str(refused.value)
     with pytest.raises(Unsupported) as refused:
         chosen(["onnxruntime"], CPU)
-    assert "pip install 'optimum[onnxruntime]'" in str(refused.value)
+    assert "onnx, onnxruntime, onnxscript not installed: pip install 'rocm-sd[onnx]'" in str(refused.value)
 
 
-def test_onnxruntime_needs_text_encoders(work):
-    with pytest.raises(Unsupported) as refused:
-        engines()["onnxruntime"].prepare(work.pipeline())
-    assert "without text encoders" in str(refused.value)
+@pytest.mark.parametrize("name", ["onnxruntime", "onnxruntime_fused"])
+def test_onnxruntime_draws_what_stock_draws(tmp_path, name):
+    pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    pipe, stock = tiny_pipeline(tmp_path), tiny_pipeline(tmp_path)
+    # As the workloads with random weights are: the exporter takes what is there.
+    pipe.register_modules(text_encoder=None, tokenizer=None)
+    given = {name: torch.randn(1, 16, 32) for name in ("prompt_embeds", "negative_prompt_embeds")}
+    prepared = engines()[name].prepare(pipe)
+    assert prepared.provider.name == "cpu"
+    drawn = [
+        each(
+            **given, num_inference_steps=2, height=16, width=16, output_type="pt",
+            generator=torch.Generator().manual_seed(0),
+        ).images
+        for each in (prepared, stock)
+    ]  # fmt: skip
+    torch.testing.assert_close(*drawn, rtol=1e-4, atol=1e-4)
 
 
 def test_an_engine_leaves_the_others_pipelines_alone(work):

@@ -47,7 +47,7 @@ def test_percent_is_ours_over_theirs_in_steps_a_second():
     assert ait.percent == pytest.approx(100 * 50 / 65.7)
     assert ait.target == 80
     assert ait.reached is False
-    tensorrt = next(k for k in found if k.baseline.engine == "TensorRT")
+    tensorrt = next(k for k in kpis.kpis(record("sm_90", ms=1000.0)) if k.baseline.engine == "TensorRT")
     assert tensorrt.percent == pytest.approx(100 * 50 / (50 / 0.818))
     assert tensorrt.target is None
     assert tensorrt.reached is None
@@ -67,10 +67,34 @@ def test_other_models_sizes_and_batches_are_not_compared():
     assert kpis.kpis(record(side=768)) == ()
     assert kpis.kpis(record(model="sd15, tiny")) == ()
     assert kpis.kpis(replace(record(), kind="op")) == ()
-    eight = kpis.kpis(record(batch=8, ms=12_500.0))
+    eight = kpis.kpis(record("gfx90a", batch=8, ms=12_500.0))
     assert {k.baseline.hardware for k in eight} == {"MI250X, one of two dies"}
     onnx = next(k for k in eight if k.baseline.engine == "ONNX Runtime")
     assert onnx.percent == pytest.approx(100.0)
+
+
+@pytest.mark.parametrize("name", ["sm_90", "gfx942", "gfx1100", "gfx1151", "sm_89"])
+def test_a_card_is_compared_with_its_own_class_alone(name):
+    found = kpis.kpis(record(name))
+    assert found
+    assert {arch.get(k.baseline.arch).datacenter for k in found} == {arch.get(name).datacenter}
+    radeons = [k.baseline.hardware for k in found if k.baseline.hardware.startswith(("RX", "RTX"))]
+    assert bool(radeons) == (name not in {"sm_90", "gfx942"})
+
+
+def test_a_card_of_no_known_class_is_compared_with_none():
+    assert kpis.kpis(record("gfx9999")) == ()
+    assert kpis.kpis(record("cpu")) == ()
+
+
+def test_every_target_names_cards_of_the_class_that_it_is_for():
+    by_family = {known.family: known.name for known in arch.ARCHS.values()}
+    for target in kpis.targets():
+        theirs = {figure.arch for figure in kpis.baselines() if figure.hardware in target.hardware}
+        ours = {by_family[family] for family in target.families if family in by_family}
+        assert theirs
+        assert ours
+        assert all(kpis.same_class(one, other) for one in ours for other in theirs)
 
 
 def test_throughput_is_compared_only_for_as_many_steps():
@@ -82,14 +106,15 @@ def test_throughput_is_compared_only_for_as_many_steps():
 
 
 def test_what_differs_is_named():
-    found = kpis.kpis(record(dtype="bfloat16", steps=20))
+    found = kpis.kpis(record("sm_90", dtype="bfloat16", steps=20))
     fal = next(k for k in found if k.baseline.engine == "TensorRT")
     words = "; ".join(fal.differences)
     assert "50 steps there, 20 here" in words
     assert "float16 there, bfloat16 here" in words
     assert "TensorRT 9.0, graphs, static shapes of 2024 there, rocm-sd 0.1.0 of 2026 here" in words
     assert "random weights here" in words
-    loop = next(k for k in found if k.baseline.engine == "AITemplate" and k.baseline.hardware == "RTX 4090")
+    desktop = kpis.kpis(record(dtype="bfloat16", steps=20))
+    loop = next(k for k in desktop if k.baseline.engine == "AITemplate" and k.baseline.hardware == "RTX 4090")
     assert "the denoising loop alone there" in "; ".join(loop.differences)
     assert all(k.differences for k in found)
     named = replace(record().measurements[0], version="rocm-sd 0.1.0")

@@ -59,6 +59,7 @@ def survey(work, tmp_path, *approximations, subject=PROMPTS, **options) -> Surve
         (Approximation(Skipping(guided_every=3, guidance_end=0.5)), "g3 no g after 50%"),
         (Approximation(merged=0.5, eight_bits="int8", small_decoder=True), "merged 50% int8 small decoder"),
         (Approximation(Skipping(first_block=0.1)), "first block 0.1"),
+        (Approximation(Skipping(3, whole=(0, 0.2, 0.5), order=1, guided_every=2)), "3 whole eg d3"),
         (Approximation(), "exact"),
     ],
 )
@@ -74,15 +75,16 @@ def test_choices_are_spread_named_first_and_each_once(work):
     assert len(given) == 5
     assert given[0] == everything[0]
     assert given[-1] == everything[-1]
-    assert [choice.name for choice in found[-4:]] == ["merged 50%", "int8", "fp8", "small decoder"]
+    further = ["merged 50%", "int8", "fp8", "decoder int8", "small decoder"]
+    assert [choice.name for choice in found[-5:]] == further
     # A quality that is one of them stands there once, with what it claims.
     remember(pipe.unet, "balanced", 20, everything[0], "for the test", {})
     again = choices(pipe, 20, 5)
     assert (again[0].name, again[0].quality, again[0].approximation) == ("balanced", "balanced", everything[0])
     assert len({choice.approximation for choice in again}) == len(again) == len(found)
     assert len({choice.name for choice in again}) == len(again)
-    assert len(choices(pipe, 20, 1000)) == len(everything) + 4
-    assert [choice.name for choice in choices(pipe, 1, 5)] == [choice.name for choice in found[-4:]]
+    assert len(choices(pipe, 20, 1000)) == len(everything) + 5
+    assert [choice.name for choice in choices(pipe, 1, 5)] == further
 
 
 def test_a_survey_times_and_scores_each_setting(work, tmp_path):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import contributions_page
-from rocm_sd.bench import gate, lossy, submission
+from rocm_sd.bench import gate, lossy, publishing, submission
 from rocm_sd.bench.records import Comparison, Machine, Measurement, Record, UnreadableRecord, WorkloadFacts
 from rocm_sd.bench.verdict import EXACT, Quality
 
@@ -69,8 +69,8 @@ def test_paths_are_cut_down_to_their_last_part(tmp_path):
 
 
 def test_names_of_people_and_hosts_keep_a_record_back(tmp_path, monkeypatch):
-    monkeypatch.setattr(submission.getpass, "getuser", lambda: "annabel")
-    monkeypatch.setattr(submission.socket, "gethostname", lambda: "bench-box.example.org")
+    monkeypatch.setattr(publishing.getpass, "getuser", lambda: "annabel")
+    monkeypatch.setattr(publishing.socket, "gethostname", lambda: "bench-box.example.org")
     for note, where in (
         ("write to ann@example.org", "notes[0] has an e-mail address"),
         ("ran by annabel", "notes[0] has the user's name"),
@@ -85,7 +85,7 @@ def test_names_of_people_and_hosts_keep_a_record_back(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
     # A name that is part of another word, or nobody's, is no name.
     submission.write(record(notes=("annabelle's law",)), tmp_path)
-    monkeypatch.setattr(submission.getpass, "getuser", lambda: "amd")
+    monkeypatch.setattr(publishing.getpass, "getuser", lambda: "amd")
     submission.write(record(notes=("an amd card",)), tmp_path)
 
 
@@ -105,7 +105,7 @@ def signed(path: Path, change) -> Path:
     file = submission.write(record(), path)
     values = json.loads(file.read_text())
     change(values)
-    values["sha256"] = submission._hash(values)
+    values["sha256"] = publishing.digest(values)
     file.write_text(json.dumps(values))
     return file
 
@@ -207,17 +207,24 @@ def test_the_gate_is_that_of_the_benchmark():
     assert submission.LOSSY_GATE == lossy.TIMES
 
 
+EMPTY_PAGE = "# Before\n<!-- contributions -->\n<!-- end of contributions -->\nafter\n"
+
+
 def test_the_page_lists_valid_contributions_and_names_the_others(tmp_path, capsys):
     (tmp_path / "docs").mkdir()
+    (tmp_path / contributions_page.PAGE).write_text(EMPTY_PAGE)
     assert contributions_page.main([], tmp_path) == 0
-    assert "There is no contribution yet" in (tmp_path / "docs/contributions.md").read_text()
+    page = (tmp_path / contributions_page.PAGE).read_text()
+    assert "There is no contribution yet" in page
+    assert page.startswith("# Before\n")
+    assert page.endswith("after\n")
     file = submission.write(record(), tmp_path / "contributions/gfx1100")
     assert contributions_page.main(["--check"], tmp_path) == 1
     assert "out of date" in capsys.readouterr().out
     assert contributions_page.main([], tmp_path) == 0
     assert contributions_page.main(["--check"], tmp_path) == 0
-    page = (tmp_path / "docs/contributions.md").read_text()
-    assert "## sd15-512" in page
+    page = (tmp_path / contributions_page.PAGE).read_text()
+    assert "### sd15-512" in page
     assert (
         "| AMD Radeon RX 7900 XTX (gfx1100) | stock | 1 | 4000 |  | exact | torch 2.11.0+rocm7 | 2026-11-15 |" in page
     )
@@ -228,7 +235,7 @@ def test_the_page_lists_valid_contributions_and_names_the_others(tmp_path, capsy
     file.rename(moved)
     assert contributions_page.main([], tmp_path) == 1
     assert "belongs into contributions/gfx1100/" in capsys.readouterr().out
-    assert "There is no contribution yet" in (tmp_path / "docs/contributions.md").read_text()
+    assert "There is no contribution yet" in (tmp_path / contributions_page.PAGE).read_text()
 
 
 def test_the_page_escapes_even_what_no_check_lets_through(tmp_path, monkeypatch):
@@ -241,7 +248,7 @@ def test_the_page_escapes_even_what_no_check_lets_through(tmp_path, monkeypatch)
     file.write_text("{}")
     monkeypatch.setattr(submission, "validate", lambda _path: ())
     monkeypatch.setattr(submission, "load", lambda _path: made)
-    page = contributions_page.page(tmp_path).removeprefix(contributions_page._HEAD)
+    page = contributions_page.listed(tmp_path).removeprefix(contributions_page._HEAD)
     assert not set("<>[]{}`'\"*") & set(page.replace("`contributions/gfx1100/x.json`", ""))
     # A reader sees what was written.
     shown = html.unescape(page)
@@ -279,8 +286,9 @@ def test_an_approximation_is_published_with_its_scores(tmp_path):
     assert submission.validate(file) == ()
     assert submission.load(file).measurements[1].quality == NEAR
     (tmp_path / "docs/assets").mkdir(parents=True)
+    (tmp_path / contributions_page.PAGE).write_text(EMPTY_PAGE)
     assert contributions_page.main([], tmp_path) == 0
-    page = html.unescape((tmp_path / "docs/contributions.md").read_text())
+    page = html.unescape((tmp_path / contributions_page.PAGE).read_text())
     assert "within high: PSNR 43.0 dB, SSIM 0.980, prompt match +0.0 (-1.0 to +1.0) points, 3 prompts" in page
 
 

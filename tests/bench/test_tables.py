@@ -46,6 +46,8 @@ def test_csv_has_every_column_of_the_issue():
     assert (ours["x stock"], ours["x stock low"], ours["x stock high"]) == ("2.000", "1.900", "2.100")
     assert ours["verdict"] == "faster"
     assert stock["x stock"] == ""
+    assert (stock["model"], stock["size"], stock["steps"]) == ("sd15", "512x512", "50")
+    assert (stock["load s"], stock["load again s"]) == ("", ""), "random weights are not loaded"
     assert wrong["left out"].startswith("wrong result")
 
 
@@ -107,6 +109,7 @@ def test_an_op_has_a_row_for_each_call():
     record = replace(RECORD, kind="op", op_cases=("conv2d a", "conv2d b"))
     row = tables.rows(record)[0]
     assert (row["batch"], row["images/s"]) == ("conv2d b", "")
+    assert (row["model"], row["size"], row["steps"]) == ("sd15", "", "")
     assert "conv2d b" in shown(record)
 
 

@@ -75,8 +75,15 @@ def test_a_real_run_writes_all_three_and_shows_the_table(tmp_path, capsys):
     assert record.command == "rocm-sd bench sd15-512 --steps 1 --repeats 4 --tiny"
     assert record.engines == ("stock", "rocm-sd")
     assert str(tmp_path) not in (tmp_path / "sd15-512-tiny.json").read_text()
-    for words in ("stock", "rocm-sd", "p90", "random weights", "wrote"):
+    for words in ("stock", "rocm-sd", "times stock", "memory", "error", "random weights", "wrote"):
         assert words in printed.out
+    # One table, one sentence, and what to type next.
+    assert printed.out.count("┏") == 1
+    *_, verdict, wrote, then = printed.out.splitlines()
+    assert verdict.startswith(f"sd15-512-tiny on {record.machine.device}: rocm-sd ")
+    assert verdict.endswith(", and is as exact.")
+    assert wrote == f"wrote {tmp_path / 'sd15-512-tiny.json'}, and the same as .csv and .md with every figure"
+    assert then == f"To see it as a page, type: rocm-sd report {tmp_path}"
 
 
 def test_a_real_ablation_is_run_from_the_command_line(tmp_path, capsys, monkeypatch):
@@ -104,6 +111,39 @@ def test_formats_leave_nothing_else_on_standard_output(no_timing, tmp_path, caps
         assert json.loads(shown)["kind"] == "engines"
 
 
+def test_verbose_shows_every_column_as_before(no_timing, tmp_path, capsys):
+    assert rocm_sd(*TINY, "--verbose", "--out", str(tmp_path)) == 0
+    shown = capsys.readouterr().out
+    for words in ("p90", "interval", "first-run", "by rocm-sd"):
+        assert words in shown
+    assert shown.count("┏") == 3
+
+
+def test_in_80_columns_nothing_is_wider_but_paths_and_no_colour_is_in_a_pipe(no_timing, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.chdir(tmp_path)
+    assert rocm_sd(*TINY) == 0
+    shown = capsys.readouterr().out
+    assert "\x1b" not in shown
+    assert max(map(len, shown.splitlines())) <= 80
+    # Its own folder needs no argument.
+    assert shown.endswith("To see it as a page, type: rocm-sd report\n")
+
+
+def test_bench_then_report_needs_no_argument_between_them(no_timing, measured, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    # As in a checkout, whose own records are not what was just measured.
+    (tmp_path / "benchmarks").mkdir()
+    (tmp_path / "benchmarks" / "old.json").write_text("{")
+    assert rocm_sd(*TINY) == 0
+    measured[1].save(tmp_path / "out" / "sd15-512-tiny.json")
+    with pytest.raises(SystemExit) as ended:
+        main.run(["report"])
+    assert not ended.value.code
+    assert "from out/sd15-512-tiny.json" in capsys.readouterr().out
+    assert "sd15-512-tiny" in (tmp_path / "report.html").read_text()
+
+
 def test_options_reach_the_run(no_timing, tmp_path):
     out = ("--out", str(tmp_path))
     assert rocm_sd(*TINY, "--batch", "1,8,1", "--engines", "stock, channels_last", "--cold", "--fresh", *out) == 0
@@ -111,7 +151,7 @@ def test_options_reach_the_run(no_timing, tmp_path):
     assert no_timing["engines"] == ["stock", "channels_last"]
     assert (no_timing["repeats"], no_timing["cold"], no_timing["resume"]) == (4, True, False)
     assert no_timing["out"] == tmp_path
-    assert no_timing["made"] == {"model": None, "steps": 1, "tiny": True}
+    assert no_timing["made"] == {"model": None, "steps": 1, "tiny": True, "time_loading": True}
     assert "--engines stock, channels_last" in no_timing["command"]
 
 
@@ -157,7 +197,10 @@ def test_a_wrong_engine_is_exit_code_7(no_timing, measured, tmp_path, capsys):
     assert rocm_sd(*TINY, "--out", str(tmp_path)) == 7
     printed = capsys.readouterr()
     assert "1 result(s) were wrong, and were not timed: rocm-sd: wrong result" in printed.err
-    assert "rocm-sd was skipped at batch 1: wrong result" in printed.out
+    assert "rocm-sd was skipped: wrong result" in printed.out
+    # No speed is claimed in the verdict.
+    assert ": rocm-sd was skipped: wrong result: the error of the latents is 0.5.\n" in printed.out
+    assert "times as fast" not in printed.out
 
 
 def slower(record: Record, times: float) -> Record:

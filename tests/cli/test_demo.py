@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 from PIL import Image
 
 from rocm_sd.cli import main
-from rocm_sd.cli.demo import _rows
+from rocm_sd.cli.demo import _rows, sentence
 
 
 def test_it_draws_each_quality_beside_stock(tmp_path, capsys):
@@ -23,8 +24,11 @@ def test_it_draws_each_quality_beside_stock(tmp_path, capsys):
     assert all(psnr is None or psnr > 60 for several in facts["psnr_db"].values() for psnr in several)
     with Image.open(tmp_path / "compare.png") as picture:
         assert picture.height > picture.width
-    text = capsys.readouterr().out
-    assert "nothing was measured for 1 steps" in " ".join(text.split())
+    text = " ".join(capsys.readouterr().out.split())
+    assert "high: nothing was measured for 1 steps" in text
+    assert "CPU: " in text
+    # It ends with the verdict.
+    assert re.search(r"8 prompts drawn on [^;]+; against stock, exact.*; exact draws [^;]+\.$", text)
     # No approximation is listed without its verdict.
     assert set(facts["pictures"]) == {"high", "balanced"}
     assert all(said == "within high: SSIM 1.000, 8 prompts" for said in facts["pictures"].values())
@@ -40,3 +44,26 @@ def test_a_ratio_inside_the_spread_is_said_to_be_none():
     assert exact[4] == "equal"
     assert high[3].startswith("2.00x")
     assert high[4:] == ("41.5 dB", "within high: ...")
+
+
+def test_the_verdict_is_one_sentence_on_speed_and_sameness():
+    inf = float("inf")
+    stock = [1.0, 1.1, 0.9, 1.0]
+    times = {
+        "stock": stock,
+        "exact": [1.0, 0.9, 1.1, 1.0],
+        "high": [s / 2 for s in stock],
+        "balanced": [s / 2 for s in stock],
+    }
+    near = {engine: [inf] * 4 for engine in times}
+    assert sentence(times, near, "A card") == (
+        "4 prompts drawn on A card; against stock, exact: no difference beyond the spread, "
+        "high and balanced: 2.00 times as fast; exact draws the same pictures as stock."
+    )
+    near["exact"] = [inf, 52.4, 60.0, inf]
+    assert sentence(times, near, "A card").endswith("; exact draws stock's pictures, to 52 dB or better.")
+    # What no rounding does is not called the same.
+    near["exact"] = [inf, 21.0, 60.0, inf]
+    assert "exact is 21 dB from stock, more than rounding should be" in sentence(times, near, "A card")
+    times["exact"] = [2 * s for s in stock]
+    assert "exact: 0.50 times as fast" in sentence(times, near, "A card")

@@ -50,8 +50,8 @@ def test_help_has_examples():
 def test_a_recorded_machine_is_reported_with_its_fix_and_ends_with_one():
     ended = run("--machine", SICK, "gfx_override", "torch_build")
     assert ended.exit_code == 1
-    assert "1 problem(s), 1 ok" in ended.output
-    assert ended.output.index("gfx_override") < ended.output.index("torch_build")
+    assert ended.stdout.startswith("1 problem: gfx_override.\n")
+    assert ended.output.index("gfx_override: ") < ended.output.index("torch_build: ")
     ended = run("--machine", str(MACHINES / "rx6700xt-no-override"), "torch_build")
     # A command must be copied whole, so it is not wrapped.
     assert 'https://stable.repo.amd.com/rocm/whl-next "torch[device-gfx1031]==2.13.0+rocm10.0.0"\n' in ended.output
@@ -60,8 +60,47 @@ def test_a_recorded_machine_is_reported_with_its_fix_and_ends_with_one():
 def test_no_problem_ends_with_zero_and_says_what_does_not_arise():
     ended = run("--machine", SICK, "two_tritons", "apu_memory")
     assert ended.exit_code == 0
-    assert "not here: apu_memory" in ended.output
-    assert "No GPU that shares" in run("--machine", SICK, "apu_memory").output
+    assert ended.stdout.startswith("No problem was found.\n")
+    assert "not here  apu_memory: No GPU that shares" in ended.output
+    alone = run("--machine", SICK, "apu_memory").stdout
+    assert alone.startswith("No problem was found, and no check could be made.\n")
+    assert "No GPU that shares" in alone
+
+
+def test_without_names_only_problems_are_in_full_and_the_rest_is_a_line_each(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    shown = run("--machine", SICK).output
+    assert max(map(len, shown.splitlines())) <= 80
+    words = " ".join(shown.split())
+    assert words.startswith("2 problems: gfx_override, kernels_present.")
+    assert "11 checks are fine: allocator_settings, aotriton_settings, bf16, " in words
+    assert "No setting of torch's allocator is given" not in words
+    assert "unset HSA_OVERRIDE_GFX_VERSION" in shown
+    # The reason is told once, though ten have it.
+    assert "sdpa_numerics, triton_works (its process was ended by SIGABRT)." in words
+    assert words.count("11 checks are unknown: ") == 1
+    assert "2 checks do not arise here: apu_memory, c_compiler." in words
+    assert words.endswith("To see every check in full, type: rocm-sd doctor --all")
+    # A recorded machine cannot be changed.
+    assert "--fix" not in words
+    assert "https://github.com" not in words
+    assert "\x1b" not in shown
+
+
+def test_all_shows_every_check_in_full(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    for option in ("--all", "--verbose"):
+        words = " ".join(run("--machine", SICK, option).output.split())
+        assert "ok allocator_settings: No setting of torch's allocator is given." in words
+        assert "unknown bf16_speed: It could not be run: neither dtype ran: its process was ended by SIGABRT." in words
+        assert "not here apu_memory: No GPU that shares" in words
+        assert "https://github.com/ROCm/rocBLAS/issues/1339" in words
+        assert "--all" not in words
+
+
+def test_what_is_safe_is_offered_where_it_can_be_applied(sick):
+    assert "To apply what is safe, type: rocm-sd doctor --fix" in run("gfx_override").output
+    assert "To apply what is safe" not in run("--fix", "gfx_override", input="n\n").output
 
 
 def test_json_has_everything():

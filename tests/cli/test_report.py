@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import re
 import webbrowser
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -55,10 +56,29 @@ def test_a_folder_is_searched_and_what_was_skipped_is_named(record, tmp_path, ca
     assert "Test Card" in (tmp_path / "r.html").read_text()
 
 
-def test_with_nothing_named_the_folder_benchmarks_is_read(record, tmp_path, monkeypatch, capsys):
+def test_with_nothing_named_the_newest_records_of_bench_are_read(record, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "out").mkdir()
+    made = Record.load(record)
+    # As bench leaves them: the older one is renamed after its time, and other verbs write there, too.
+    made.save(tmp_path / "out" / "emoji.json")
+    replace(made, when="2025-01-02", command="rocm-sd bench emoji --cold").save(tmp_path / "out" / "emoji-2025.json")
+    replace(made, workload=replace(made.workload, name="sd15-512")).save(tmp_path / "out" / "sd15-512.json")
+    (tmp_path / "out" / "timing.json").write_text("{}")
+    (tmp_path / "out" / "broken.json").write_text("{")
+    assert rocm_sd() == 0
+    printed = capsys.readouterr()
+    assert "from out/emoji.json, out/sd15-512.json\n" in printed.out
+    assert "skipped" not in printed.err
+    assert "--cold" not in (tmp_path / "report.html").read_text()
+
+
+def test_with_nothing_named_and_nothing_measured_the_folder_benchmarks_is_read(record, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert rocm_sd() == 1
-    assert "There is nothing to report on: no record was given." in capsys.readouterr().err
+    printed = capsys.readouterr().err
+    assert "There is nothing to report on: there is no record in out or benchmarks." in printed
+    assert "Type: rocm-sd bench emoji, then: rocm-sd report" in printed
     (tmp_path / "benchmarks").mkdir()
     assert rocm_sd() == 1
     assert not (tmp_path / "report.html").exists()

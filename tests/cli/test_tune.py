@@ -142,7 +142,9 @@ def test_with_no_argument_what_was_drawn_with_is_tuned(own_cache, capsys, monkey
         assert kind in shown
     assert "measured here on" in shown
     pipe = optimize(made.pipeline())
-    assert sum("measured here on" in note for note in report(pipe).notes) == 2
+    measured = [note for note in report(pipe).notes if "measured here on" in note]
+    # A plan that lays convolutions out anew is the reason of that note, too.
+    assert all(any(note.startswith(kind) for note in measured) for kind in ("UNet2DConditionModel", "Decoder"))
     assert rocm_sd("tune", "--list", "--json", "--device", "cpu") == 0
     plans = [row for row in json.loads(capsys.readouterr().out) if row["op"] == "plan"]
     assert {row["problem"]["model"].split()[0] for row in plans} == {"UNet2DConditionModel", "Decoder"}

@@ -9,13 +9,17 @@ import pytest
 import rocm_sd
 from pipelines import tiny_pipeline
 from rocm_sd.bench import quality_search
+from rocm_sd.bench.quality_methods import METHODS
 from rocm_sd.bench.quality_search import candidates
 from rocm_sd.cli import main
+from rocm_sd.engine.approximation import small_decoder
 
 
 @pytest.fixture
 def model(tmp_path, monkeypatch):
     monkeypatch.setenv("ROCM_SD_CACHE", str(tmp_path / "cache"))
+    # No network.
+    monkeypatch.setattr(small_decoder, "_NOT_ON_THE_HUB", set(small_decoder._FAMILIES.values()))
     tiny_pipeline(tmp_path).save_pretrained(tmp_path / "model")
     (tmp_path / "prompts.txt").write_text("a frog\n\na dog\na cat\n")
     return tmp_path / "model"
@@ -46,6 +50,9 @@ def test_a_setting_is_found_kept_and_used(model, capsys, monkeypatch):
     assert tune(model, "--within", "psnr=1", "--json") == 0
     facts = json.loads(capsys.readouterr().out)["psnr=1"]
     assert facts["approximation"]["skipping"]["every"] > 1
+    reasons = {json.dumps(method["method"]): method.get("why_not", "") for method in facts["methods"]}
+    assert len(reasons) == len(METHODS)
+    assert "hf download madebyollin/taesd" in reasons['{"small_decoder": true}']
     assert len(facts["psnr_db"]) == len(facts["ssim"]) == 3
     assert facts["match"] is None
     assert (model.parent / "out" / "quality-psnr=1.png").is_file()
@@ -61,15 +68,33 @@ def test_a_budget_that_nothing_meets_is_exact_and_said_so(model, capsys):
     assert tune(model, "--within", "psnr=500") == 0
     text = " ".join(capsys.readouterr().out.split())
     assert "is within it and faster, so that it is exact" in text
+    assert "small decoder: no part of the search: pictures are drawn by the VAE's own decoder" in text
     record = json.loads((model.parent / "cache" / "quality.json").read_text())
     assert record["settings"][0]["approximation"] == {}
     assert "nothing of" in record["settings"][0]["why"]
+    assert len(record["settings"][0]["evidence"]["methods"]) == len(METHODS)
 
 
 def test_one_that_is_not_faster_is_not_taken(model, capsys, monkeypatch):
     monkeypatch.setattr(quality_search.Searcher, "_speedup", lambda *_: (1.01, 0.97, 1.04))
     assert tune(model, "--within", "psnr=1") == 0
     assert "so that it is exact" in " ".join(capsys.readouterr().out.split())
+
+
+def test_interrupted_what_was_found_before_is_kept(model, monkeypatch):
+    monkeypatch.setattr(quality_search.Searcher, "_speedup", lambda *_: (1.5, 1.2, 1.8))
+    own, calls = quality_search.Searcher.search, []
+
+    def search(searcher, budget):
+        calls.append(budget)
+        if len(calls) > 1:
+            raise KeyboardInterrupt
+        return own(searcher, budget)
+
+    monkeypatch.setattr(quality_search.Searcher, "search", search)
+    assert tune(model, "--within", "all") == 130
+    record = json.loads((model.parent / "cache" / "quality.json").read_text())
+    assert [entry["quality"] for entry in record["settings"]] == ["high"]
 
 
 @pytest.mark.parametrize(

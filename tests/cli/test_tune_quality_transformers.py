@@ -16,7 +16,7 @@ from pipelines import CASES, call
 from rocm_sd.bench import quality_search
 from rocm_sd.bench.quality_search import approximated_model, candidates
 from rocm_sd.cli import main
-from rocm_sd.engine.approximation import known
+from rocm_sd.engine.approximation import known, small_decoder
 from tiny_models import TEXT
 
 # Of each pipeline: a transformer deep enough for every candidate, and the encoder that its tiny one goes without.
@@ -31,6 +31,8 @@ def name(request):
 @pytest.fixture
 def model(tmp_path, monkeypatch, name):
     monkeypatch.setenv("ROCM_SD_CACHE", str(tmp_path / "cache"))
+    # No network.
+    monkeypatch.setattr(small_decoder, "_NOT_ON_THE_HUB", set(small_decoder._FAMILIES.values()))
     # Thresholds that a model of random weights stays below.
     monkeypatch.setattr(quality_search, "_FIRST_BLOCK", (0.9, 2.0))
     # Flux's pipeline has a size of its own, whatever its model is like; tokens by the thousand take minutes here.
@@ -90,6 +92,9 @@ def test_a_setting_is_found_kept_and_used(model, name, capsys, monkeypatch):
     assert [what for what, _ in timed] == ["depth 1", "depth 3", "first block 0.9", "first block 2"]
     assert all(taken is not None and taken > 0 for _, taken in timed), "each has shallow steps"
     assert len(facts["psnr_db"]) == 2
+    merged = [method["why_not"] for method in facts["methods"] if "merged" in method["method"]]
+    assert len(merged) == 3
+    assert all("merges no tokens, because" in why for why in merged)
     pipe = DiffusionPipeline.from_pretrained(model)
     pipe.set_progress_bar_config(disable=True)
     rocm_sd.optimize(pipe, quality="psnr=1")

@@ -8,37 +8,25 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rocm_sd.parallel.layers import TEXT_TOKENS, UNETS
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["TINY_SIDE", "TOKENS", "picture_flops", "pooled_width", "random_pipeline", "unet_inputs"]
+__all__ = ["TINY_SIDE", "picture_flops", "pooled_width", "random_pipeline", "unet_inputs"]
 
 _NOISE = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear", "steps_offset": 1}
-_SD15 = {
-    "sample_size": 64,
-    "block_out_channels": (320, 640, 1280, 1280),
-    "down_block_types": ("CrossAttnDownBlock2D",) * 3 + ("DownBlock2D",),
-    "up_block_types": ("UpBlock2D",) + ("CrossAttnUpBlock2D",) * 3,
-    "cross_attention_dim": 768,
-    "attention_head_dim": 8,
-}
 _UNETS: dict[str, dict[str, Any]] = {
-    "sd15": _SD15,
-    "sd21": _SD15
-    | {
+    "sd15": {**UNETS["sd15"]},
+    "sd21": {
+        **UNETS["sd15"],
         "sample_size": 96,
         "cross_attention_dim": 1024,
         "attention_head_dim": (5, 10, 20, 20),
         "use_linear_projection": True,
     },
     "sdxl": {
-        "sample_size": 128,
-        "block_out_channels": (320, 640, 1280),
-        "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
-        "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
-        "cross_attention_dim": 2048,
-        "attention_head_dim": (5, 10, 20),
-        "transformer_layers_per_block": (1, 2, 10),
+        **UNETS["sdxl"],
         "use_linear_projection": True,
         "addition_embed_type": "text_time",
         "addition_time_embed_dim": 256,
@@ -57,7 +45,6 @@ _VAE: dict[str, Any] = {
 }
 _SCALING = {"sd15": 0.18215, "sd21": 0.18215, "sdxl": 0.13025}
 TINY_SIDE = 64
-TOKENS = 77  # of a prompt, as CLIP pads it
 _TINY_UNET: dict[str, dict[str, Any]] = {
     "sd15": {"block_out_channels": (32, 32, 64, 64), "attention_head_dim": 4, "cross_attention_dim": 32},
     "sd21": {"block_out_channels": (32, 32, 64, 64), "attention_head_dim": (2, 2, 4, 4), "cross_attention_dim": 32},
@@ -115,7 +102,7 @@ def unet_inputs(config: Any, batch: int, height: int, width: int, dtype: torch.d
     return {
         "sample": empty(batch, config.in_channels, height, width),
         "timestep": torch.empty(()),
-        "encoder_hidden_states": empty(batch, TOKENS, config.cross_attention_dim),
+        "encoder_hidden_states": empty(batch, TEXT_TOKENS, config.cross_attention_dim),
         "added_cond_kwargs": added,
     }
 

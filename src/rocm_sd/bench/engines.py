@@ -12,8 +12,8 @@ import importlib.metadata
 import tempfile
 from dataclasses import dataclass
 from functools import partial
-from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -97,35 +97,31 @@ def _xformers_why_not(device: torch.device) -> str | None:
     return "xformers needs a GPU" if device.type == "cpu" else None
 
 
-def _onnxruntime(pipe: Any) -> Any:
-    """Exported by Optimum, and run by the provider that fits the device."""
-    if getattr(pipe, "text_encoder", None) is None:
-        raise Unsupported(
-            "onnxruntime", "a pipeline without text encoders, which cannot be exported", hint="Give --model."
-        )
-    # By name: both are optional, and a type checker need not have them.
-    there = import_module("onnxruntime").get_available_providers()
-    exporter = import_module("optimum.onnxruntime").ORTDiffusionPipeline
-    wanted = ("MIGraphXExecutionProvider", "ROCMExecutionProvider", "CUDAExecutionProvider")
-    on_gpu = [name for name in wanted if name in there] if pipe.unet.device.type != "cpu" else []
-    with tempfile.TemporaryDirectory(prefix="rocm-sd-onnx-") as folder:
-        pipe.save_pretrained(folder)
-        exported = exporter.from_pretrained(folder, export=True, provider=(*on_gpu, "CPUExecutionProvider")[0])
+def _onnxruntime(pipe: Any, *, fused: bool = False) -> Any:
+    """Exported as it is, and run by the provider that fits the device; the numerics gate compares it with torch."""
+    # Diffusers is slow to import, and most runs need none of this.
+    from rocm_sd.onnx.exporting import export_pipeline  # noqa: PLC0415
+    from rocm_sd.onnx.optimizing import optimize_folder  # noqa: PLC0415
+    from rocm_sd.onnx.pipeline import ROCmOnnxPipeline  # noqa: PLC0415
+
+    provider = "cpu" if pipe.unet.device.type == "cpu" else "auto"
+    with tempfile.TemporaryDirectory(prefix="rocm-sd-onnx-") as place:
+        folder = Path(place) / "plain"
+        export_pipeline(pipe, folder, source="bench", check=False)
+        if fused:
+            plain, folder = folder, Path(place) / "fused"
+            optimize_folder(plain, folder, provider=provider)
+        # Of torch nothing more is needed, and a card has its memory to itself again.
+        for part in (pipe.unet, pipe.vae):
+            part.to("meta")
+        exported = ROCmOnnxPipeline.from_pretrained(folder, provider)
     exported.set_progress_bar_config(disable=True)
     return exported
 
 
 def _onnxruntime_why_not(_device: torch.device) -> str | None:
-    missing = [name for name in ("onnxruntime", "optimum.onnxruntime") if not _is_there(name)]
-    return f"{' and '.join(missing)} not installed: pip install 'optimum[onnxruntime]'" if missing else None
-
-
-def _is_there(module: str) -> bool:
-    try:
-        return find_spec(module) is not None
-    except ModuleNotFoundError:
-        # A part of a package that is not there itself.
-        return False
+    missing = [name for name in ("onnx", "onnxruntime", "onnxscript") if find_spec(name) is None]
+    return f"{', '.join(missing)} not installed: pip install 'rocm-sd[onnx]'" if missing else None
 
 
 def _version_of(package: str) -> Callable[[], str]:
@@ -146,6 +142,13 @@ BUILT_IN: tuple[Engine, ...] = (
     ),
     Engine("xformers", "xformers", _xformers, _xformers_why_not, _version_of("xformers")),
     Engine("onnxruntime", "onnxruntime", _onnxruntime, _onnxruntime_why_not, _version_of("onnxruntime")),
+    Engine(
+        "onnxruntime_fused",
+        "onnxruntime",
+        partial(_onnxruntime, fused=True),
+        _onnxruntime_why_not,
+        _version_of("onnxruntime"),
+    ),
 )
 
 

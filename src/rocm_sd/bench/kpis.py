@@ -1,7 +1,8 @@
 """How a record compares with published figures: percent of the speed, and whether the project's target is reached.
 
 80% of an RTX 4090 on RDNA3, 90% of an H100 on CDNA3, 70% of an RTX 3090 on older RDNA. A figure counts where the model
-and the size of the picture are the same. Whatever else differs (steps, engine, dtype, year) is named with the result.
+and the size of the picture are the same, and the cards are of one class: those of data centres are never held against
+those of desktops. Whatever else differs (steps, engine, dtype, year) is named with the result.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
 
 
-__all__ = ["Baseline", "Kpi", "Target", "baselines", "kpis", "table", "target_for", "targets"]
+__all__ = ["Baseline", "Kpi", "Target", "baselines", "kpis", "same_class", "table", "target_for", "targets"]
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,9 @@ def target_for(architecture: str) -> Target | None:
 
 
 def kpis(record: Record, engine: str = OURS) -> tuple[Kpi, ...]:
-    """Every published figure that fits, at every batch size of the record; nothing for a record of single ops."""
+    """Every published figure that fits, of a card of the same class, at every batch size of the record; nothing for a
+    record of single ops.
+    """
     facts = record.workload
     if record.kind == "op":
         return ()
@@ -121,12 +124,20 @@ def kpis(record: Record, engine: str = OURS) -> tuple[Kpi, ...]:
         for baseline in baselines():
             if (baseline.model, baseline.height, baseline.width) != (facts.model, facts.height, facts.width):
                 continue
+            if not same_class(record.machine.arch, baseline.arch):
+                continue
             rates = _rates(measured, baseline, facts)
             if rates is not None:
                 percent = target.percent if target and baseline.hardware in target.hardware else None
                 differences = tuple(_differences(record, measured, baseline))
                 found.append(Kpi(engine, measured.batch, baseline, *rates, percent, differences))
     return _with_hardest(found)
+
+
+def same_class(one: str, other: str) -> bool:
+    """Both cards of data centres, or neither; an architecture that is not known has no class."""
+    classes = {arch.get(name).datacenter for name in (one, other)}
+    return None not in classes and len(classes) == 1
 
 
 def _rates(measured: Measurement, baseline: Baseline, facts: WorkloadFacts) -> tuple[float, float, str] | None:

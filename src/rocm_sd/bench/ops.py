@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from rocm_sd.ops.samples import Sample
     from rocm_sd.tuning import Choice
 
-__all__ = ["ALL", "is_op", "run", "selected"]
+__all__ = ["ALL", "errors", "floor_ms", "is_op", "prepared", "run", "selected"]
 
 ALL = "ops"
 
@@ -143,8 +143,8 @@ def _measured(
 
     made = partial(_measurement, op, number, choice)
     try:
-        error, stock_error = _errors(op, sample, arguments, ours)
-        calls = {STOCK: _prepared(_stock(op, arguments), device), OURS: _prepared(ours, device)}
+        error, stock_error = errors(op, sample, arguments, ours)
+        calls = {STOCK: prepared(_stock(op, arguments), device), OURS: prepared(ours, device)}
         interleaved(calls, stopwatch, repeats=2)
         times = interleaved(calls, stopwatch, repeats=repeats)
     except NumericsFailure as failure:
@@ -153,7 +153,7 @@ def _measured(
     except Exception as failure:  # noqa: BLE001 -- one call that cannot run: the others go on
         why = failure_line(failure)
         return made(STOCK, left_out=why), made(OURS, left_out=why)
-    both = {"stock_error": stock_error, "floor_ms": _floor_ms(op, sample, arguments, device)}
+    both = {"stock_error": stock_error, "floor_ms": floor_ms(op, sample, arguments, device)}
     return made(STOCK, times[STOCK], error=stock_error, **both), made(OURS, times[OURS], error=error, **both)
 
 
@@ -166,7 +166,7 @@ def _measurement(
     return Measurement(engine, version, provider, number, tuple(ms), 1, **figures)
 
 
-def _errors(op: Op, sample: Sample, arguments: Sequence[Any], ours: Callable[[], Any]) -> tuple[float, float]:
+def errors(op: Op, sample: Sample, arguments: Sequence[Any], ours: Callable[[], Any]) -> tuple[float, float]:
     """Largest errors against float64, ours and stock's, relative to the largest value. Raises where ours is wrong."""
     assert op.verification is not None
     exact = outputs(op.verification.reference(*in_float64(tuple(arguments))))
@@ -179,14 +179,14 @@ def _errors(op: Op, sample: Sample, arguments: Sequence[Any], ours: Callable[[],
     return max(found)
 
 
-def _prepared(call: Callable[[], Any], device: torch.device) -> Callable[[], Any]:
+def prepared(call: Callable[[], Any], device: torch.device) -> Callable[[], Any]:
     if device.type == "cpu":
         call()
         return call
     return as_graph(call, device)[0]
 
 
-def _floor_ms(op: Op, sample: Sample, arguments: Sequence[Any], device: torch.device) -> float | None:
+def floor_ms(op: Op, sample: Sample, arguments: Sequence[Any], device: torch.device) -> float | None:
     if op.tuning is None:
         return None
     work = op.tuning.work(*arguments)

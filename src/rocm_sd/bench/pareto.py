@@ -57,6 +57,7 @@ _FURTHER = (
     Approximation(merged=0.5),
     Approximation(eight_bits="int8"),
     Approximation(eight_bits="fp8"),
+    Approximation(eight_bit_decoder="int8"),
     Approximation(small_decoder=True),
 )
 _SAVE_EVERY_S = 5.0
@@ -75,11 +76,14 @@ class Choice:
 
 def short(approximation: Approximation) -> str:
     """A few characters for a label: "1/4 eg d3" computes one step of 4 whole, extrapolates, has guidance as often, and
-    depth 3; g2 is guidance in every second step.
+    depth 3; g2 is guidance in every second step, "5 whole" has a schedule of its own with so many whole steps.
     """
     steps = approximation.skipping
     said = [f"first block {steps.first_block:g}" if steps.first_block else ""]
-    if steps.caches and steps.every > 1:
+    if steps.whole:
+        said += [f"{len(steps.whole)} whole", ("e" if steps.order else "") + ("g" if steps.guided_every > 1 else "")]
+        said.append(f"d{steps.depth}" if steps.depth != 1 else "")
+    elif steps.caches and steps.every > 1:
         guided = {1: "", steps.every: "g"}.get(steps.guided_every, f"g{steps.guided_every}")
         said += [f"1/{steps.every}", ("e" if steps.order else "") + guided]
         said.append(f"d{steps.depth}" if steps.depth != 1 else "")
@@ -87,6 +91,7 @@ def short(approximation: Approximation) -> str:
         said.append(f"g{steps.guided_every}")
     said += [f"no g after {steps.guidance_end:.0%}" if steps.guidance_end < 1 else ""]
     said += [f"merged {approximation.merged:.0%}" if approximation.merged else "", approximation.eight_bits or ""]
+    said.append(f"decoder {approximation.eight_bit_decoder}" if approximation.eight_bit_decoder else "")
     said.append("small decoder" if approximation.small_decoder else "")
     return " ".join(filter(None, said)) or EXACT
 
@@ -279,7 +284,9 @@ class Survey:
             return replace(measurement, notes=(lossy.NO_DEFINITION,))
         # Enough for two rounds of whole steps, guidance and what lies between them.
         span = max(approximation.skipping.every, approximation.skipping.guided_every)
-        gate = PictureGate(self.workload, 1, defined=defined, steps=2 * span + 2, seeds=(0,), times=lossy.TIMES)
+        # A schedule of its own is that of all steps.
+        steps = self.workload.facts.steps if approximation.skipping.whole else 2 * span + 2
+        gate = PictureGate(self.workload, 1, defined=defined, steps=steps, seeds=(0,), times=lossy.TIMES)
         found = gate.check(pipe)
         error = found.error if math.isfinite(found.error) else None
         return replace(measurement, error=error, stock_error=gate.stock_error, left_out=found.wrong)

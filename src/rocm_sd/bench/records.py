@@ -10,34 +10,31 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timezone
 from functools import partial
 from statistics import fmean, median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rocm_sd.bench.verdict import EQUAL_DB, EXACT, Quality
 from rocm_sd.comparison import Comparison
 from rocm_sd.errors import RocmSdError
-from rocm_sd.files import write_text
+from rocm_sd.files import alone, write_text
 from rocm_sd.plain_json import read_json
 from rocm_sd.typed_json import Misfit, Rules, read
 
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
-
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from pathlib import Path
 
 __all__ = [
-    "COMPILE", "FORMAT", "INTERVALS", "OURS", "RULES", "STOCK", "Comparison", "Machine", "Measurement", "Record",
-    "RecordInUse", "UnreadableRecord", "WorkloadFacts", "continued", "now", "record_file",
+    "COMPILE", "FORMAT", "INTERVALS", "NOT_LOADED", "OURS", "RULES", "STOCK", "Comparison", "LoadTimes", "Machine",
+    "Measurement", "Record", "RecordInUse", "UnreadableRecord", "WorkloadFacts", "continued", "keep_older", "now",
+    "read_record", "record_file",
 ]  # fmt: skip
+
+Kind = TypeVar("Kind")
 
 log = logging.getLogger("rocm_sd")
 FORMAT = "rocm-sd-bench/1"
@@ -69,6 +66,7 @@ RULES: Rules = {
     "Measurement.steps": _COUNT,
     "Measurement.ms": {"items": {"type": "number", **_POSITIVE}},
     **{f"Measurement.{name}": _NOT_NEGATIVE for name in _NEVER_NEGATIVE},
+    **{f"LoadTimes.{name}": _NOT_NEGATIVE for name in ("cold_s", "warm_s")},
     "Measurement.temperature_c": {"minimum": -273.15, "maximum": _MOST},
     "Quality.psnr_db": {"items": {"type": "number", "minimum": 0, "maximum": EQUAL_DB}},
     "Quality.ssim": {"items": {"type": "number", "minimum": -1, "maximum": 1}},
@@ -126,6 +124,27 @@ class WorkloadFacts:
     guidance: float
     dtype: str
     flops: float | None = None
+
+
+@dataclass(frozen=True)
+class LoadTimes:
+    """Seconds from the files of a model to a pipeline on the device: at first, and once more. None of random weights.
+
+    `from_disk`: at first its files were seen to be out of the system's page cache.
+    """
+
+    cold_s: float | None = None
+    warm_s: float | None = None
+    from_disk: bool = False
+
+    def __str__(self) -> str:
+        if self.cold_s is None or self.warm_s is None:
+            return "Nothing was loaded"
+        first = "from the disk" if self.from_disk else "at first"
+        return f"The pipeline loads in {self.cold_s:.1f} s {first}, and in {self.warm_s:.1f} s again"
+
+
+NOT_LOADED = LoadTimes()
 
 
 @dataclass(frozen=True)
@@ -214,6 +233,7 @@ class Record:
     notes: tuple[str, ...] = ()
     op_cases: tuple[str, ...] = ()
     extra: dict[str, Any] = field(default_factory=dict)
+    loading: LoadTimes = NOT_LOADED
 
     def measurement(self, engine: str, batch: int) -> Measurement | None:
         return next((m for m in self.measurements if m.engine == engine and m.batch == batch), None)
@@ -245,12 +265,17 @@ class Record:
     @classmethod
     def from_dict(cls, values: Any, path: Path) -> Record:
         """What `to_dict` gave; `path` is the file that it was read from."""
-        if not isinstance(values, dict) or values.get("format") != FORMAT:
-            raise UnreadableRecord(path, f"its format is not {FORMAT}")
-        try:
-            return read(cls, {name: value for name, value in values.items() if name != "format"}, RULES)
-        except Misfit as error:
-            raise UnreadableRecord(path, str(error)) from error
+        return read_record(cls, values, path, FORMAT, RULES)
+
+
+def read_record(kind: type[Kind], values: Any, path: Path, wanted: str, rules: Rules) -> Kind:
+    """A record of this kind, from values that name `wanted` as their format. Raises UnreadableRecord."""
+    if not isinstance(values, dict) or values.get("format") != wanted:
+        raise UnreadableRecord(path, f"its format is not {wanted}")
+    try:
+        return read(kind, {name: value for name, value in values.items() if name != "format"}, rules)
+    except Misfit as error:
+        raise UnreadableRecord(path, str(error)) from error
 
 
 def record_file(out: Path, workload: str, kind: str = "engines") -> Path:
@@ -269,51 +294,11 @@ def continued(file: Path, wanted: Record, *, resume: bool) -> Iterator[Record]:
 
     While it is held, no other process gets `file`: raises RecordInUse there.
     """
-    with _alone(file):
+    with alone(file, RecordInUse):
         found = _unfinished(file, wanted) if resume else None
         if found is None:
-            _keep_older(file)
+            keep_older(file, Record.load)
         yield found or wanted
-
-
-@contextmanager
-def _alone(file: Path) -> Iterator[None]:
-    """By a file beside it, which the system lets go of where a process is killed."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    path = file.with_name(f".{file.name}.lock")
-    while True:
-        lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-        try:
-            if not _locked(lock):
-                raise RecordInUse(file)
-            # Who had it before may have removed it between the two.
-            if _same_file(lock, path):
-                try:
-                    yield
-                finally:
-                    with suppress(OSError):
-                        path.unlink()
-                return
-        finally:
-            os.close(lock)
-
-
-def _locked(lock: int) -> bool:
-    if fcntl is not None:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        except OSError as error:
-            log.warning("this file system has no locks (%s): run one benchmark at a time", error.strerror)
-    return True
-
-
-def _same_file(lock: int, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(lock), path.stat())
-    except OSError:
-        return False
 
 
 def _unfinished(file: Path, wanted: Record) -> Record | None:
@@ -359,12 +344,12 @@ def _other_plan(found: Record, wanted: Record) -> str | None:
     return None
 
 
-def _keep_older(file: Path) -> None:
+def keep_older(file: Path, load: Callable[[Path], Any]) -> None:
     """Measurements are never overwritten: an older record is renamed after its time."""
     if not file.exists():
         return
     try:
-        stamp = Record.load(file).when.split("+")[0].replace(":", "").replace("-", "")
+        stamp = load(file).when.split("+")[0].replace(":", "").replace("-", "")
     except UnreadableRecord:
         stamp = "unreadable"
     aside, number = file.with_name(f"{file.stem}-{stamp}{file.suffix}"), 1

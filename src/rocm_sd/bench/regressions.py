@@ -1,4 +1,4 @@
-"""What has become worse between two records of one workload. docs/measuring.md gives the rules with their reasons."""
+"""What has become worse between two records of one workload. docs/benchmarking.md gives the rules and reasons."""
 
 from __future__ import annotations
 

@@ -78,8 +78,9 @@ def run(
         "cold": cold,
     }
     record = Record(
-        kind, workload.facts, machine(workload.device), command, now(), (), complete=False, extra={"planned": planned}
-    )
+        kind, workload.facts, machine(workload.device), command, now(), (), complete=False, extra={"planned": planned},
+        loading=workload.loading,
+    )  # fmt: skip
     file = record_file(out, workload.name, kind)
     with continued(file, record, resume=resume) as begun:
         return _EngineRun(

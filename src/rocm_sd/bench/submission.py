@@ -6,22 +6,30 @@ form, its hash, and figures that cannot be or that nobody can stand behind.
 
 from __future__ import annotations
 
-import getpass
-import hashlib
 import json
 import re
-import socket
-from datetime import datetime, timedelta, timezone
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rocm_sd import arch
 from rocm_sd.bench import verdict
+from rocm_sd.bench.publishing import (
+    NAME,
+    STATEMENT,
+    PersonalData,
+    digest,
+    names_of_this_machine,
+    personal,
+    shortened_paths,
+    unprintable,
+    why_no_time,
+)
 from rocm_sd.bench.records import FORMAT as RECORD_FORMAT
 from rocm_sd.bench.records import RULES, Record, UnreadableRecord
 from rocm_sd.errors import RocmSdError
-from rocm_sd.plain_json import read_json, shortened
-from rocm_sd.typed_json import schema, violations
+from rocm_sd.files import write_text
+from rocm_sd.plain_json import read_json
+from rocm_sd.typed_json import Rules, schema, violations
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -30,15 +38,11 @@ if TYPE_CHECKING:
     from rocm_sd.bench.records import Comparison, Measurement
 
 __all__ = [
-    "FORMAT", "GATE", "LEAST_TURNS", "LOSSY_GATE", "SCHEMA", "STATEMENT", "PersonalData", "Unpublishable", "file_name",
-    "implausible", "load", "personal", "validate", "write",
+    "FORMAT", "GATE", "LEAST_TURNS", "LOSSY_GATE", "PUBLIC_RULES", "RECORD_SCHEMA", "SCHEMA", "STATEMENT",
+    "PersonalData", "Unpublishable", "file_name", "implausible", "load", "personal", "validate", "write",
 ]  # fmt: skip
 
 FORMAT = "rocm-sd-contribution/1"
-STATEMENT = (
-    "These figures are my own measurements, made with the command that is given here. "
-    "I publish them under CC0 1.0: anyone may use them for anything."
-)
 # Three turns cannot tell a difference from chance.
 LEAST_TURNS = 4
 # An engine's error may be this many times stock's, as in every benchmark of this project.
@@ -51,15 +55,8 @@ _ABOVE_PEAK = 2.0
 # A comparison is of paired turns, the measurements of all of them: medians differ a little.
 _RATIO_APART = 1.25
 _OWN_REFERENCE = {"stock"}
-# Clocks differ.
-_AHEAD = timedelta(hours=1)
 # A run has a few kilobytes, with memory over time 20.
 _MOST_BYTES = 2**20
-# What a page shows: no character of it means anything to HTML, to Markdown or to a terminal.
-_NAME = {"pattern": r"^[A-Za-z0-9 .,:_+/()@\u00ae\u2122-]*$", "maxLength": 200}
-# An error's text may have any characters but those that steer a terminal or turn the direction of what follows.
-_STEERS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
-_LONGEST = 10_000
 _NAMES = (
     "Machine.device", "Machine.driver", "Machine.system", "WorkloadFacts.name", "WorkloadFacts.model",
     "WorkloadFacts.weights", "WorkloadFacts.scheduler", "WorkloadFacts.dtype", "Measurement.engine",
@@ -68,21 +65,19 @@ _NAMES = (
 
 
 # Of a record that may be published more is asked than of one that can be read: those of single ops have no picture.
-_RECORD = schema(
-    Record,
-    {
-        **RULES,
-        **{f"WorkloadFacts.{name}": {"minimum": 1} for name in ("height", "width", "steps")},
-        **dict.fromkeys(_NAMES, _NAME),
-        "Quality.name": {"pattern": "^[a-z0-9=.,]+$", "maxLength": 200},
-        "Machine.versions": {"propertyNames": _NAME, "additionalProperties": {"type": "string", **_NAME}},
-        "Machine.arch": {"pattern": "^(gfx[0-9a-f]+|sm_[0-9]+|cpu)$", "maxLength": 20},
-        "WorkloadFacts.flops": {"exclusiveMinimum": 0, "maximum": 1e30},
-        "Record.measurements": {"minItems": 1},
-    },
-)
-_RECORD["properties"] = {"format": {"enum": [RECORD_FORMAT]}, **_RECORD["properties"]}
-_RECORD["required"] = ["format", *_RECORD["required"]]
+PUBLIC_RULES: Rules = {
+    **RULES,
+    **{f"WorkloadFacts.{name}": {"minimum": 1} for name in ("height", "width", "steps")},
+    **dict.fromkeys(_NAMES, NAME),
+    "Quality.name": {"pattern": "^[a-z0-9=.,]+$", "maxLength": 200},
+    "Machine.versions": {"propertyNames": NAME, "additionalProperties": {"type": "string", **NAME}},
+    "Machine.arch": {"pattern": "^(gfx[0-9a-f]+|sm_[0-9]+|cpu)$", "maxLength": 20},
+    "WorkloadFacts.flops": {"exclusiveMinimum": 0, "maximum": 1e30},
+    "Record.measurements": {"minItems": 1},
+}
+RECORD_SCHEMA = schema(Record, PUBLIC_RULES)
+RECORD_SCHEMA["properties"] = {"format": {"enum": [RECORD_FORMAT]}, **RECORD_SCHEMA["properties"]}
+RECORD_SCHEMA["required"] = ["format", *RECORD_SCHEMA["required"]]
 SCHEMA: dict[str, Any] = {
     "$schema": "https://json-schema.org/draft/2020-12/schema",
     "title": "A contribution to the rocm-sd performance database",
@@ -90,7 +85,7 @@ SCHEMA: dict[str, Any] = {
     "properties": {
         "format": {"enum": [FORMAT]},
         "statement": {"enum": [STATEMENT]},
-        "record": _RECORD,
+        "record": RECORD_SCHEMA,
         "sha256": {"type": "string", "pattern": "^[0-9a-f]{64}$"},
     },
     "required": ["format", "statement", "record"],
@@ -100,17 +95,6 @@ SCHEMA: dict[str, Any] = {
 
 class _Unreadable(Exception):
     """Its text is what is wrong with the file."""
-
-
-class PersonalData(RocmSdError):
-    """Something in a record names a person, a host or a folder, and cannot be taken out without a guess."""
-
-    def __init__(self, found: tuple[str, ...]) -> None:
-        super().__init__(
-            f"The record is not written for publication, because {'; '.join(found)}.",
-            hint="Run the benchmark again with names that may be public (--model, --out), then --submit.",
-        )
-        self.found = found
 
 
 class Unpublishable(RocmSdError):
@@ -124,21 +108,13 @@ class Unpublishable(RocmSdError):
         self.problems = problems
 
 
-# A path that begins at a root, a drive or a home: only its last part is kept.
-_PATH = re.compile(r"(?<![\w.:/\\-])(?:~|[A-Za-z]:(?=[/\\])|\\)?(?:[/\\][^\s/\\\"',;()=]+)+[/\\]?")
-_HOMES = re.compile(r"(?:/home/|/Users/|/root\b|[A-Za-z]:\\Users\\|~/)")
-_MAIL = re.compile(r"(?<![\w.+-])[\w.+-]+@[\w-]+\.[\w.-]+")
-# Names that say nothing about anyone, and would be found everywhere.
-_NOBODY = {"root", "user", "users", "admin", "ubuntu", "runner", "localhost", "docker", "amd", "nvidia", "rocm", "cuda"}
-
-
 def write(record: Record, path: Path) -> Path:
     """The record as a contribution, at `path`, or in the folder `path` under its own name; returns where it is.
 
     Whoever calls this has shown `STATEMENT` to the user, and the user agreed to it.
     """
     body = _body(record)
-    found = (*personal(body), *_names_of_this_machine(body))
+    found = (*personal(body), *names_of_this_machine(body))
     if found:
         raise PersonalData(found)
     problems = _of_body(body, path)
@@ -146,8 +122,7 @@ def write(record: Record, path: Path) -> Path:
         raise Unpublishable(problems)
     folder = path.is_dir() or not path.suffix
     target = path / _named(body) if folder else path
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(json.dumps({**body, "sha256": _hash(body)}, indent=2, ensure_ascii=False) + "\n", "utf-8")
+    write_text(target, json.dumps({**body, "sha256": digest(body)}, indent=2, ensure_ascii=False) + "\n")
     return target
 
 
@@ -158,78 +133,16 @@ def file_name(record: Record) -> str:
 
 def _named(body: dict[str, Any]) -> str:
     record = body["record"]
-    words = (record["machine"]["arch"], record["workload"]["name"], _hash(body)[:8])
+    words = (record["machine"]["arch"], record["workload"]["name"], digest(body)[:8])
     return "-".join(re.sub(r"[^A-Za-z0-9_.-]+", "_", word) for word in words) + ".json"
 
 
 def _body(record: Record) -> dict[str, Any]:
-    return {"format": FORMAT, "statement": STATEMENT, "record": _shortened(json.loads(json.dumps(record.to_dict())))}
-
-
-def _hash(body: dict[str, Any]) -> str:
-    """Of the JSON with sorted keys and no spaces, without the hash itself."""
-    hashed = {key: value for key, value in body.items() if key != "sha256"}
-    canonical = json.dumps(hashed, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
-    return hashlib.sha256(canonical.encode()).hexdigest()
-
-
-def _shortened(value: Any) -> Any:
-    """Every path as its last part."""
-    if isinstance(value, dict):
-        return {_shortened(key): _shortened(entry) for key, entry in value.items()}
-    if isinstance(value, list):
-        return [_shortened(entry) for entry in value]
-    if isinstance(value, str):
-        return _PATH.sub(lambda path: re.split(r"[/\\]", path[0].rstrip("/\\"))[-1] or "/", value)
-    return value
-
-
-def _texts(value: Any, where: str = "") -> Iterator[tuple[str, str]]:
-    if isinstance(value, dict):
-        for key, entry in value.items():
-            yield f"a name in {where or 'the file'}", str(key)
-            yield from _texts(entry, f"{where}.{key}" if where else str(key))
-    elif isinstance(value, list):
-        for number, entry in enumerate(value):
-            yield from _texts(entry, f"{where}[{number}]")
-    elif isinstance(value, str):
-        yield where, value
-
-
-def personal(values: dict[str, Any]) -> tuple[str, ...]:
-    """What looks like a home folder or an e-mail address, and where it stands."""
-    found = []
-    for where, text in _texts(values):
-        if _HOMES.search(text):
-            found.append(f"{where} names a home folder")
-        if _MAIL.search(text):
-            found.append(f"{where} has an e-mail address")
-    return tuple(dict.fromkeys(found))
-
-
-def _unprintable(values: dict[str, Any]) -> Iterator[str]:
-    for where, text in _texts(values):
-        if len(text) > _LONGEST:
-            yield f"{shortened(where)} is longer than {_LONGEST} characters"
-        elif _STEERS.search(text):
-            yield f"{shortened(where)} has characters that cannot be printed"
-
-
-def _names_of_this_machine(values: dict[str, Any]) -> tuple[str, ...]:
-    """Only its owner's machine can tell its own names; a validator elsewhere cannot."""
-    try:
-        user = getpass.getuser()
-    except (OSError, KeyError, ImportError):
-        user = ""
-    host = socket.gethostname()
-    names = {"the user's name": user, "the host's name": host, "the host's short name": host.split(".")[0]}
-    found = []
-    for what, name in names.items():
-        if len(name) < 3 or name.lower() in _NOBODY:
-            continue
-        whole = re.compile(rf"(?<![\w.-]){re.escape(name)}(?![\w-])")
-        found += [f"{where} has {what}" for where, text in _texts(values) if whole.search(text)]
-    return tuple(dict.fromkeys(found))
+    return {
+        "format": FORMAT,
+        "statement": STATEMENT,
+        "record": shortened_paths(json.loads(json.dumps(record.to_dict()))),
+    }
 
 
 def load(path: Path) -> Record:
@@ -242,7 +155,7 @@ def load(path: Path) -> Record:
 
 def _of_body(body: dict[str, Any], path: Path) -> tuple[str, ...]:
     """What is wrong with the form or the figures."""
-    wrong = violations(body, SCHEMA) or tuple(_unprintable(body))
+    wrong = violations(body, SCHEMA) or tuple(unprintable(body))
     return wrong or implausible(Record.from_dict(body["record"], path))
 
 
@@ -256,7 +169,7 @@ def validate(path: Path) -> tuple[str, ...]:
         return (f"it cannot be read: {error}",)
     if not isinstance(values, dict) or values.get("format") != FORMAT:
         return (f"its format is not {FORMAT}",)
-    if values.get("sha256") != _hash(values):
+    if values.get("sha256") != digest(values):
         return ("its hash is not that of its content: it was changed after it was written",)
     problems = [*_of_body({key: value for key, value in values.items() if key != "sha256"}, path), *personal(values)]
     if not problems and path.name != _named(values):
@@ -264,19 +177,19 @@ def validate(path: Path) -> tuple[str, ...]:
     return tuple(problems)
 
 
-def implausible(record: Record) -> tuple[str, ...]:
-    return tuple(dict.fromkeys([*_of_record(record), *_of_measurements(record), *_of_comparisons(record)]))
+def implausible(record: Record, *, known_arch: bool = True) -> tuple[str, ...]:
+    """`known_arch`: what comes from a card that nobody knows is refused."""
+    of_record = _of_record(record, known_arch=known_arch)
+    return tuple(dict.fromkeys([*of_record, *_of_measurements(record), *_of_comparisons(record)]))
 
 
-def _of_record(record: Record) -> Iterator[str]:
-    when = _time(record.when)
-    if when is None:
-        yield f"there is no day {record.when}"
-    elif when > datetime.now(timezone.utc) + _AHEAD:
-        yield f"it was measured in the future, on {record.when}"
+def _of_record(record: Record, *, known_arch: bool) -> Iterator[str]:
+    no_time = why_no_time(record.when)
+    if no_time is not None:
+        yield no_time
     if not record.complete:
         yield "the run was not finished"
-    if not arch.get(record.machine.arch).known:
+    if known_arch and not arch.get(record.machine.arch).known:
         yield f"the architecture {record.machine.arch} is not known here"
     if record.workload.name.endswith("-tiny"):
         yield "it is a trial with a small model, not a measurement"
@@ -284,17 +197,9 @@ def _of_record(record: Record) -> Iterator[str]:
         yield "it is a survey of settings: measure the engines rocm-sd-high and rocm-sd-balanced"
     if not any(measured.ms for measured in record.measurements):
         yield "nothing was timed"
-    if record.kind != "op" and record.measurements and not record.comparisons and len(record.engines) > 1:
+    timed = {measured.engine for measured in record.measurements if measured.ms}
+    if record.kind != "op" and not record.comparisons and len(timed) > 1:
         yield "engines were timed side by side, and not compared"
-
-
-def _time(text: str) -> datetime | None:
-    try:
-        # Before Python 3.11 the letter is not understood.
-        found = datetime.fromisoformat(re.sub("Z$", "+00:00", text))
-        return (found if found.tzinfo else found.replace(tzinfo=timezone.utc)).astimezone(timezone.utc)
-    except (ValueError, OverflowError):
-        return None
 
 
 def _of_measurements(record: Record) -> Iterator[str]:

@@ -11,24 +11,27 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from rocm_sd.bench.records import INTERVALS, Comparison, Measurement, Record
+from rocm_sd.bench.records import INTERVALS, NOT_LOADED, Comparison, Measurement, Record
 from rocm_sd.bench.verdict import problems
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["COLUMNS", "LOSSY_NOTE", "csv_text", "heading", "markdown", "rich_tables", "rows"]
+__all__ = ["COLUMNS", "LOSSY_NOTE", "csv_text", "heading", "markdown", "notes", "rich_tables", "rows"]
 
 LOSSY_NOTE = (
     "Engines with a quality approximate: their error is against their own definition, and PSNR, SSIM and prompt match "
     "are of their pictures against stock's of the same prompts and seeds."
 )
 COLUMNS: tuple[str, ...] = (
-    "engine", "version", "provider", "batch", "average ms", "p50 ms", "p90 ms", "card ms", "images/s", "it/s",
+    "engine", "version", "provider", "batch", "model", "size", "steps", "average ms", "p50 ms", "p90 ms", "card ms",
+    "images/s", "it/s",
     "first-run MiB", "second-run MiB", "first picture s", "warm-up s", "power W", "J/image", "% of floor",
     "error", "stock's error", "x stock", "x stock low", "x stock high", "verdict", "left out",
-    "quality", "prompts", "PSNR dB", "SSIM", "match points", "pictures",
+    "quality", "prompts", "PSNR dB", "SSIM", "match points", "pictures", "load s", "load again s",
 )  # fmt: skip
+# Of the whole record: a heading and a note say them once, and a program reads them in every row.
+_SHARED = {"model", "size", "steps", "load s", "load again s"}
 # A usual terminal has room for a third of them.
 _SPEED = ("engine", "batch", "average ms", "p50 ms", "p90 ms", "card ms", "images/s", "it/s", "% of floor")
 # Stock's error stands in its own row.
@@ -49,6 +52,7 @@ def _row(record: Record, one: Measurement) -> dict[str, str]:
         "engine": one.engine,
         "version": one.version,
         "provider": one.provider,
+        **_shared(record),
         "batch": _case(record, one.batch),
         "first-run MiB": _number(one.first_run_mib, 0),
         "second-run MiB": _number(one.second_run_mib, 0),
@@ -81,6 +85,19 @@ def _row(record: Record, one: Measurement) -> dict[str, str]:
                 "verdict": comparison.verdict,
             }
     return {column: cells.get(column, "") for column in COLUMNS}
+
+
+def _shared(record: Record) -> dict[str, str]:
+    facts = record.workload
+    if record.kind == "op":
+        return {"model": facts.model}
+    return {
+        "model": facts.model,
+        "size": f"{facts.width}x{facts.height}",
+        "steps": str(facts.steps),
+        "load s": _number(record.loading.cold_s, 2),
+        "load again s": _number(record.loading.warm_s, 2),
+    }
 
 
 def _pictures(one: Measurement) -> dict[str, str]:
@@ -125,13 +142,13 @@ def markdown(record: Record) -> str:
     lines += [
         "| " + " | ".join(_merged_cell(row, column).replace("|", "\\|") for column in columns) + " |" for row in every
     ]
-    notes = _notes(record)
-    return "\n".join([*lines, *(["", *(f"- {note}" for note in notes)] if notes else [])]) + "\n"
+    said = notes(record)
+    return "\n".join([*lines, *(["", *(f"- {note}" for note in said)] if said else [])]) + "\n"
 
 
 def _merged() -> list[str]:
     """As people read it: the ratio with its interval in one column."""
-    return [c for c in COLUMNS if c not in {"x stock low", "x stock high", "verdict", "left out"}]
+    return [c for c in COLUMNS if c not in {"x stock low", "x stock high", "verdict", "left out"} | _SHARED]
 
 
 def _merged_cell(row: dict[str, str], column: str) -> str:
@@ -160,7 +177,7 @@ def rich_tables(record: Record) -> RenderableType:
     parts: list[RenderableType] = [Text(line) for line in (heading(record), words) if line]
     shown = (_table(columns, every, record.kind) for columns in groups)
     parts += [table for table in shown if table is not None]
-    return Group(*parts, *(Text(note) for note in _notes(record)))
+    return Group(*parts, *(Text(note) for note in notes(record)))
 
 
 def _table(columns: Sequence[str], every: list[dict[str, str]], kind: str) -> Table | None:
@@ -191,21 +208,23 @@ def heading(record: Record) -> str:
     return f"{what}, guidance {facts.guidance:g}, {facts.dtype}, {facts.weights} weights, on {on}"
 
 
-def _notes(record: Record) -> list[str]:
-    notes = [
+def notes(record: Record) -> list[str]:
+    said = [
         f"{one.engine} was skipped{_where(record, one)}: {one.left_out}" for one in record.measurements if one.left_out
     ]
-    notes += [f"{one.engine}{_where(record, one)}: {note}" for one in record.measurements for note in one.notes]
-    notes += record.notes
+    said += [f"{one.engine}{_where(record, one)}: {note}" for one in record.measurements for note in one.notes]
+    if record.loading != NOT_LOADED:
+        said.append(f"{record.loading}.")
+    said += record.notes
     if any(one.quality.is_lossy and one.ms for one in record.measurements):
-        notes.append(LOSSY_NOTE)
+        said.append(LOSSY_NOTE)
     if record.comparisons:
-        notes.append(INTERVALS)
+        said.append(INTERVALS)
     if any(c.verdict == "no difference" for c in record.comparisons):
-        notes.append("no difference: the interval contains 1, or the difference is smaller than the spread.")
+        said.append("no difference: the interval contains 1, or the difference is smaller than the spread.")
     if not record.complete:
-        notes.append("This run was interrupted: the figures are of the turns that it had.")
-    return list(dict.fromkeys(notes))
+        said.append("This run was interrupted: the figures are of the turns that it had.")
+    return list(dict.fromkeys(said))
 
 
 def _where(record: Record, one: Measurement) -> str:

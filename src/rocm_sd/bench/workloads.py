@@ -15,17 +15,18 @@ import torch
 from torch import nn
 
 from rocm_sd.bench import architectures
-from rocm_sd.bench.records import WorkloadFacts
+from rocm_sd.bench.loading import timed_loads
+from rocm_sd.bench.records import NOT_LOADED, LoadTimes, WorkloadFacts
 from rocm_sd.errors import DeviceUnavailable, InvalidOption, Unsupported
 from rocm_sd.models import ModelKind, resolve
 from rocm_sd.models.emoji import DEMO_PROMPTS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from rocm_sd.models import ModelSource
 
-__all__ = ["OP_PREFIX", "WORKLOADS", "Recipe", "Workload", "make"]
+__all__ = ["OP_PREFIX", "WORKLOADS", "Recipe", "Workload", "make", "require_workload"]
 
 OP_PREFIX = "op:"
 # Of MLPerf Inference: every picture of its SDXL benchmark is drawn with it.
@@ -76,9 +77,15 @@ class Workload:
     """A recipe with its weights. `pipeline()` gives each engine copies of its own; `picture()` draws with one."""
 
     def __init__(
-        self, recipe: Recipe, base: Any, facts: WorkloadFacts, device: torch.device, dtype: torch.dtype
+        self,
+        recipe: Recipe,
+        base: Any,
+        facts: WorkloadFacts,
+        device: torch.device,
+        dtype: torch.dtype,
+        loading: LoadTimes = NOT_LOADED,
     ) -> None:
-        self.recipe, self.facts, self.device, self.dtype = recipe, facts, device, dtype
+        self.recipe, self.facts, self.device, self.dtype, self.loading = recipe, facts, device, dtype, loading
         # Kept on the host, in the dtype: every copy has the same rounded weights, and the card holds engines only.
         self._base = base
         self._prompts = base.text_encoder is not None if hasattr(base, "text_encoder") else False
@@ -132,6 +139,28 @@ class Workload:
         ).images
         return drawn if isinstance(drawn, torch.Tensor) else torch.as_tensor(drawn)
 
+    @property
+    def takes_prompts(self) -> bool:
+        """Whether its model reads texts; one of random weights has no text encoders."""
+        return self._prompts
+
+    def pictures_of(self, pipe: Any, prompts: Sequence[str], first: int) -> torch.Tensor:
+        """[B, 3, H, W] in 0..1; `first`: the number of the first prompt, by which each gets noise of its own."""
+        seeds = [0 if self.recipe.shared_noise else first + number for number in range(len(prompts))]
+        noise = torch.cat([self._noise(1, seed) for seed in seeds])
+        self._require_memory(len(prompts), self.dtype)
+        drawn: torch.Tensor = pipe(
+            prompt=list(prompts),
+            negative_prompt=[self.recipe.negative] * len(prompts),
+            latents=noise.to(self.device, self.dtype),
+            num_inference_steps=self.facts.steps,
+            guidance_scale=self.facts.guidance,
+            height=self.facts.height,
+            width=self.facts.width,
+            output_type="pt",
+        ).images
+        return torch.as_tensor(drawn)
+
     def _require_memory(self, batch: int, dtype: torch.dtype) -> None:
         from rocm_sd.integrations.diffusers.batch_memory import require_memory  # noqa: PLC0415 -- slow to import
 
@@ -180,28 +209,25 @@ def make(
     steps: int | None = None,
     tiny: bool = False,
     dtype: torch.dtype | None = None,
+    time_loading: bool = False,
 ) -> Workload:
-    """`model`: a folder, a checkpoint or a hub id to take weights from. `tiny`: a small model, to try the command."""
+    """`model`: a folder, a checkpoint or a hub id to take weights from. `tiny`: a small model, to try the command.
+
+    `time_loading`: a model with weights of its own is loaded twice, which is timed.
+    """
     from rocm_sd.integrations.diffusers.loading import default_dtype  # noqa: PLC0415 -- slow to import
 
-    if name not in WORKLOADS:
-        raise InvalidOption("workload", name, [*WORKLOADS, f"{OP_PREFIX}NAME", "ops"])
-    recipe = WORKLOADS[name]
-    if steps is not None and steps < 1:
-        raise InvalidOption("--steps", steps, [], hint="It takes 1 or more.")
-    if tiny and model is not None:
-        raise InvalidOption("--tiny", model, [], hint="It makes a small model of its own: leave out --model.")
-    if device.type == "cpu" and recipe.family != "emoji" and not tiny and model is None:
-        raise _needs_a_gpu(name)
-    if recipe.family == "emoji" and model is not None:
-        raise InvalidOption("--model", model, [], hint="emoji is the built-in model; take sd15-512 for another.")
-    dtype = dtype or default_dtype(device)
+    recipe = require_workload(name, device, model=model, steps=steps, tiny=tiny)
+    dtype, loading = dtype or default_dtype(device), NOT_LOADED
+    timed_on = device if time_loading else None
     if recipe.family == "emoji" and not tiny:
-        base, weights, title = _loaded(resolve(), recipe, dtype), "emoji-sd", "emoji-sd"
+        base, loading = _loaded(resolve(), recipe, dtype, timed_on)
+        weights, title = "emoji-sd", "emoji-sd"
         recipe = recipe if device.type != "cpu" else replace(recipe, steps=_EMOJI_CPU_STEPS)
     elif model is not None:
         source = resolve(model)
-        base, weights, title = _loaded(source, recipe, dtype), _public_name(source), recipe.family
+        base, loading = _loaded(source, recipe, dtype, timed_on)
+        weights, title = _public_name(source), recipe.family
         if device.type == "cpu" and base.unet.num_parameters() > _MOST_ON_A_CPU:
             raise _needs_a_gpu(name)
     else:
@@ -214,7 +240,25 @@ def make(
         recipe.name, title, weights, recipe.side, recipe.side, steps or recipe.steps,
         type(base.scheduler).__name__, recipe.guidance, str(dtype).removeprefix("torch."),
     )  # fmt: skip
-    return Workload(recipe, base.to("cpu"), replace(facts, flops=_flops(base, facts)), device, dtype)
+    return Workload(recipe, base.to("cpu"), replace(facts, flops=_flops(base, facts)), device, dtype, loading)
+
+
+def require_workload(
+    name: str, device: torch.device, *, model: str | None = None, steps: int | None = None, tiny: bool = False
+) -> Recipe:
+    """Raises what is wrong with the options of `make`, before anything is loaded."""
+    if name not in WORKLOADS:
+        raise InvalidOption("workload", name, [*WORKLOADS, f"{OP_PREFIX}NAME", "ops"])
+    recipe = WORKLOADS[name]
+    if steps is not None and steps < 1:
+        raise InvalidOption("--steps", steps, [], hint="It takes 1 or more.")
+    if tiny and model is not None:
+        raise InvalidOption("--tiny", model, [], hint="It makes a small model of its own: leave out --model.")
+    if device.type == "cpu" and recipe.family != "emoji" and not tiny and model is None:
+        raise _needs_a_gpu(name)
+    if recipe.family == "emoji" and model is not None:
+        raise InvalidOption("--model", model, [], hint="emoji is the built-in model; take sd15-512 for another.")
+    return recipe
 
 
 def _needs_a_gpu(name: str) -> DeviceUnavailable:
@@ -224,11 +268,18 @@ def _needs_a_gpu(name: str) -> DeviceUnavailable:
     )
 
 
-def _loaded(source: ModelSource, recipe: Recipe, dtype: torch.dtype) -> Any:
+def _loaded(
+    source: ModelSource, recipe: Recipe, dtype: torch.dtype, timed_on: torch.device | None = None
+) -> tuple[Any, LoadTimes]:
+    """The pipeline on the host: the card's memory is for the engines. `timed_on`: how long it takes to get there."""
     from rocm_sd.integrations.diffusers import load_pipeline, set_scheduler  # noqa: PLC0415 -- slow to import
 
-    # On the host: the card's memory is for the engines.
-    pipe = load_pipeline(source, torch.device("cpu"), dtype)
+    loading = NOT_LOADED
+    if timed_on is None:
+        pipe = load_pipeline(source, torch.device("cpu"), dtype)
+    else:
+        pipe, loading = timed_loads(source, lambda: load_pipeline(source, timed_on, dtype))
+        pipe.to("cpu")
     if not hasattr(pipe, "unet"):
         raise Unsupported(
             f"The workload {recipe.name}", f"a {type(pipe).__name__}", hint="Give a Stable Diffusion or SDXL model."
@@ -242,7 +293,7 @@ def _loaded(source: ModelSource, recipe: Recipe, dtype: torch.dtype) -> Any:
     set_scheduler(pipe, recipe.scheduler)
     if getattr(pipe, "safety_checker", None) is not None:
         pipe.safety_checker = None
-    return pipe
+    return pipe, loading
 
 
 def _public_name(source: ModelSource) -> str:

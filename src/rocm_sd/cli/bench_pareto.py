@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 from rich.console import Console
 
-from rocm_sd.cli.terminal import bar, say, status
+from rocm_sd.cli.terminal import bar, name_report, say, status
 from rocm_sd.errors import InvalidOption, Unsupported, optional_module
 
 if TYPE_CHECKING:
@@ -85,6 +85,7 @@ def bench_pareto(
         for note in pareto_tables.notes(record):
             say(console, note)
         say(console, f"wrote {', '.join(map(str, written))}")
+        name_report(console, survey.file.parent)
     if interrupted:
         kept = f"{survey.turns} of {len(subject.texts)} prompts are kept in {survey.file}"
         what = kept if survey.turns else "No prompt was drawn by all settings yet"

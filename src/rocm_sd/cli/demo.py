@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from pathlib import Path  # noqa: TC003 -- typer reads the annotations
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from rocm_sd.cli.terminal import Device, bar, say, status
+from rocm_sd.cli.terminal import OUT, Device, bar, say, status
 
 if TYPE_CHECKING:
     from rocm_sd.integrations.diffusers.generation import Generated
@@ -26,7 +26,7 @@ _ENGINES = ("stock", "exact", "high", "balanced")
 def demo(
     steps: Annotated[int, typer.Option(help="Denoising steps.")] = 20,
     seed: Annotated[int, typer.Option(help="The same seed gives the same pictures.")] = 0,
-    out: Annotated[Path, typer.Option(help="The folder to write to.")] = Path("out"),
+    out: Annotated[Path, typer.Option(help="The folder to write to.")] = OUT,
     device: Device = None,
 ) -> None:
     """Draw eight prompts with the built-in model: stock, and rocm-sd in each quality, side by side.
@@ -36,6 +36,7 @@ def demo(
     rocm-sd demo --steps 50 --seed 7 --out pictures
     """
     from rocm_sd import models
+    from rocm_sd.bench.machine import machine
     from rocm_sd.cli.pictures import save_png, save_text, sheet, writable_folder
     from rocm_sd.engine import optimize, report
     from rocm_sd.integrations import diffusers as host
@@ -56,7 +57,7 @@ def demo(
     results: dict[str, list[Generated]] = {engine: [] for engine in _ENGINES}
     # One picture of each engine is drawn and thrown away: first runs pay for what later ones do not.
     pictures = (len(DEMO_PROMPTS) + 1) * len(results)
-    with bar("drawing", pictures, console=console, transient=False) as update:
+    with bar("drawing", pictures) as update:
         for prompt in (DEMO_PROMPTS[0], *DEMO_PROMPTS):
             for engine, drawn in results.items():
                 request = host.Request(prompt, steps=steps, seed=seed, guidance=source.guidance)
@@ -83,10 +84,56 @@ def demo(
     console.print(report(pipes["exact"]))
     console.print(_table(times, near, verdicts))
     for engine in ("high", "balanced"):
-        for note in report(pipes[engine]).approximations:
-            say(console, f"{engine}: {note}")
-    for name in ("demo.png", "compare.png", "timing.md", "timing.json"):
-        say(console, f"wrote {out / name}")
+        why_exact = _why_exact(pipes[engine])
+        if why_exact is not None:
+            console.print(f"{engine}: {why_exact}", highlight=False, markup=False)
+    say(console, f"wrote {out}: demo.png, compare.png, timing.md and timing.json")
+    where = machine(pipes["exact"].device).device
+    console.print(sentence(times, near, where), style="bold", highlight=False, markup=False)
+
+
+def _why_exact(pipe: Any) -> str | None:
+    """Why a quality left nothing out; None where it did."""
+    from rocm_sd.engine import report
+
+    said = report(pipe)
+    if any(one.why_exact is None for one in said.facts.approximated):
+        return None
+    return next(
+        (one.why_exact for one in said.facts.approximated if one.why_exact), next(iter(said.approximations), None)
+    )
+
+
+def sentence(times: dict[str, list[float]], near: dict[str, list[float]], where: str) -> str:
+    """What was drawn where, how much faster each quality is, and whether exact draws the same pictures."""
+    by_speed: dict[str, list[str]] = {}
+    for engine in (engine for engine in times if engine != "stock"):
+        by_speed.setdefault(_speed(times, engine), []).append(engine)
+    speeds = ", ".join(f"{' and '.join(engines)}: {speed}" for speed, engines in by_speed.items())
+    return f"{len(times['stock'])} prompts drawn on {where}; against stock, {speeds}; {_sameness(min(near['exact']))}."
+
+
+def _speed(times: dict[str, list[float]], engine: str) -> str:
+    low, high = _spread(times, engine)
+    ratio = statistics.median(times["stock"]) / statistics.median(times[engine])
+    return "no difference beyond the spread" if low < 1 < high else f"{ratio:.2f} times as fast"
+
+
+def _sameness(worst: float) -> str:
+    """`worst`: the PSNR of the picture of exact that is the furthest from stock's."""
+    from rocm_sd.quality.budget import BUDGETS
+
+    if math.isinf(worst):
+        return "exact draws the same pictures as stock"
+    if worst >= BUDGETS["high"].psnr:
+        return f"exact draws stock's pictures, to {worst:.0f} dB or better"
+    return f"exact is {worst:.0f} dB from stock, more than rounding should be: type rocm-sd bench emoji"
+
+
+def _spread(times: dict[str, list[float]], engine: str) -> tuple[float, float]:
+    """The quartiles of the ratios, pair by pair."""
+    low, _, high = statistics.quantiles([s / o for s, o in zip(times["stock"], times[engine], strict=True)], n=4)
+    return low, high
 
 
 def _nearness(stock: list[Generated], ours: list[Generated]) -> list[float]:
@@ -132,11 +179,10 @@ def _rows(
     rows: list[tuple[str, ...]] = []
     for engine, seconds in times.items():
         low, median, high = statistics.quantiles(seconds, n=4)
-        ratios = statistics.quantiles([s / o for s, o in zip(times["stock"], seconds, strict=True)], n=4)
-        undecided = engine != "stock" and ratios[0] < 1 < ratios[2]
-        ratio = f"{stock / median:.2f}x ({ratios[0]:.2f} to {ratios[2]:.2f})" + (
-            ", no difference beyond the spread" if undecided else ""
-        )
+        fewest, most = _spread(times, engine)
+        undecided = engine != "stock" and fewest < 1 < most
+        ratio = f"{stock / median:.2f}x ({fewest:.2f} to {most:.2f})"
+        ratio += ", no difference beyond the spread" if undecided else ""
         psnr = statistics.median(near[engine])
         difference = "equal" if math.isinf(psnr) else f"{psnr:.1f} dB"
         rows.append(
@@ -156,9 +202,16 @@ _HEADINGS = ("engine", "median s", "quartiles s", "against stock (quartiles of p
 
 
 def _table(times: dict[str, list[float]], near: dict[str, list[float]], verdicts: dict[str, str]) -> Table:
-    table = Table(*_HEADINGS, title="Seconds a picture, interleaved runs", title_justify="left")
-    for row in _rows(times, near, verdicts):
-        table.add_row(*row)
+    """What has room in 80 columns; timing.md has the quartiles as well."""
+    table = Table("engine", title="Seconds a picture, interleaved runs; in brackets quartiles", title_justify="left")
+    for head in ("median s", "times stock", "PSNR"):
+        table.add_column(head, justify="right")
+    table.add_column("pictures")
+    for engine, median, _, _, difference, pictures in _rows(times, near, verdicts):
+        low, high = _spread(times, engine)
+        ratio = statistics.median(times["stock"]) / statistics.median(times[engine])
+        against = "" if engine == "stock" else f"{ratio:.2f} ({low:.2f}-{high:.2f})"
+        table.add_row(engine, median, against, difference, pictures.partition(",")[0])
     return table
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections import Counter
 from dataclasses import asdict
 from pathlib import Path  # noqa: TC003 -- typer reads the annotations
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.padding import Padding
+from rich.table import Table
 from typer.core import TyperCommand
 
 from rocm_sd.cli.terminal import bar, say
@@ -29,6 +28,10 @@ if TYPE_CHECKING:
 __all__ = ["DoctorCommand", "doctor"]
 
 _COLOURS = {"ok": "green", "problem": "bold red", "unknown": "yellow", "not here": "dim"}
+# What there is no need to read, in this order.
+_FOLDED = ("ok", "unknown", "not here")
+# So many names of checks that do not arise are worth reading.
+_FEW = 5
 _COMMAND = "rocm_sd.doctor.command"
 
 
@@ -49,18 +52,24 @@ def doctor(
         list[str] | None, typer.Argument(metavar="[CHECK]...", help="Checks by name.", show_default="all")
     ] = None,
     fix: Annotated[
-        bool, typer.Option("--fix", help="Apply what is safe: to the command after --, or in a file after asking.")
+        bool,
+        typer.Option(
+            "--fix", help="Apply what is safe: to the command after --, or in a file for your shell, after asking."
+        ),
     ] = False,
     undo: Annotated[bool, typer.Option("--undo", help="Bring back the file as it was before the last --fix.")] = False,
     yes: Annotated[bool, typer.Option("--yes", help="With --fix: write the file without asking.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable, for bug reports and scripts.")] = False,
     machine: Annotated[
-        Path | None, typer.Option(help="Examine a recorded machine, in this folder, and not the one at hand.")
+        Path | None, typer.Option(help="Examine the machine that was recorded in this folder, and not this one.")
     ] = None,
     record: Annotated[
         Path | None, typer.Option(help="Write this machine to a folder, with nothing personal in it.")
     ] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Measure with small sizes.")] = False,
+    in_full: Annotated[
+        bool, typer.Option("--all", "--verbose", help="Show every check in full, and links to reports of each problem.")
+    ] = False,
 ) -> None:
     """Say what is wrong with this set-up, what it means, and how to fix it. Nothing is changed without --fix.
 
@@ -97,7 +106,8 @@ def doctor(
     if as_json and command is None:
         typer.echo(json.dumps(_as_json(facts, examined, treatment), indent=2))
     else:
-        _show(console, examined)
+        # Who names checks wants to read what they say.
+        _show(console, examined, in_full=in_full or bool(checks), offer=machine is None and not fix)
     if treatment is not None and command is not None:
         _show_treatment(console, treatment)
         raise typer.Exit(treating.run_with(treatment, command))
@@ -167,53 +177,86 @@ def _row(each: Examined) -> dict[str, Any]:
     return {**question, **asdict(each.finding), "status": each.finding.status.value}
 
 
-def _show(console: Console, examined: Sequence[Examined]) -> None:
-    """Problems first, each with all there is to say about it: they are what was asked for."""
-    for status in ("problem", "unknown", "ok"):
-        found = [each for each in examined if each.finding.status.value == status]
-        for each in found:
-            _show_one(console, each)
-        if found and status != "problem":
-            console.print()
-    counts = Counter(each.finding.status.value for each in examined)
-    console.print(
-        f"{counts['problem']} problem(s), {counts['ok']} ok, {counts['unknown']} unknown, "
-        f"{counts['not here']} do not arise here"
-    )
-    _show_absent(console, examined)
-    if counts["problem"]:
-        console.print("What is safe to apply, rocm-sd doctor --fix applies.", highlight=False)
+def _show(console: Console, examined: Sequence[Examined], *, in_full: bool, offer: bool) -> None:
+    """The verdict, then problems, each with all there is to say about it: they are what was asked for.
+
+    `offer`: --fix is named where it would apply something.
+    """
+    by_status: dict[str, list[Examined]] = {status: [] for status in _COLOURS}
+    for each in examined:
+        by_status[each.finding.status.value].append(each)
+    problems = by_status["problem"]
+    say(console, _verdict(problems, by_status["ok"]))
+    for each in problems:
+        console.print()
+        _show_one(console, each, links=in_full)
+    console.print()
+    for status in _FOLDED:
+        if in_full:
+            for each in by_status[status]:
+                _show_one(console, each, links=False)
+        elif by_status[status]:
+            console.print(escape(_folded(status, by_status[status])), highlight=False)
+    if offer and any(each.finding.fix is not None and each.finding.fix.safe for each in problems):
+        console.print("To apply what is safe, type: rocm-sd doctor --fix", highlight=False)
+    if not in_full:
+        console.print("To see every check in full, type: rocm-sd doctor --all", highlight=False)
 
 
-def _show_one(console: Console, each: Examined) -> None:
-    finding, status = each.finding, each.finding.status.value
-    head = f"[{_COLOURS[status]}]{status:>7}[/]  [bold]{each.check.name}[/]"
-    console.print(f"{head}: {escape(finding.says)}", highlight=False, soft_wrap=status == "ok")
+def _verdict(problems: Sequence[Examined], fine: Sequence[Examined]) -> str:
+    if problems:
+        return f"{_counted(len(problems), 'problem')}: {_names(problems)}."
+    return "No problem was found." if fine else "No problem was found, and no check could be made."
+
+
+def _folded(status: str, found: Sequence[Examined]) -> str:
+    """All of one status in a sentence; a reason that several share is told once."""
+    count = len(found)
     if status == "ok":
-        return
-    if finding.means:
-        console.print(Padding(escape(finding.means), (0, 0, 0, 9)), highlight=False)
+        return f"{_counted(count, 'check')} {'is' if count == 1 else 'are'} fine: {_names(found)}."
+    if status == "not here":
+        names = f": {_names(found)}" if count <= _FEW else ""
+        return f"{_counted(count, 'check')} {'does' if count == 1 else 'do'} not arise here{names}."
+    by_reason: dict[str, list[Examined]] = {}
+    for each in found:
+        by_reason.setdefault(_cause(each.finding.says), []).append(each)
+    groups = "; ".join(f"{_names(several)} ({reason})" for reason, several in by_reason.items())
+    return f"{_counted(count, 'check')} {'is' if count == 1 else 'are'} unknown: {groups}."
+
+
+def _cause(says: str) -> str:
+    """What several checks have in common that could not be run: what their probes say last."""
+    return says.rstrip(".").rpartition(": ")[2]
+
+
+def _names(found: Sequence[Examined]) -> str:
+    return ", ".join(each.check.name for each in found)
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}{'' if count == 1 else 's'}"
+
+
+def _show_one(console: Console, each: Examined, *, links: bool) -> None:
+    finding, status = each.finding, each.finding.status.value
+    head = Table.grid(padding=(0, 2))
+    head.add_column(justify="right", width=8)
+    head.add_column()
+    head.add_row(f"[{_COLOURS[status]}]{status}[/]", f"[bold]{each.check.name}[/]: {escape(finding.says)}")
+    if finding.means and status != "ok":
+        head.add_row("", escape(finding.means))
     if finding.fix:
-        console.print(Padding(f"[green]fix:[/] {escape(finding.fix.summary)}", (0, 0, 0, 9)), highlight=False)
+        head.add_row("[green]fix[/]", escape(finding.fix.summary))
+    console.print(head, highlight=False)
+    if finding.fix:
         settings = [f"export {name}={value}" for name, value in finding.fix.env.items()]
         settings += [f"unset {name}" for name in finding.fix.unset]
         # Unwrapped, so that they can be copied; so are the links.
         for line in (*settings, *finding.fix.commands):
-            say(console, f"             {line}")
-    if status == "problem":
+            say(console, f"          {line}")
+    if links and status == "problem":
         for link in each.check.links:
-            console.print(f"         [dim]{escape(link)}[/]", soft_wrap=True, highlight=False)
-        console.print()
-
-
-def _show_absent(console: Console, examined: Sequence[Examined]) -> None:
-    absent = [each for each in examined if each.finding.status.value == "not here"]
-    if len(absent) == len(examined):
-        for each in absent:
-            console.print(escape(f"{each.check.name}: {each.finding.says}"), highlight=False)
-    elif absent:
-        names = ", ".join(each.check.name for each in absent)
-        console.print(f"not here: {names} (--json says why)", style="dim", highlight=False)
+            console.print(f"          [dim]{escape(link)}[/]", soft_wrap=True, highlight=False)
 
 
 def _show_treatment(console: Console, treatment: Treatment) -> None:

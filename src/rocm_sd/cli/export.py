@@ -25,6 +25,8 @@ def export(
     rocm-sd export --out ComfyUI/models/checkpoints/emoji-sd.safetensors
 
     rocm-sd export --model ./sd15 --out sd15.safetensors --force
+
+    Models for ONNX Runtime are written by: rocm-sd onnx export
     """
     from rocm_sd import models
     from rocm_sd.errors import Unsupported

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import logging
 import re
-from dataclasses import replace
+import time
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.logging import RichHandler
 
+from rocm_sd import settings
 from rocm_sd.cli.terminal import Device, bar, say, status
 from rocm_sd.errors import Unsupported, require_one_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    import torch
     from PIL import Image
 
     from rocm_sd.integrations.diffusers.generation import Generated, Request
+    from rocm_sd.models import ModelSource
 
 __all__ = ["generate"]
 
@@ -40,14 +46,29 @@ def generate(
     guidance: Annotated[
         float | None, typer.Option(help="How closely to follow the prompt. (default: 3 for emoji-sd, else 7.5)")
     ] = None,
-    batch: Annotated[int, typer.Option(help="Pictures from one prompt.")] = 1,
-    level: Annotated[str, typer.Option(help="auto, performance or memory: never changes the picture.")] = "auto",
+    batch: Annotated[int, typer.Option(help="How many pictures of the prompt.")] = 1,
+    level: Annotated[
+        str, typer.Option(help="Speed against memory: auto, performance or memory. The picture stays the same.")
+    ] = "auto",
     quality: Annotated[
-        str, typer.Option(help="exact, high, balanced or a budget: how far approximations may go.")
+        str, typer.Option(help="How far approximations may go: exact, high, balanced, or a budget such as psnr=32.")
     ] = "exact",
     out: Annotated[Path, typer.Option(help="The folder to write to.")] = Path("out"),
     device: Device = None,
-    compare: Annotated[bool, typer.Option("--compare", help="Draw stock and optimised side by side.")] = False,
+    tiled: Annotated[
+        bool,
+        typer.Option("--tiled", help="Draw above the model's own size, in tiles of that size. This approximates."),
+    ] = False,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Also draw with stock Diffusers, and write both side by side.")
+    ] = False,
+    gpus: Annotated[int, typer.Option(help="How many GPUs of this machine draw together.")] = 1,
+    parallel: Annotated[
+        str,
+        typer.Option(
+            help="With --gpus, how work is split: auto, data, cfg, tensor, pipeline, patch, or cfg=2,patch=2."
+        ),
+    ] = "auto",
 ) -> None:
     """Draw a picture from text.
 
@@ -56,12 +77,18 @@ def generate(
     rocm-sd generate "a red apple" --seed 7 --batch 4 --out pictures
 
     rocm-sd generate "a castle" --model ./sd15 --size 512x512 --steps 30 --scheduler dpm++2m --compare
+
+    rocm-sd generate "a castle" --model ./sdxl --size 2048x2048 --tiled
+
+    rocm-sd generate "a castle" --model ./sdxl --gpus 2
     """
+    import torch
+
     from rocm_sd import models
     from rocm_sd.cli.pictures import writable_folder
     from rocm_sd.engine import LEVELS, require_quality
     from rocm_sd.integrations import diffusers as host
-    from rocm_sd.integrations.diffusers.loading import default_device, hush
+    from rocm_sd.integrations.diffusers.loading import default_device
 
     # Everything that can be wrong with the options is said before a model is loaded.
     require_one_of("level", level, LEVELS)
@@ -72,37 +99,152 @@ def generate(
     request = host.Request(prompt, negative, steps, seed=seed, batch=batch, width=width, height=height)
     source = models.resolve(model)
     request = replace(request, guidance=source.guidance if guidance is None else guidance)
-    writable_folder(out)
-    hush()
-    console = Console()
-    with status(console, f"Loading {source.name} ..."):
-        pipe = host.load_pipeline(source, default_device(device), config=config)
-        if scheduler:
-            host.set_scheduler(pipe, scheduler)
-    _draw(console, pipe, request, source.name, level, quality, out, compare=compare)
+    where = default_device(device)
+    # Where there are no GPUs, several ranks on the CPU are for who asks for it.
+    _require_parallel(gpus, parallel, where if device else torch.device("cuda"), compare=compare)
+    if tiled and (gpus > 1 or quality != "exact"):
+        other = "--gpus" if gpus > 1 else "--quality"
+        raise Unsupported("--tiled", other, hint="Leave out one of them.")
+    drawing = _Drawing(source, config, scheduler, request, level, quality, writable_folder(out), tiled)
+    if gpus == 1:
+        _draw(drawing, where, compare=compare)
+        return
+    from rocm_sd.parallel.launching import launch
+
+    launch(gpus, _draw_on_rank, drawing, parallel, device=where)
 
 
-def _draw(
-    console: Console, pipe: Any, request: Request, model: str, level: str, quality: str, out: Path, *, compare: bool
-) -> None:
+@dataclass(frozen=True)
+class _Drawing:
+    """What is to be drawn, the same for every rank."""
+
+    source: ModelSource
+    config: str | None
+    scheduler: str | None
+    request: Request
+    level: str
+    quality: str
+    out: Path
+    tiled: bool = False
+
+    def load(self, console: Console, device: torch.device) -> Any:
+        from rocm_sd.integrations import diffusers as host
+        from rocm_sd.integrations.diffusers.loading import hush
+
+        hush()
+        with status(console, f"Loading {self.source.name} ..."):
+            pipe = host.load_pipeline(self.source, device, config=self.config)
+            if self.scheduler:
+                host.set_scheduler(pipe, self.scheduler)
+        return pipe
+
+    def parameters(self, pipe: Any) -> dict[str, Any]:
+        return self.request.to_dict() | {"model": self.source.name, "scheduler": type(pipe.scheduler).__name__}
+
+
+def _draw(drawing: _Drawing, device: torch.device, *, compare: bool) -> None:
     from rocm_sd.cli.pictures import save_png, sheet
-    from rocm_sd.engine import optimize, report
+    from rocm_sd.engine import optimize, tile
 
-    parameters = request.to_dict() | {"model": model, "scheduler": type(pipe.scheduler).__name__}
+    console, request = Console(), drawing.request
+    pipe = drawing.load(console, device)
+    parameters = drawing.parameters(pipe)
     stock = run_with_progress(console, pipe, request, "stock") if compare else None
-    optimize(pipe, level=level, quality=quality)
+    optimize(pipe, level=drawing.level, quality=drawing.quality)
+    if drawing.tiled:
+        tile(pipe)
     ours = run_with_progress(console, pipe, request, "rocm-sd")
-    for image, path in zip(ours.images, _free_names(out, request), strict=False):
-        save_png(image, path, parameters | {"level": level, "quality": quality})
-        say(console, f"wrote {path}")
-    console.print(f"{len(ours.images)} picture(s) in {ours.seconds:.2f} s")
-    if quality != "exact":
-        for note in report(pipe).approximations:
-            say(console, f"quality {quality}: {note}")
+    _write(console, pipe, drawing, parameters, ours)
     if stock:
-        path = out / f"compare-{_slug(request.prompt)}-{request.seed}.png"
+        path = drawing.out / f"compare-{_slug(request.prompt)}-{request.seed}.png"
         save_png(sheet(side_by_side(stock, ours)), path, parameters)
         say(console, f"wrote {path} (first runs, not a benchmark)")
+
+
+def _draw_on_rank(device: torch.device, drawing: _Drawing, plan: str) -> None:
+    """Every rank draws, and rank 0 alone says so and writes the pictures."""
+    from torch import distributed as dist
+
+    from rocm_sd.parallel import join, parallel_report, parallelize
+
+    handler = RichHandler(console=Console(stderr=True), show_time=False, show_path=False)
+    logging.basicConfig(level=settings.current().log_level, format="%(message)s", handlers=[handler])
+    # Ranks that cannot find one another say so before they load a model.
+    join(device)
+    rank = dist.get_rank()
+    console = Console(quiet=rank != 0)
+    pipe = drawing.load(console, device)
+    parameters = drawing.parameters(pipe)
+    pictures = drawing.request.batch
+    pipe = parallelize(pipe, plan=plan, level=drawing.level, quality=drawing.quality, pictures=pictures)
+    by_picture = pictures > 1 and "data" in parallel_report(pipe).plan.dims
+    draw = _share_out if by_picture else run_with_progress
+    ours = draw(console, pipe, drawing.request, "rocm-sd")
+    # What was sent is known when all is drawn.
+    say(console, str(parallel_report(pipe)))
+    if rank == 0:
+        _write(console, pipe, drawing, parameters, ours)
+
+
+def _share_out(console: Console, pipe: Any, request: Request, label: str) -> Generated:
+    """Whole pictures, each on the next rank that is free; their seeds are those of a batch."""
+    from rocm_sd.integrations.diffusers.generation import Generated
+    from rocm_sd.parallel import share_out
+
+    def draw(index: int) -> Image.Image:
+        one = replace(request, seed=request.seed + index, batch=1)
+        return run_with_progress(console, pipe, one, f"{label}, picture {index + 1} of {request.batch}").images[0]
+
+    started = time.perf_counter()
+    images = share_out(request.batch, draw, pipe)
+    return Generated(images, time.perf_counter() - started)
+
+
+def _write(console: Console, pipe: Any, drawing: _Drawing, parameters: dict[str, Any], ours: Generated) -> None:
+    from rocm_sd.cli.pictures import save_png
+    from rocm_sd.engine import report
+
+    for image, path in zip(ours.images, _free_names(drawing.out, drawing.request), strict=False):
+        save_png(image, path, parameters | {"level": drawing.level, "quality": drawing.quality})
+        say(console, f"wrote {path}")
+    console.print(f"{len(ours.images)} picture(s) in {ours.seconds:.2f} s")
+    if drawing.quality != "exact":
+        for note in report(pipe).approximations:
+            say(console, f"quality {drawing.quality}: {note}")
+    if drawing.tiled:
+        for line in (*report(pipe).approximations, *_seams(pipe, ours)):
+            say(console, f"tiled: {line}")
+
+
+def _seams(pipe: Any, ours: Generated) -> Iterator[str]:
+    """How far the borders of tiles stand out, of each picture."""
+    from rocm_sd.engine import tiles_of
+    from rocm_sd.quality.seams import seams
+    from rocm_sd.quality.similarity import as_tensor
+
+    tiles = tiles_of(pipe)
+    for image in ours.images:
+        rows, columns = tiles.borders(image.height), tiles.borders(image.width)
+        if rows or columns:
+            found = seams(as_tensor([image]), rows, columns)
+            yield f"gradients across the borders of tiles are {found:.2f} times those elsewhere"
+        else:
+            yield "one tile covers the picture: it is exact"
+
+
+def _require_parallel(gpus: int, plan: str, device: torch.device, *, compare: bool) -> None:
+    if gpus == 1 and plan != "auto":
+        raise Unsupported("--parallel", "one GPU", hint="Add --gpus 2, or more.")
+    if gpus == 1:
+        return
+    from rocm_sd.parallel import parse
+    from rocm_sd.parallel.launching import require_ranks
+
+    require_ranks(gpus, device)
+    if plan != "auto":
+        parse(plan, gpus)
+    if compare:
+        raise Unsupported("--compare", f"--gpus {gpus}", hint="Leave out one of them.")
 
 
 def side_by_side(stock: Generated, ours: Generated) -> list[list[tuple[Image.Image, str]]]:

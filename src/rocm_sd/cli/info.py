@@ -25,7 +25,7 @@ PACKAGES = ("torch", "triton", "diffusers", "transformers", "accelerate", "safet
 def info(
     as_json: Annotated[bool, typer.Option("--json", help="Machine-readable, for bug reports and scripts.")] = False,
 ) -> None:
-    """Show the device, the versions and how each op is proven here.
+    """Show the device, the versions, and which implementation of each op is used here.
 
     rocm-sd info
 
@@ -66,8 +66,27 @@ def gather() -> dict[str, Any]:
         ],
         "settings": settings.current().to_dict(),
         "tuning_database": _database(device),
+        "tunable_op": _tunable_op(architecture.name),
         "ops": _ops(device),
     }
+
+
+def _tunable_op(arch_name: str) -> dict[str, Any]:
+    """What torch's TunableOp found before, and why it is not used, where it is not."""
+    import torch
+
+    from rocm_sd.errors import RocmSdError
+    from rocm_sd.tuning import tunable_op
+
+    facts: dict[str, Any] = {"path": str(tunable_op.results_file()), "products": 0, "why_not_used": None}
+    try:
+        results = tunable_op.results_here()
+    except RocmSdError as error:
+        return {**facts, "why_not_used": error.message}
+    if results is None:
+        return {**facts, "why_not_used": "nothing was tuned by it: rocm-sd tune --tunable-op, on ROCm"}
+    stale = tunable_op.why_stale(results, arch_name, torch.__version__)
+    return {**facts, "products": len(results.products), "why_not_used": stale}
 
 
 def _database(device: torch.device) -> dict[str, Any]:
@@ -178,9 +197,13 @@ def _show(facts: dict[str, Any]) -> None:
     database = facts["tuning_database"]
     machine.add_row("measured here", _measured(database))
     machine.add_row("database", Text(database["path"]))
+    tuned = facts["tunable_op"]
+    if tuned["products"]:
+        unused = f"; not used: {tuned['why_not_used']}" if tuned["why_not_used"] else ""
+        machine.add_row("TunableOp", f"{tuned['products']} products tuned{unused}")
     console.print(machine)
 
-    ops = Table("op", "used here", "others", "proven here", title="Operators", title_justify="left")
+    ops = Table("op", "used here", "others", "proven here", title="Ops", title_justify="left")
     for op in facts["ops"]:
         known = op["implementations"]
         used = next(_named(i) for i in known if i["chosen_here"])

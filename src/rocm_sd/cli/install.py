@@ -21,12 +21,15 @@ _NEXT = {
 def install(
     host: Annotated[str, typer.Argument(help="comfyui or a1111.", show_default=False)],
     path: Annotated[Path, typer.Argument(help="The folder of that program.", show_default=False)],
-    copy: Annotated[bool, typer.Option("--copy", help="Copy the files and do not link them.")] = False,
+    copy: Annotated[bool, typer.Option("--copy", help="Copy the files instead of linking them.")] = False,
     python: Annotated[
-        Path | None, typer.Option(help="The Python that runs it. (default: its venv or python_embeded)")
+        Path | None, typer.Option(help="The Python that runs that program. (default: its venv or python_embeded)")
     ] = None,
     force: Annotated[
-        bool, typer.Option("--force", help="Install even if that Python lacks something: it starts without us.")
+        bool,
+        typer.Option(
+            "--force", help="Install although that Python lacks something; the program then starts without rocm-sd."
+        ),
     ] = False,
 ) -> None:
     """Put rocm-sd into ComfyUI or Automatic1111.

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import os
 import sys
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -14,22 +13,22 @@ from rich.logging import RichHandler
 
 from rocm_sd import __version__, settings
 from rocm_sd.cli.bench import bench
+from rocm_sd.cli.contribute import contribute
 from rocm_sd.cli.demo import demo
 from rocm_sd.cli.doctor import DoctorCommand, doctor
 from rocm_sd.cli.export import export
 from rocm_sd.cli.generate import generate
 from rocm_sd.cli.info import info
 from rocm_sd.cli.install import install, uninstall
+from rocm_sd.cli.onnx import app as onnx
 from rocm_sd.cli.profile import profile
 from rocm_sd.cli.quality import quality
 from rocm_sd.cli.report import report
-from rocm_sd.cli.terminal import literal, say
+from rocm_sd.cli.serve import serve
+from rocm_sd.cli.terminal import help_text, literal, say
 from rocm_sd.cli.tune import tune
 from rocm_sd.cli.verify import verify
 from rocm_sd.errors import INTERRUPTED, explained
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 __all__ = ["app", "run"]
 
@@ -44,16 +43,12 @@ app = typer.Typer(
 )
 
 
-def _help(verb: Callable[..., None]) -> str:
-    """Its docstring, a paragraph a line: typer keeps the lines of the source, which are longer than most terminals'."""
-    paragraphs = inspect.cleandoc(verb.__doc__ or "").split("\n\n")
-    return "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
-
-
 for _verb in (
-    info, generate, demo, quality, verify, tune, bench, profile, report, doctor, export, install, uninstall,
+    info, generate, demo, serve, quality, verify, tune, bench, profile, report, doctor, contribute, export, install,
+    uninstall,
 ):  # fmt: skip
-    app.command(cls=DoctorCommand if _verb is doctor else None, help=_help(_verb))(_verb)
+    app.command(cls=DoctorCommand if _verb is doctor else None, help=help_text(_verb))(_verb)
+app.add_typer(onnx)
 
 
 def _version(wanted: bool) -> None:

@@ -50,7 +50,7 @@ def profile(
     device: Device = None,
     as_json: Annotated[bool, typer.Option("--json", help="Every figure, machine-readable.")] = False,
 ) -> None:
-    """Show where the time goes: by family, by module and by kernel, with the slow paths in words.
+    """Show where the time of a picture goes: by family of work, by module and by kernel, and what is slow.
 
     rocm-sd profile
 

@@ -34,8 +34,15 @@ class _Side:
 
 
 def quality(
-    first: Annotated[str, typer.Argument(metavar="A", help="A folder of pictures, or settings.", show_default=False)],
-    second: Annotated[str, typer.Argument(metavar="B", help="Likewise.", show_default=False)],
+    first: Annotated[
+        str,
+        typer.Argument(
+            metavar="A", help="A folder of pictures, or settings such as stock or steps=10.", show_default=False
+        ),
+    ],
+    second: Annotated[
+        str, typer.Argument(metavar="B", help="What to compare it with: another one of these.", show_default=False)
+    ],
     prompts: Annotated[int, typer.Option(help="With settings: how many prompts to draw.")] = 24,
     seed: Annotated[int, typer.Option(help="With settings: the seed of the pictures.")] = 0,
     out: Annotated[Path, typer.Option(help="The folder for quality.png and quality.json.")] = Path("out"),
@@ -43,7 +50,7 @@ def quality(
     fid: Annotated[Path | None, typer.Option(help="Also the FID, by these Inception weights.")] = None,
     device: Device = None,
 ) -> None:
-    """Compare two sets of pictures: nearness, prompt match, and a picture grid.
+    """Compare two sets of pictures: how near they are, and whether they show their prompts.
 
     rocm-sd quality stock rocm-sd
 

@@ -5,7 +5,11 @@ Text of a user's (a prompt, a path, a model's name) is printed through here, and
 
 from __future__ import annotations
 
+import inspect
+import re
+import shlex
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -28,9 +32,28 @@ if TYPE_CHECKING:
 
     from rich.status import Status
 
-__all__ = ["Device", "bar", "batch_sizes", "literal", "parts", "printable", "say", "status"]
+__all__ = [
+    "OUT",
+    "Device",
+    "bar",
+    "batch_sizes",
+    "budget_seconds",
+    "help_text",
+    "literal",
+    "name_report",
+    "parts",
+    "printable",
+    "say",
+    "status",
+]
 
-Device = Annotated[str | None, typer.Option(help="cuda (AMD and NVIDIA) or cpu. (default: what is there)")]
+Device = Annotated[
+    str | None, typer.Option(help="cuda (AMD and NVIDIA GPUs) or cpu. (default: a GPU if torch sees one)")
+]
+
+
+# Where verbs write unless told otherwise, and where `rocm-sd report` looks for what they wrote.
+OUT = Path("out")
 
 
 @contextmanager
@@ -61,6 +84,12 @@ def say(console: Console, line: str) -> None:
     console.print(printable(line), highlight=False, markup=False, soft_wrap=True)
 
 
+def name_report(console: Console, folder: Path) -> None:
+    """What to type next, where a record was written to this folder."""
+    where = "" if folder == OUT else f" {shlex.quote(str(folder))}"
+    say(console, f"To see it as a page, type: rocm-sd report{where}")
+
+
 def status(console: Console, text: str) -> Status:
     """A spinner with this text, as it is."""
     return console.status(literal(text))
@@ -76,6 +105,12 @@ def printable(text: str) -> str:
     return text.encode("utf-8", "backslashreplace").decode()
 
 
+def help_text(verb: Callable[..., None]) -> str:
+    """Its docstring, a paragraph a line: typer keeps the lines of the source, which are longer than most terminals'."""
+    paragraphs = inspect.cleandoc(verb.__doc__ or "").split("\n\n")
+    return "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
+
+
 def batch_sizes(text: str) -> tuple[int, ...]:
     given = parts(text)
     # Nine digits: a number of thousands is not even read by Python.
@@ -87,3 +122,12 @@ def batch_sizes(text: str) -> tuple[int, ...]:
 def parts(text: str | None) -> list[str]:
     """The parts of "a, b", each once."""
     return list(dict.fromkeys(part.strip() for part in (text or "").split(",") if part.strip()))
+
+
+def budget_seconds(text: str) -> float:
+    """Of "90s", "2m" or "1h"."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smh]?)", text.strip())
+    seconds = float(found[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[found[2]] if found else 0.0
+    if not seconds:
+        raise InvalidOption("--budget", text, [], hint="Give a time: 90s, 2m or 1h.")
+    return seconds

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from rocm_sd.cli import tune_tables
-from rocm_sd.cli.terminal import Device, bar, batch_sizes, parts, say
+from rocm_sd.cli.terminal import Device, bar, batch_sizes, budget_seconds, parts, say
 from rocm_sd.errors import InvalidOption, RocmSdError
 
 if TYPE_CHECKING:
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     import torch
 
     from rocm_sd.bench.tracing import Trace
+    from rocm_sd.cli.tune_quality import AskedOfQuality
     from rocm_sd.engine.calibration import Outline
     from rocm_sd.tuning.database import Database, Entry
     from rocm_sd.tuning.search.tuner import TunerOptions
@@ -49,43 +50,58 @@ def tune(
     ] = None,
     batch: Annotated[str, typer.Option(help="Batch sizes, e.g. 1,4.")] = "1",
     budget: Annotated[str, typer.Option(help="Time for all of it: 90s, 2m, 1h.")] = "2m",
-    ops: Annotated[str | None, typer.Option(help="Only these, e.g. attention,conv2d. (default: all)")] = None,
-    strategy: Annotated[str, typer.Option(help="How to search: halving, or one that a package adds.")] = "halving",
+    ops: Annotated[str | None, typer.Option(help="Only these ops, e.g. attention,conv2d. (default: all)")] = None,
+    strategy: Annotated[str, typer.Option(help="The search strategy: halving, or one of a plug-in.")] = "halving",
     timeout: Annotated[
         float, typer.Option(min=0.1, help="Seconds for one candidate; one that takes longer is taken to hang.")
     ] = 60.0,
     fresh: Annotated[bool, typer.Option("--fresh", help="Measure again what was measured before.")] = False,
     export: Annotated[Path | None, typer.Option(help="Write all measurements to this file, and exit.")] = None,
     import_: Annotated[
-        Path | None, typer.Option("--import", help="Take in the measurements of such a file, and exit.")
+        Path | None, typer.Option("--import", help="Take in the measurements of a file of --export, and exit.")
     ] = None,
     listed: Annotated[bool, typer.Option("--list", help="List what was measured on this card, and exit.")] = False,
-    static: Annotated[bool, typer.Option("--static", help="With no GPU: compile every config and rank them.")] = False,
+    tunable_op: Annotated[
+        bool,
+        typer.Option("--tunable-op", help="On ROCm: have torch's TunableOp tune the products, then tune as usual."),
+    ] = False,
+    static: Annotated[
+        bool, typer.Option("--static", help="Without a GPU: compile every config, and rank them by modelled times.")
+    ] = False,
     arch: Annotated[
         str | None,
-        typer.Option(help="--static: architectures, e.g. gfx1100,gfx942. (default: all that can be compiled for)"),
+        typer.Option(help="With --static: architectures, e.g. gfx1100,gfx942. (default: all that can be compiled for)"),
     ] = None,
     out: Annotated[
         Path | None,
         typer.Option(
-            help="--static: folder for GFX/OP.json; --quality: for pictures. (default: this installation's data; out)"
+            help="The folder for GFX/OP.json (--static) or pictures (--quality). (default: the installed data; out)"
         ),
     ] = None,
     jobs: Annotated[
-        int | None, typer.Option(min=1, help="--static: compilers at once. (default: as many as fit)")
+        int | None, typer.Option(min=1, help="With --static: how many compilers run at once. (default: as many as fit)")
     ] = None,
     quality: Annotated[
         bool, typer.Option("--quality", help="Find the fastest approximation within a budget (docs/quality.md).")
     ] = False,
     within: Annotated[
-        str, typer.Option(help="--quality: high, balanced, all, or psnr=32,ssim=0.97,match=0.5.")
+        str, typer.Option(help="With --quality: high, balanced, all, or psnr=32,ssim=0.97,match=0.5.")
     ] = "all",
-    prompts: Annotated[Path | None, typer.Option(help="--quality: a text file with one prompt a line.")] = None,
-    steps: Annotated[int, typer.Option(min=4, help="--quality: of the pictures that are drawn.")] = 20,
+    prompts: Annotated[Path | None, typer.Option(help="With --quality: a text file with one prompt a line.")] = None,
+    steps: Annotated[int, typer.Option(min=4, help="With --quality: denoising steps of its pictures.")] = 20,
+    gpus: Annotated[
+        int,
+        typer.Option(
+            min=1, help="With --quality: for this many GPUs, whose rows may be a step old (docs/multi-gpu.md)."
+        ),
+    ] = 1,
+    parallel: Annotated[
+        str, typer.Option(help="With --quality --gpus, how work is split: patch, or cfg=2,patch=2.")
+    ] = "patch",
     device: Device = None,
     as_json: Annotated[bool, typer.Option("--json", help="Every figure, machine-readable.")] = False,
 ) -> None:
-    """Time every way to compute what a picture needs on this card, and remember the fastest that is right.
+    """Time every candidate for each op of a picture on this card, and keep the fastest that is right.
 
     rocm-sd tune
 
@@ -94,6 +110,10 @@ def tune(
     rocm-sd tune ./my-model --ops attention,conv2d
 
     rocm-sd tune --quality ./my-model --steps 30 --prompts prompts.txt
+
+    rocm-sd tune --quality ./my-model --gpus 2 --parallel patch
+
+    rocm-sd tune --tunable-op --budget 20m
 
     rocm-sd tune --list
 
@@ -105,15 +125,21 @@ def tune(
 
     Ctrl-C keeps what was measured, and the same command continues there. Nothing is chosen that is wrong, or that is
     not faster than stock torch beyond doubt. With --static no GPU is needed, times are modelled, and the exit code is 1
-    when a size is left without a usable config (docs/tuning.md).
+    when a size is left without a usable config (docs/tuning-for-developers.md).
     """
     begun = time.monotonic()
     if static:
         _tune_static(names or [], arch, out, jobs, as_json=as_json)
         return
     if quality:
-        _tune_quality(names, within, prompts, steps, out, device, as_json=as_json)
+        from rocm_sd.cli.tune_quality import AskedOfQuality
+
+        folder = Path("out") if out is None else out
+        of_quality = AskedOfQuality(_one_model(names), within, prompts, steps, folder, as_json)
+        _tune_quality(of_quality, gpus, parallel, device)
         return
+    if gpus > 1:
+        raise InvalidOption("--gpus", "without --quality", [], hint="A search of kernels runs on one card.")
     given = [option for option, value in (("--arch", arch), ("--out", out), ("--jobs", jobs)) if value is not None]
     if given:
         raise InvalidOption(given[0], "without --static", [], hint=_WITHOUT_STATIC)
@@ -132,29 +158,61 @@ def tune(
         from rocm_sd.tuning.search.tuner import TunerOptions
 
         asked = (names[0] if names else None, _sizes(sizes), batch_sizes(batch), parts(ops))
-        seconds, on, chosen = _seconds(budget), default_device(device), halving.strategy(strategy)
+        seconds, on, chosen = budget_seconds(budget), default_device(device), halving.strategy(strategy)
+        if tunable_op:
+            _tune_products(on, seconds / 2, begun, *asked)
         options = TunerOptions(seconds, timeout, chosen, fresh)
         _search(database, on, options, begun, *asked, as_json=as_json)
 
 
-def _tune_quality(
-    names: list[str] | None,
-    within: str,
-    prompts: Path | None,
-    steps: int,
-    out: Path | None,
-    device: str | None,
-    *,
-    as_json: bool,
+def _tune_products(
+    device: torch.device,
+    seconds: float,
+    begun: float,
+    model: str | None,
+    sizes: Sequence[tuple[int, int]],
+    batches: Sequence[int],
+    ops: Sequence[str],
 ) -> None:
-    from rocm_sd.cli.tune_quality import tune_quality
-    from rocm_sd.integrations.diffusers.loading import default_device
+    """Of what is traced, the products by TunableOp, within half of the time; the search after it times its results."""
+    from rocm_sd.integrations.diffusers.loading import hush
+    from rocm_sd.ops.linear_residual import tunable
 
+    # Said before a model is loaded.
+    tunable.require_here(device)
+    if ops and "linear_residual" not in ops:
+        raise InvalidOption("--tunable-op", f"with --ops {','.join(ops)}", [], hint="Products are linear_residual's.")
+    hush()
+    with bar("loading the model", share=True) as update:
+        found = _traced(device, model, sizes, batches, lambda what: update(description=what)).of(["linear_residual"])
+    problems = [dict(each.call.problem) for each in found.problems]
+    products = list(dict.fromkeys((int(p["m"]), int(p["n"]), int(p["k"]), str(p["dtype"])) for p in problems))
+    with bar("TunableOp", len(products)) as update:
+        results = tunable.tune(
+            products, device, go_on=lambda: time.monotonic() - begun < seconds,
+            progress=lambda number, what: update(completed=number, description=f"TunableOp: {what}"),
+        )  # fmt: skip
+    say(Console(stderr=True), f"TunableOp has results for {len(results.products)} products")
+
+
+def _one_model(names: list[str] | None) -> str | None:
     if names and len(names) > 1:
         raise InvalidOption("model", " ".join(names), [], hint="Give one model.")
-    model = None if not names or names[0] == "emoji" else names[0]
-    folder = Path("out") if out is None else out
-    tune_quality(model, within, prompts, steps, folder, default_device(device), as_json=as_json)
+    return None if not names or names[0] == "emoji" else names[0]
+
+
+def _tune_quality(asked: AskedOfQuality, gpus: int, parallel: str, device: str | None) -> None:
+    import torch
+
+    from rocm_sd.cli.tune_quality import tune_quality, tune_quality_on_gpus
+    from rocm_sd.integrations.diffusers.loading import default_device
+
+    where = default_device(device)
+    if gpus > 1:
+        # Where there are no GPUs, several ranks on the CPU are for who asks for it.
+        tune_quality_on_gpus(asked, gpus, parallel, where if device else torch.device("cuda"))
+    else:
+        tune_quality(asked, where)
 
 
 def _search(
@@ -333,18 +391,11 @@ def _list(database: Database, device: str | None, *, as_json: bool) -> None:
         typer.echo(json.dumps(rows, indent=2))
         return
     console = Console()
-    if not rows:
+    if rows:
+        tune_tables.show_known(console, rows)
+    else:
         console.print("Nothing was measured on this card with these versions. Type: rocm-sd tune")
-        return
-    tune_tables.show_known(console, rows)
-
-
-def _seconds(text: str) -> float:
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([smh]?)", text.strip())
-    seconds = float(found[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[found[2]] if found else 0.0
-    if not seconds:
-        raise InvalidOption("--budget", text, [], hint="Give a time: 90s, 2m or 1h.")
-    return seconds
+    tune_tables.show_tunable_op(console, here.arch)
 
 
 def _sizes(text: str | None) -> list[tuple[int, int]]:
@@ -375,5 +426,5 @@ def _tune_static(ops: list[str], arch: str | None, out: Path | None, jobs: int |
     if failed:
         raise RocmSdError(
             f"{len(failed)} of {len(found)} sizes have no usable config: {'; '.join(failed)}.",
-            hint="Give the op's space a smaller tile, fewer stages or more warps there: see docs/tuning.md.",
+            hint="Give the op's space a smaller tile, fewer stages or more warps: see docs/tuning-for-developers.md.",
         )

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rocm_sd.tuning.search.tuner import TuningResult
     from rocm_sd.tuning.static.data_files import BucketResult
 
-__all__ = ["described", "show_known", "show_outcomes", "show_static"]
+__all__ = ["described", "show_known", "show_outcomes", "show_static", "show_tunable_op"]
 
 _CONFIGS = "rocm-sd tune --list --json"
 
@@ -79,6 +79,28 @@ def show_known(console: Console, rows: Sequence[Mapping[str, Any]]) -> None:
     console.print(f"Configs, and why one is skipped: {_CONFIGS}.", soft_wrap=True)
 
 
+def show_tunable_op(console: Console, arch: str) -> None:
+    """What torch's TunableOp found, where `rocm-sd tune --tunable-op` ran; nothing where it did not."""
+    import torch
+
+    from rocm_sd.tuning import tunable_op
+
+    results = tunable_op.results_here()
+    if results is None:
+        return
+    table = Table(title="results of torch's TunableOp", title_justify="left")
+    table.add_column("product")
+    table.add_column("kernel", overflow="fold")
+    table.add_column("us, by torch", justify="right")
+    for one in results.products:
+        us = None if one.ms is None else one.ms * 1e3
+        table.add_row(escape(one.words), escape(one.solution), _number(us))
+    console.print(table)
+    stale = tunable_op.why_stale(results, arch, torch.__version__)
+    use = "A product runs by its kernel where the search above found that faster." if stale is None else ""
+    console.print(escape(use or f"They are not used: {stale}."), soft_wrap=True)
+
+
 def _tried(row: Mapping[str, Any]) -> str:
     out = len(row["left_out"])
     return f"{row['candidates']}, {out} out" if out else str(row["candidates"])
@@ -108,7 +130,7 @@ def _number(value: float | None, digits: int = 1) -> str:
 
 def show_static(console: Console, found: list[BucketResult], folder: Path) -> None:
     for op in dict.fromkeys(each.name for each in found):
-        table = Table("arch", "when", "config", "modelled us", "next", "figures", title=op, title_justify="left")
+        table = Table("arch", "problem", "config", "modelled us", "next", "figures", title=op, title_justify="left")
         table.columns[0].no_wrap = True
         for each in found:
             if each.name == op:

@@ -29,21 +29,20 @@ def verify(
         typer.Option(help="Architectures, e.g. gfx1100,gfx942. (default: all that Triton compiles for; for HIP, six)"),
     ] = None,
     rung: Annotated[
-        str | None, typer.Option(help="Rungs, e.g. 3 or 1,2: see docs/verification.md. (default: all five)")
+        str | None,
+        typer.Option(help="Rungs of the proof ladder, e.g. 3 or 1,2 (docs/verification.md). (default: all five)"),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Every figure, machine-readable.")] = False,
     picture: Annotated[
-        bool, typer.Option("--picture", help="Draw a picture by emulated cards: minutes for each. It can be resumed.")
+        bool, typer.Option("--picture", help="Draw a picture on emulated cards: minutes for each. It can be resumed.")
     ] = False,
-    prompt: Annotated[str, typer.Option(help="--picture: what emoji-sd draws.")] = "a frog on a pink background",
-    steps: Annotated[int, typer.Option(min=1, max=100, help="--picture: denoising steps.")] = 8,
+    prompt: Annotated[str, typer.Option(help="With --picture: what emoji-sd draws.")] = "a frog on a pink background",
+    steps: Annotated[int, typer.Option(min=1, max=100, help="With --picture: denoising steps.")] = 8,
     plan: Annotated[
         str,
-        typer.Option(
-            help="--picture: every (all rules, channels-last), transformer (layout kept) or shipped (as the data say)."
-        ),
+        typer.Option(help="With --picture: every (all rules), transformer (layout kept) or shipped (as the data say)."),
     ] = "every",
-    out: Annotated[Path, typer.Option(help="--picture: the folder to write to.")] = Path("out"),
+    out: Annotated[Path, typer.Option(help="With --picture: the folder to write to.")] = Path("out"),
 ) -> None:
     """Check every op against its reference: interpreted, compiled, emulated.
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 
-from rocm_sd.bench.records import Machine, Measurement, Record, WorkloadFacts
+from rocm_sd.bench.records import OURS, STOCK, Machine, Measurement, Record, WorkloadFacts
+from rocm_sd.bench.several_gpus_record import TOGETHER, GpusRecord, Way
 from rocm_sd.measuring import compare
 
 CARD = Machine(
@@ -75,3 +76,18 @@ def op() -> Record:
     ]
     facts = WorkloadFacts("ops", "ops", "random", 0, 0, 1, "", 0.0, "float16")
     return Record("op", facts, CARD, "rocm-sd bench ops", "2026-01-02T03:04:05", tuple(found), op_cases=cases)
+
+
+def gpus(ranks: int = 2, plan: str = "cfg=2", **more: object) -> GpusRecord:
+    """stock and rocm-sd on one rank, and all ranks, at eight tenths of what so many could do."""
+    ways = (
+        Way(STOCK, 1, timings(1690.0, seed=1), 1e-3, 1e-3),
+        Way(OURS, 1, timings(280.0, seed=2), 9e-4, 1e-3),
+        Way(TOGETHER, ranks, timings(280.0 / (0.8 * ranks), seed=3), 9e-4, 1e-3),
+    )
+    given = {
+        "command": f"rocm-sd bench sd15-512 --gpus {ranks}", "when": "2026-01-02T03:04:05+00:00",
+        "cards": ("Test Card",) * ranks, "plan": plan, "why": "it was asked for", "link": 24e9, "pictures": 1,
+        "ways": ways, "sent": {"cfg": 3.2e4, "vae": 1.5e6},
+    } | more  # fmt: skip
+    return GpusRecord(WORKLOAD, CARD, **given)

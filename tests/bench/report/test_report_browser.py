@@ -41,6 +41,9 @@ def full_page(tmp_path_factory) -> Path:
     long.save(folder / "engines.json")
     made_up.ablation().save(folder / "ablation.json")
     made_up.op().save(folder / "op.json")
+    for ranks in (2, 4, 8):
+        made_up.gpus(ranks, f"patch={ranks}").save(folder / f"sd15-512-{ranks}-gpus.json")
+    made_up.gpus(2, "W" * 80, why="x" * 200).save(folder / "long-2-gpus.json")
     Image.fromarray(np.full((32, 32, 3), 90, np.uint8)).save(folder / "p.png")
     outcomes = [
         Outcome(

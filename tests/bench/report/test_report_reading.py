@@ -153,11 +153,16 @@ def leaves(value, path=()):
         yield from leaves(inner, (*path, key))
 
 
-@pytest.mark.parametrize("kind", ["engines", "ablation", "op"])
+@pytest.mark.parametrize("kind", ["engines", "ablation", "op", "gpus"])
 def test_whatever_stands_in_a_record_it_is_refused_by_name_or_shown(tmp_path, kind):
-    record = {"engines": made_up.engines(batches=(1,)), "ablation": made_up.ablation(), "op": made_up.op()}[kind]
-    short = tuple(replace(m, ms=m.ms[:4]) for m in record.measurements if kind == "op" or m.batch == 1)[-4:]
-    text = json.dumps(replace(record, measurements=short, comparisons=record.comparisons[:1]).to_dict())
+    if kind == "gpus":
+        record = made_up.gpus(32)
+        record = replace(record, ways=tuple(replace(way, ms=way.ms[:4]) for way in record.ways))
+    else:
+        record = {"engines": made_up.engines(batches=(1,)), "ablation": made_up.ablation(), "op": made_up.op()}[kind]
+        short = tuple(replace(m, ms=m.ms[:4]) for m in record.measurements if kind == "op" or m.batch == 1)[-4:]
+        record = replace(record, measurements=short, comparisons=record.comparisons[:1])
+    text = json.dumps(record.to_dict())
     path = tmp_path / "record.json"
     outcomes = Counter()
     for place in leaves(json.loads(text)):

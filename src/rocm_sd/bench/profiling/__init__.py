@@ -1,4 +1,4 @@
-"""Where the time goes: `rocm-sd profile`, and `ROCmSDProfiler` for any program; see docs/profiling.md."""
+"""Where the time goes: `rocm-sd profile`, and `ROCmSDProfiler` for any program; see docs/performance-analysis.md."""
 
 from rocm_sd.bench.profiling.analysis import Analysis, TimePart, analyse
 from rocm_sd.bench.profiling.findings import SlowPath, findings

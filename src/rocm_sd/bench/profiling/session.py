@@ -16,12 +16,14 @@ from typing import TYPE_CHECKING, Any
 from rocm_sd import arch
 from rocm_sd.bench.profiling import flame, tables
 from rocm_sd.bench.profiling.analysis import Analysis, analyse, family_work
+from rocm_sd.bench.profiling.calls import attention_call
 from rocm_sd.bench.profiling.findings import findings
 from rocm_sd.bench.profiling.recording import Recording, synchronize
 from rocm_sd.bench.profiling.trace import Trace, read
 from rocm_sd.engine import Parts, optimize_with
 from rocm_sd.errors import Unsupported
 from rocm_sd.files import write_text
+from rocm_sd.measuring import Stopwatch
 from rocm_sd.rewrite import RULES, RULES_FOR_GRAPHS
 
 if TYPE_CHECKING:
@@ -58,9 +60,11 @@ class ROCmSDProfiler:
     profile.print_stats(); profile.export("flame.html")
 
     With a model or a pipeline its modules have times of their own. Shares are of the time under the profiler.
+    `timings`: by name, the milliseconds of each call that `profile_attention` has timed.
     """
 
     def __init__(self, model: Any = None) -> None:
+        self.timings: dict[str, list[float]] = {}
         self._model = model
         self._recording: Recording | None = None
 
@@ -81,6 +85,18 @@ class ROCmSDProfiler:
     def __exit__(self, *_exception: object) -> None:
         self.disable()
 
+    def profile_attention(self, *arguments: Any, **named: Any) -> Any:
+        """What attention gives, timed once, with its milliseconds added to `timings`.
+
+        Given as query, key, value and what else `optimized_attention` takes; as the sizes of a call, batch_size,
+        seq_len, d_model and num_heads; or as a function of your own and its arguments, whose name then stands there.
+        """
+        name, call, device = attention_call(*arguments, **named)
+        results: list[Any] = []
+        ms = Stopwatch(device).milliseconds(lambda: results.append(call()))
+        self.timings.setdefault(name, []).append(ms)
+        return results[-1]
+
     def stats(self) -> Analysis:
         trace = self._trace()
         facts = arch.device_facts()
@@ -90,7 +106,11 @@ class ROCmSDProfiler:
         return tables.annotated(found, findings(found), notes)
 
     def print_stats(self, console: Console | None = None, *, rows: int = 15) -> None:
-        tables.show(self.stats(), console, rows=rows)
+        # Where only single calls were timed, there is no recording.
+        if self._recording is not None or not self.timings:
+            tables.show(self.stats(), console, rows=rows)
+        if self.timings:
+            tables.show_timings(self.timings, console)
 
     def export(self, path: str | Path) -> Path:
         """By its ending: .html is the flame chart, .json the Chrome trace."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from statistics import median
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -13,11 +14,11 @@ from rocm_sd.bench.profiling.analysis import ARITHMETIC, Analysis, TimePart
 from rocm_sd.bench.profiling.families import IDLE
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from rocm_sd.bench.profiling.findings import SlowPath
 
-__all__ = ["annotated", "show"]
+__all__ = ["annotated", "show", "show_timings"]
 
 _NAME = 64
 _WORDS = ("family", "mostly", "bound by")
@@ -69,6 +70,14 @@ def show(analysis: Analysis, console: Console | None = None, *, rows: int = 15) 
         console.print(f"    [dim]{escape(found.next)}[/]", soft_wrap=True, highlight=False)
     for note in analysis.notes:
         console.print(f"[dim]note: {escape(note)}[/]", soft_wrap=True, highlight=False)
+
+
+def show_timings(timings: Mapping[str, Sequence[float]], console: Console | None = None) -> None:
+    """Calls that were timed one by one."""
+    table = _table("Timed calls", "call", "calls", "median ms", "least ms", "most ms")
+    for name, taken in timings.items():
+        table.add_row(escape(name), str(len(taken)), *(f"{ms:.3f}" for ms in (median(taken), min(taken), max(taken))))
+    (console or Console()).print(table)
 
 
 def _table(title: str, *columns: str) -> Table:

@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from rocm_sd.bench.report.page import page, render
-from rocm_sd.bench.report.reading import Inputs, read, read_ladder
+from rocm_sd.bench.report.reading import Inputs, newest, read, read_ladder
 
-__all__ = ["Inputs", "page", "read", "read_ladder", "render"]
+__all__ = ["Inputs", "newest", "page", "read", "read_ladder", "render"]

@@ -8,7 +8,18 @@ from importlib.resources import files
 from typing import TYPE_CHECKING
 
 from rocm_sd import __version__
-from rocm_sd.bench.report import memory, other_cards, pareto, pictures, rooflines, speed
+from rocm_sd.bench.report import (
+    contributed,
+    memory,
+    other_cards,
+    pareto,
+    pictures,
+    rooflines,
+    scaling,
+    serving,
+    several_gpus,
+    speed,
+)
 from rocm_sd.bench.report.parts import Page, Picture, Svg
 from rocm_sd.errors import optional_module
 
@@ -26,21 +37,30 @@ def page(
     given: Sequence[Picture] = (),
     drawn: Sequence[tuple[Picture, ...]] = (),
 ) -> Page:
-    records = inputs.records
+    records = inputs.timed
     notes = []
-    if any(record.workload.weights == "random" for record in records):
+    drawn_with = [record.workload.weights for record in records] + [record.workload.weights for record in inputs.split]
+    if "random" in drawn_with:
         notes.append("Weights are random, of the real architecture: speed and memory do not depend on them.")
-    if not records:
+    if not inputs.records:
         notes.append("No whole pictures were timed.")
     projected = other_cards.projection(records)
+    scaled = scaling.scaling(records)
     surveyed = pareto.pareto(records)
+    served = serving.serving(inputs.served)
+    split = several_gpus.several_gpus(inputs.split)
+    cards = contributed.contributed(inputs.contributed)
     sections = (
+        *((cards,) if cards else ()),
         speed.speed(records),
         *((surveyed,) if surveyed else ()),
+        *((served,) if served else ()),
         speed.ablation(records),
         rooflines.rooflines(inputs.op_runs),
         memory.memory(records),
         *((projected,) if projected else ()),
+        *((split,) if split else ()),
+        *((scaled,) if scaled else ()),
         other_cards.ladder(outcomes),
         pictures.pictures(given, drawn),
     )
@@ -48,7 +68,7 @@ def page(
         "Measured, and how to repeat it",
         _subtitle(inputs),
         speed.headlines(records),
-        speed.cards(records),
+        speed.cards(inputs.records),
         tuple(notes),
         sections,
         __version__,
@@ -61,7 +81,12 @@ def _subtitle(inputs: Inputs) -> str:
     span = " to ".join(dict.fromkeys((dates[0], dates[-1]))) if dates else ""
     pictures_on = " and ".join(dict.fromkeys(record.machine.device for record in inputs.records))
     ops_on = " and ".join(dict.fromkeys(run.device for run in inputs.op_runs))
-    sentences = [f"Pictures on {pictures_on}, {span}." if dates else "", f"Single ops on {ops_on}." if ops_on else ""]
+    sent = " and ".join(dict.fromkeys(f"{one.machine.device}, {one.when[:10]}" for one in inputs.contributed))
+    sentences = [
+        f"Contributed from {sent}." if sent else "",
+        f"Pictures on {pictures_on}, {span}." if dates else "",
+        f"Single ops on {ops_on}." if ops_on else "",
+    ]
     return " ".join(filter(None, sentences)) or "Proofs and pictures."
 
 

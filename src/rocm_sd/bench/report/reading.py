@@ -1,4 +1,5 @@
-"""What a report is made from: records, timings of single ops in either format, and results of the proof ladder.
+"""What a report is made from: records of engines, of servers and of several GPUs, timings of single ops in either
+format, contributions, and results of the proof ladder.
 
 Every value that is shown or drawn is checked here. A file that is broken is named, and nothing is written.
 """
@@ -9,7 +10,12 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
+from rocm_sd.bench import card_report
 from rocm_sd.bench.records import FORMAT, Record, UnreadableRecord
+from rocm_sd.bench.serving import FORMAT as SERVING_FORMAT
+from rocm_sd.bench.serving import ServingRecord
+from rocm_sd.bench.several_gpus_record import FORMAT as GPUS_FORMAT
+from rocm_sd.bench.several_gpus_record import GpusRecord
 from rocm_sd.bench.verdict import problems
 from rocm_sd.errors import RocmSdError
 from rocm_sd.plain_json import read_json, shortened
@@ -19,9 +25,11 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
+    from rocm_sd.bench.card_report import CardReport
+
 _LEAST_US, _MOST_US = 1e-6, 1e12
 
-__all__ = ["Inputs", "OpRun", "OpTiming", "UnreadableLadder", "read", "read_ladder"]
+__all__ = ["Inputs", "OpRun", "OpTiming", "UnreadableLadder", "newest", "read", "read_ladder"]
 
 
 class UnreadableLadder(RocmSdError):
@@ -58,18 +66,35 @@ class OpRun:
 
 @dataclass(frozen=True)
 class Inputs:
-    """`skipped` are files of a folder that hold something else."""
+    """`records`: those of engines are `timed`, those of servers `served`, those of several GPUs `split`. `skipped` are
+    files of a folder that hold something else. `contributed`: what `rocm-sd contribute` wrote; its records are among
+    the others.
+    """
 
-    records: tuple[Record, ...] = ()
+    records: tuple[Record | ServingRecord | GpusRecord, ...] = ()
     op_runs: tuple[OpRun, ...] = ()
     skipped: tuple[str, ...] = ()
+    contributed: tuple[CardReport, ...] = ()
+
+    @property
+    def timed(self) -> tuple[Record, ...]:
+        return tuple(record for record in self.records if isinstance(record, Record))
+
+    @property
+    def served(self) -> tuple[ServingRecord, ...]:
+        return tuple(record for record in self.records if isinstance(record, ServingRecord))
+
+    @property
+    def split(self) -> tuple[GpusRecord, ...]:
+        return tuple(record for record in self.records if isinstance(record, GpusRecord))
 
 
 def read(paths: Iterable[Path]) -> Inputs:
-    """Files given by name must be readable; of a folder, those that are neither format are skipped and named."""
-    records: list[Record] = []
+    """Files given by name must be readable; of a folder, those that are of no such format are skipped and named."""
+    records: list[Record | ServingRecord | GpusRecord] = []
     op_runs: list[OpRun] = []
     skipped: list[str] = []
+    contributed: list[CardReport] = []
     given = dict.fromkeys(paths)
     named = [path for path in given if not path.is_dir()]
     found = {
@@ -88,13 +113,41 @@ def read(paths: Iterable[Path]) -> Inputs:
                 op_runs.append(_op_run(record))
             else:
                 records.append(record)
+        elif isinstance(values, dict) and values.get("format") == SERVING_FORMAT:
+            records.append(ServingRecord.from_dict(values, path))
+        elif isinstance(values, dict) and values.get("format") == GPUS_FORMAT:
+            records.append(GpusRecord.from_dict(values, path))
+        elif isinstance(values, dict) and values.get("format") == card_report.FORMAT:
+            contributed.append(card_report.from_dict(values, path))
+            inside = contributed[-1].records(path)
+            for record in inside:
+                _require_sense(record, path)
+            records += inside
         elif isinstance(values, dict) and isinstance(values.get("rows"), list) and "op" in values:
             op_runs.append(_old_op_run(values, path))
         elif path in named:
-            raise UnreadableRecord(path, f"its format is neither {FORMAT} nor that of benchmarks/ops.py")
+            known = f"{FORMAT}, {SERVING_FORMAT}, {GPUS_FORMAT}, {card_report.FORMAT} nor that of benchmarks/ops.py"
+            raise UnreadableRecord(path, f"its format is neither {known}")
         else:
             skipped.append(str(path.relative_to(found[path])))
-    return Inputs(tuple(records), tuple(op_runs), tuple(skipped))
+    return Inputs(tuple(records), tuple(op_runs), tuple(skipped), tuple(contributed))
+
+
+def newest(folder: Path) -> list[Path]:
+    """Of a folder's records the last of each kind of run: older ones of the same are kept beside it."""
+    last: dict[tuple[str, ...], tuple[str, Path]] = {}
+    for path in sorted(folder.glob("*.json")):
+        values = _json(path, named=False)
+        if not isinstance(values, dict) or values.get("format") not in {FORMAT, SERVING_FORMAT, GPUS_FORMAT}:
+            continue
+        workload = values.get("workload")
+        name = workload.get("name") if isinstance(workload, dict) else ""
+        cards = values.get("cards")
+        ranks = len(cards) if isinstance(cards, list) else 1
+        what = (str(values["format"]), str(values.get("kind")), str(name), str(ranks))
+        found = (str(values.get("when")), path)
+        last[what] = max(last.get(what, found), found)
+    return sorted(path for _, path in last.values())
 
 
 def _require_sense(record: Record, path: Path) -> None:
@@ -135,7 +188,7 @@ def _op_run(record: Record) -> OpRun:
         case = record.op_cases[batch - 1]
         # The op stands in front of its call: a record may hold one op, or all.
         op, _, call = case.partition(" ")
-        op, call = (op, call) if whole in {"ops", op} else (whole, case)
+        op, call = (op, call) if whole in {"ops", "gemm", op} else (whole, case)
         stock = record.measurement("stock", batch)
         ours = next((m for m in record.measurements if m.batch == batch and m.engine != "stock"), None)
         subject = ours or stock

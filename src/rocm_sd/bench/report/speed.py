@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from rocm_sd.bench.records import COMPILE, INTERVALS, OURS, STOCK
+from rocm_sd.bench.records import COMPILE, INTERVALS, NOT_LOADED, OURS, STOCK
 from rocm_sd.bench.report.charts import Bar, WaterfallRow, bars, waterfall
 from rocm_sd.bench.report.parts import Figure, Headline, MachineFacts, Section, Table, ratio_words, shown, times
 from rocm_sd.bench.verdict import problems
@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from rocm_sd.bench.records import Measurement, Record
+    from rocm_sd.bench.serving import ServingRecord
+    from rocm_sd.bench.several_gpus_record import GpusRecord
 
 __all__ = ["ablation", "cards", "commands_of", "headlines", "speed"]
 
@@ -79,7 +81,7 @@ def _headline(record: Record, c: Comparison) -> Headline:
     return Headline(times(c.ratio), sentence, detail, verdict=c.verdict)
 
 
-def cards(records: Sequence[Record]) -> tuple[MachineFacts, ...]:
+def cards(records: Sequence[Record | ServingRecord | GpusRecord]) -> tuple[MachineFacts, ...]:
     """Each machine once, with its versions."""
     found: dict[str, MachineFacts] = {}
     for record in records:
@@ -183,7 +185,8 @@ def _notes(record: Record) -> tuple[str, ...]:
     """With the day: two records of one workload have the same title."""
     first = (f"{workload_words(record)}; {record.when[:10]}.",)
     unfinished = () if record.complete else ("The run was interrupted; this is what it has.",)
-    return (*first, *unfinished, *map(str, record.notes))
+    loaded = () if record.loading == NOT_LOADED else (f"{record.loading}.",)
+    return (*first, *unfinished, *loaded, *map(str, record.notes))
 
 
 def commands_of(records: Sequence[Record]) -> tuple[str, ...]:
