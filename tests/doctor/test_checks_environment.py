@@ -42,7 +42,7 @@ def finding(name, facts, **answers):
 MINE = [
     "allocator_settings", "aotriton_settings", "apu_memory", "bf16", "c_compiler", "fp8_format", "free_memory",
     "gfx_override", "graph_runtime", "integrated_gpu", "kernels_present", "miopen_settings", "torch_build",
-    "two_tritons",
+    "tunable_op", "two_tritons",
 ]  # fmt: skip
 
 
@@ -328,6 +328,25 @@ def test_miopen_settings(gfx, torch, rocm, environment, status, env, unset):
     assert found.status is status, found
     if status is PROBLEM:
         assert (found.fix.env, found.fix.unset, found.fix.safe) == (env, unset, True)
+
+
+@pytest.mark.parametrize(
+    ("environment", "status", "said"),
+    [
+        ({}, OK, "as torch comes"),
+        ({"PYTORCH_TUNABLEOP_ENABLED": "0"}, OK, "kept off"),
+        ({"PYTORCH_TUNABLEOP_ENABLED": "1"}, PROBLEM, "its tuning is on"),
+        ({"PYTORCH_TUNABLEOP_ENABLED": "1", "PYTORCH_TUNABLEOP_TUNING": "1"}, PROBLEM, "its tuning is on"),
+        ({"PYTORCH_TUNABLEOP_ENABLED": "1", "PYTORCH_TUNABLEOP_TUNING": "0"}, OK, "with its tuning off"),
+    ],
+)
+def test_tunable_op(environment, status, said):
+    found = finding("tunable_op", machine("gfx1100", environment=environment))
+    assert found.status is status
+    assert said in found.says
+    if status is PROBLEM:
+        assert (found.fix.unset, found.fix.safe) == (("PYTORCH_TUNABLEOP_ENABLED",), True)
+    assert finding("tunable_op", NO_GPU).status is NOT_HERE
 
 
 COMPILER = {"c_compiler": "gcc", "python_header": True}

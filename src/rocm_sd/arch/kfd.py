@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-__all__ = ["FoundGpu", "find_gpus", "gfx_name"]
+__all__ = ["KFD_NODES", "FoundGpu", "find_gpus", "gfx_name", "numbered", "read_properties"]
 
-_KFD_NODES = "sys/class/kfd/kfd/topology/nodes"
+KFD_NODES = "sys/class/kfd/kfd/topology/nodes"
 _DRM = "sys/class/drm"
 _NVIDIA_PROC = "proc/driver/nvidia/gpus"
 _PCI_NVIDIA = "0x10de"
@@ -72,9 +72,9 @@ def _rank(gpu: FoundGpu) -> tuple[int, int, int]:
 
 
 def _kfd_gpus(root: Path) -> Iterator[FoundGpu]:
-    for folder in _numbered(root / _KFD_NODES):
+    for folder in numbered(root / KFD_NODES):
         try:
-            properties = _read_properties(folder / "properties")
+            properties = read_properties(folder / "properties")
             if not properties.get("simd_count"):
                 continue
             yield _kfd_gpu(folder, properties)
@@ -114,7 +114,7 @@ def _is_integrated(gfx: str, properties: dict[str, int]) -> bool | None:
 def _video_memory(banks: Path) -> int | None:
     sizes = [
         bank["size_in_bytes"]
-        for bank in (_read_properties(folder / "properties") for folder in _numbered(banks))
+        for bank in (read_properties(folder / "properties") for folder in numbered(banks))
         if bank.get("heap_type") in _VIDEO_HEAPS
     ]
     return sum(sizes) if sizes else None
@@ -145,14 +145,14 @@ def _drm_gpus(root: Path, pci_vendor: str, vendor: Vendor) -> Iterator[FoundGpu]
             yield FoundGpu(vendor, None, (card / "device").resolve().name)
 
 
-def _numbered(folder: Path) -> list[Path]:
+def numbered(folder: Path) -> list[Path]:
     """Sub-folders 0, 1, ... 10 in the order of their numbers."""
     if not folder.is_dir():
         return []
     return sorted((path for path in folder.iterdir() if path.name.isdecimal()), key=lambda path: int(path.name))
 
 
-def _read_properties(path: Path) -> dict[str, int]:
+def read_properties(path: Path) -> dict[str, int]:
     properties = {}
     for line in path.read_text(encoding="utf-8").splitlines():
         key, _, value = line.partition(" ")

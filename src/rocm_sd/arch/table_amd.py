@@ -58,6 +58,7 @@ _GFX9 = (
         sgprs_reserved=16,
     )
     | cite(_LLVM_GUIDE, integrated=False)
+    | cite(_SPECS, datacenter=True)
     | _TRITON_YES
 )
 
@@ -93,6 +94,7 @@ _RDNA = (
     | cite(_SPECS, sgprs_per_simd=2048)
     | cite(_ACO, lds_granule=1024)
     | cite(_LLVM_GUIDE, integrated=False)
+    | cite(_SPECS, datacenter=False)
     | _TRITON_YES
 )
 _VGPR_1024 = cite(_LLVM, vgpr_file_bytes=128 * _KIB, vgpr_granule_wave32=16, vgpr_granule_wave64=8)

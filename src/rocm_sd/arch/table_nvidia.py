@@ -19,6 +19,7 @@ _CALCULATOR = "cuda_occupancy.h of CUDA 13.1"
 _PTX = "PTX ISA, mma and wgmma types per target"
 _WGMMA = "PTX ISA, wgmma.mma_async: sm_90a alone has it"
 _DATA_SHEET = unconfirmed("NVIDIA data sheet or architecture white paper")
+_CLASSES = unconfirmed("NVIDIA, compute capabilities of its data center, workstation and GeForce products")
 _HOPPER_RATES = "glennklockwood.com, H100 SXM rates after NVIDIA's H100 white paper"
 
 _SM = (
@@ -50,6 +51,8 @@ _WARPS_64 = cite(_GUIDE, max_waves_per_simd=16)
 _WARPS_48 = cite(_GUIDE, max_waves_per_simd=12)
 _WARPS_32 = cite(_GUIDE, max_waves_per_simd=8)
 
+_DATACENTER, _DESKTOP = cite(_CLASSES, datacenter=True), cite(_CLASSES, datacenter=False)
+
 _CORES = MatrixUnit.TENSOR_CORE
 _AMPERE = "float16 bfloat16 tf32 int8 int4"
 _HOPPER = "float16 bfloat16 tf32 float64 float8 int8"
@@ -57,6 +60,7 @@ _HOPPER = "float16 bfloat16 tf32 float64 float8 int8"
 NVIDIA: tuple[Arch, ...] = (
     Chip("sm_75", "turing", "Tesla T4").of(
         _SM,
+        _DATACENTER,
         _WARPS_32,
         cite(_GUIDE, max_workgroups_per_cu=16, lds_per_cu=64 * _KIB, lds_per_workgroup=64 * _KIB),
         cite(_CALCULATOR, lds_granule=256, lds_reserved=0),
@@ -66,6 +70,7 @@ NVIDIA: tuple[Arch, ...] = (
     ),
     Chip("sm_80", "ampere", "A100 SXM 80GB").of(
         _SM,
+        _DATACENTER,
         _WARPS_64,
         cite(_GUIDE, max_workgroups_per_cu=32, lds_per_cu=164 * _KIB, lds_per_workgroup=163 * _KIB),
         matrix(_PTX, _CORES, f"{_AMPERE} float64", Fp8.NONE),
@@ -74,6 +79,7 @@ NVIDIA: tuple[Arch, ...] = (
     ),
     Chip("sm_86", "ampere", "GeForce RTX 3090").of(
         _SM,
+        _DESKTOP,
         _WARPS_48,
         cite(_GUIDE, max_workgroups_per_cu=16, lds_per_cu=100 * _KIB, lds_per_workgroup=99 * _KIB),
         matrix(_PTX, _CORES, _AMPERE, Fp8.NONE),
@@ -83,6 +89,7 @@ NVIDIA: tuple[Arch, ...] = (
     ),
     Chip("sm_89", "ada", "GeForce RTX 4090").of(
         _SM,
+        _DESKTOP,
         _WARPS_48,
         cite(_GUIDE, max_workgroups_per_cu=24, lds_per_cu=100 * _KIB, lds_per_workgroup=99 * _KIB),
         matrix(_PTX, _CORES, f"{_AMPERE} float8", Fp8.OCP),
@@ -91,6 +98,7 @@ NVIDIA: tuple[Arch, ...] = (
     ),
     Chip("sm_90", "hopper", "H200 SXM").of(
         _SM,
+        _DATACENTER,
         _WARPS_64,
         cite(_GUIDE, max_workgroups_per_cu=32, lds_per_cu=228 * _KIB, lds_per_workgroup=227 * _KIB),
         matrix(_PTX, _CORES, _HOPPER, Fp8.OCP),
@@ -101,6 +109,7 @@ NVIDIA: tuple[Arch, ...] = (
     ),
     Chip("sm_100", "blackwell", "B200").of(
         _SM,
+        _DATACENTER,
         _WARPS_64,
         cite(_GUIDE, max_workgroups_per_cu=32, lds_per_cu=228 * _KIB, lds_per_workgroup=227 * _KIB),
         matrix(_PTX, _CORES, f"{_HOPPER} float6 float4", Fp8.OCP),
@@ -110,6 +119,7 @@ NVIDIA: tuple[Arch, ...] = (
     ),
     Chip("sm_120", "blackwell", "GeForce RTX 5090").of(
         _SM,
+        _DESKTOP,
         _WARPS_48,
         cite(_GUIDE, max_workgroups_per_cu=24, lds_per_cu=100 * _KIB, lds_per_workgroup=99 * _KIB),
         matrix(_PTX, _CORES, "float16 bfloat16 tf32 float8 float6 float4 int8", Fp8.OCP),

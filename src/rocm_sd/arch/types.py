@@ -88,6 +88,7 @@ class Arch:
     has_bf16: bool | None = None
     has_wgmma: bool | None = None
     integrated: bool | None = None
+    datacenter: bool | None = None
 
     compute_units: int | None = None
     l2_bytes: int | None = None

@@ -14,6 +14,7 @@ from rocm_sd.doctor.probing.isolated import ending
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+    from pathlib import Path
 
 __all__ = ["PATIENCE_S", "LiveProbes", "RecordedProbes", "answer_of"]
 
@@ -66,13 +67,16 @@ def _answer(given: dict[str, Any]) -> Mapping[str, Any]:
     return given
 
 
-def answer_of(who: str, module: Sequence[str], patience: float) -> dict[str, Any]:
+def answer_of(
+    who: str, module: Sequence[str], patience: float, *, python: str = sys.executable, folder: Path | None = None
+) -> dict[str, Any]:
     """What `python -m MODULE ARGUMENTS` prints last, one JSON object; or CannotRun with the reason, in words.
 
-    `who` is asked: "the probe smoke".
+    `who` is asked: "the probe smoke". `python` is another interpreter, `folder` the one that it is started in.
     """
     running = subprocess.Popen(
-        [sys.executable, "-m", *module],
+        [python, "-m", *module],
+        cwd=folder,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

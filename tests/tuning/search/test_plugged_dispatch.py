@@ -326,7 +326,7 @@ def test_too_little_memory_is_raised_to_whoever_can_ask_for_less(plugged):
 
 
 def test_the_example_of_the_documents_passes_its_test_though_it_takes_large_calls_alone(installed):
-    page = (Path(__file__).parents[3] / "docs" / "tuning.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[3] / "docs" / "plug-ins.md").read_text(encoding="utf-8")
     (source,) = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     installed(source, POINTS)
     arguments = halves(300, 8)

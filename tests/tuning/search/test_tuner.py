@@ -361,7 +361,7 @@ def test_a_worker_that_cannot_start_is_held_against_no_candidate(plugged, databa
 
 
 def test_the_example_in_the_documents_works(installed, database, geglu_call):
-    page = (Path(__file__).parents[3] / "docs" / "tuning.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[3] / "docs" / "plug-ins.md").read_text(encoding="utf-8")
     (source,) = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     (points,) = re.findall(r"^```toml\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
     groups = re.findall(r'entry-points."([\w.]+)"\]\n([\w-]+) = "my_package:(\w+)"', points)

@@ -122,17 +122,20 @@ def _compiled_for(name: str) -> list[str]:
 def _buckets(op: Op, implementation: str | None, architectures: Iterable[Arch]) -> list[_BucketSweep]:
     if op.tuning is None or not op.tuning.buckets or op.verification is None:
         raise Unsupported("Static tuning", f"{op.name}, which declares no configs", hint="See docs/adding-an-op.md.")
-    problem_of = op.verification.problem
+    verification, problem_of, kernels = op.verification, op.verification.problem, None
+    if implementation is not None:
+        own = op.implementation(implementation)
+        verification, kernels = verification.of_its_own(own), own.kernels
     limits = [
         {name: list(limit) if isinstance(limit, (list, tuple)) else limit for name, limit in bucket.when.items()}
         for bucket in op.tuning.buckets
     ]
-    kernels = None if implementation is None else op.implementation(implementation).kernels
-    calls: dict[int, list[str]] = {}
-    for sample in (*op.verification.real, *(kernels.real if kernels is not None else ())):
+    calls: dict[int, list[tuple[str, Problem]]] = {}
+    for sample in verification.real:
         # As dispatch does it: the first bucket that fits is the one that counts.
-        first = _first(limits, problem_of(*sample.make(filled=False)))
-        calls.setdefault(-1 if first is None else first, []).append(sample.name)
+        asked = problem_of(*sample.make(filled=False))
+        first = _first(limits, asked)
+        calls.setdefault(-1 if first is None else first, []).append((sample.name, asked))
     problems = []
     for index, (when, bucket) in enumerate(zip(limits, op.tuning.buckets, strict=True)):
         problems.append(problem_of(*bucket.sample.make(filled=False)))
@@ -141,7 +144,9 @@ def _buckets(op: Op, implementation: str | None, architectures: Iterable[Arch]) 
     found = []
     for arch in architectures:
         for index, (when, bucket) in enumerate(zip(limits, op.tuning.buckets, strict=True)):
-            samples = dict.fromkeys((bucket.sample.name, *calls.get(index, ())))
+            # Those of a format that is not multiplied there are nobody's.
+            real = [name for name, asked in calls.get(index, ()) if verification.fits(asked, arch)]
+            samples = dict.fromkeys((bucket.sample.name, *real))
             # A space may come upon the same config twice.
             configs = dict.fromkeys(_space(op, kernels, problems[index], arch))
             there = (op.name, arch.name, when, tuple(samples), tuple(configs))
