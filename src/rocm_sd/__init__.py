@@ -2,7 +2,7 @@
 
 >>> import rocm_sd
 >>> pipe = rocm_sd.optimize(pipe)  # the same picture, sooner
->>> print(rocm_sd.report(pipe))    # what was replaced, what was skipped, and why
+>>> print(rocm_sd.report(pipe))    # is it fast, and if not, why; verbose=True has every module
 >>> pipe = rocm_sd.restore(pipe)
 """
 
@@ -35,17 +35,35 @@ __all__ = [
     "Skipping",
     "__version__",
     "detect",
+    "load_eight_bits",
     "ops",
     "optimize",
+    "parallel_report",
+    "parallelize",
     "preview",
     "report",
     "restore",
+    "save_eight_bits",
+    "tile",
+    "unparallelize",
+    "untile",
 ]
 
 if TYPE_CHECKING:
     from rocm_sd import ops
     from rocm_sd.arch import detect
-    from rocm_sd.engine import Approximation, Skipping, optimize, preview, report, restore
+    from rocm_sd.engine import (
+        Approximation,
+        Skipping,
+        load_eight_bits,
+        optimize,
+        preview,
+        report,
+        restore,
+        save_eight_bits,
+        tile,
+        untile,
+    )
     from rocm_sd.integrations.diffusers import (
         ROCmFluxImg2ImgPipeline,
         ROCmFluxInpaintPipeline,
@@ -66,6 +84,7 @@ if TYPE_CHECKING:
         ROCmStableDiffusionXLInpaintPipeline,
         ROCmStableDiffusionXLPipeline,
     )
+    from rocm_sd.parallel import parallel_report, parallelize, unparallelize
 
 # Resolved on first use: importing rocm_sd costs nothing, and set-up reads arch/ before torch is installed.
 _LAZY = {
@@ -73,10 +92,17 @@ _LAZY = {
     "Approximation": "rocm_sd.engine",
     "Skipping": "rocm_sd.engine",
     "detect": "rocm_sd.arch",
+    "load_eight_bits": "rocm_sd.engine",
     "optimize": "rocm_sd.engine",
+    "parallel_report": "rocm_sd.parallel",
+    "parallelize": "rocm_sd.parallel",
     "preview": "rocm_sd.engine",
     "report": "rocm_sd.engine",
     "restore": "rocm_sd.engine",
+    "save_eight_bits": "rocm_sd.engine",
+    "tile": "rocm_sd.engine",
+    "unparallelize": "rocm_sd.parallel",
+    "untile": "rocm_sd.engine",
 }
 
 

@@ -16,6 +16,7 @@ __all__ = [
     "DeviceUnavailable",
     "InvalidCodeObject",
     "InvalidOption",
+    "JobFailed",
     "MissingDependency",
     "ModelNotFound",
     "NoDiskSpace",
@@ -142,6 +143,12 @@ class InvalidCodeObject(RocmSdError):
     def __init__(self, reason: str, *, hint: str | None = None) -> None:
         super().__init__(f"The code object cannot be read: {reason}.", hint=hint or "Compile the kernel again.")
         self.reason = reason
+
+
+class JobFailed(RocmSdError):
+    """A process of a job on several GPUs is gone, could not be reached, or runs something else."""
+
+    exit_code = 10
 
 
 def first_line(error: BaseException) -> str:

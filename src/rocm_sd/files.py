@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import stat
 import tempfile
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rocm_sd.errors import FULL, NoDiskSpace
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
 
-__all__ = ["is_special", "read_text", "told_when_full", "whole", "write_text", "write_texts"]
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping
+
+__all__ = ["alone", "is_special", "read_text", "told_when_full", "whole", "write_text", "write_texts"]
+
+log = logging.getLogger("rocm_sd")
 
 
 def read_text(path: Path) -> str:
@@ -93,3 +101,46 @@ def write_texts(folder: Path, texts: Mapping[Path, str]) -> None:
         for path in new:
             path.unlink(missing_ok=True)
         raise
+
+
+@contextmanager
+def alone(file: Path, in_use: Callable[[Path], Exception]) -> Iterator[None]:
+    """One process at a time writes `file`: another gets the error that `in_use` makes.
+
+    By a file beside it, which the system lets go of where a process is killed.
+    """
+    file.parent.mkdir(parents=True, exist_ok=True)
+    path = file.with_name(f".{file.name}.lock")
+    while True:
+        lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            if not _locked(lock):
+                raise in_use(file)
+            # Who had it before may have removed it between the two.
+            if _same_file(lock, path):
+                try:
+                    yield
+                finally:
+                    with suppress(OSError):
+                        path.unlink()
+                return
+        finally:
+            os.close(lock)
+
+
+def _locked(lock: int) -> bool:
+    if fcntl is not None:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            log.warning("this file system has no locks (%s): run one benchmark at a time", error.strerror)
+    return True
+
+
+def _same_file(lock: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(lock), path.stat())
+    except OSError:
+        return False

@@ -1,6 +1,6 @@
 """How times are taken and compared: a stopwatch, a warm-up that knows when to end, turns, and an honest interval.
 
-docs/measuring.md gives the reasons at length; tests/test_measuring.py shows what the interval is worth.
+docs/benchmarking.md gives the reasons at length; tests/test_measuring.py shows what the interval is worth.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ __all__ = [
 ]  # fmt: skip
 
 T = TypeVar("T")
-_SERVE = f"import sys; from {__name__} import serve; serve(int(sys.argv[1]), sys.argv[2:])"
+_SERVE = f"import sys; from {__name__} import serve; serve(int(sys.argv[1]), sys.argv[3:], program=sys.argv[2] == '1')"
 _SETTINGS = "ROCM_SD_"
 _START_S = 300.0  # to import torch and Triton takes seconds; many processes on a slow disk take longer
 _END_S = 5.0
@@ -83,7 +83,8 @@ class Worker(AbstractContextManager["Worker"]):
 
     `environment`: variables that the process has in place of this one's; None means that it has none. The variable
     `folder` names an empty folder, which is removed with the process. `imports`: modules that it imports as soon as it
-    is there, while nobody waits for it yet.
+    is there, while nobody waits for it yet. `program`: what it runs is no trial, but a program like the user's own: it
+    counts as none of these processes, and starts workers for its trials.
     """
 
     def __init__(
@@ -92,8 +93,9 @@ class Worker(AbstractContextManager["Worker"]):
         *,
         folder: str | None = None,
         imports: Sequence[str] = (),
+        program: bool = False,
     ) -> None:
-        self._environment, self._folder, self._imports = environment, folder, imports
+        self._environment, self._folder, self._imports, self._program = environment, folder, imports, program
         self._process: subprocess.Popen[bytes] | None = None
         self._connection: Connection[Any, Any] | None = None
         self._log: Any = None
@@ -160,7 +162,7 @@ class Worker(AbstractContextManager["Worker"]):
             self._connection = resources.enter_context(ours)
             try:
                 self._process = subprocess.Popen(
-                    [sys.executable, "-c", _SERVE, str(theirs.fileno()), *self._imports],
+                    [sys.executable, "-c", _SERVE, str(theirs.fileno()), str(int(self._program)), *self._imports],
                     stdin=subprocess.DEVNULL,
                     stdout=self._log,
                     stderr=self._log,
@@ -222,9 +224,10 @@ class Pool(AbstractContextManager["Pool"]):
         environment: Mapping[str, str | None] = MappingProxyType({}),
         *,
         folder: str | None = None,
+        program: bool = False,
     ) -> None:
         self.size = size or os.cpu_count() or 1
-        self._make = partial(Worker, environment, folder=folder)
+        self._make = partial(Worker, environment, folder=folder, program=program)
         self._jobs: queue.SimpleQueue[tuple[Future[Any], Callable[[Worker], Any]] | None] = queue.SimpleQueue()
         self._threads: dict[threading.Thread, Worker] = {}
         self._under_way = 0
@@ -385,10 +388,10 @@ def cancelling(futures: Iterable[Future[Any]]) -> Iterator[None]:
         raise
 
 
-def serve(descriptor: int, imports: Iterable[str] = ()) -> None:
+def serve(descriptor: int, imports: Iterable[str] = (), *, program: bool = False) -> None:
     """What a worker process runs: a function at a time, until nobody asks any more."""
     global _inside  # noqa: PLW0603 -- of this process for good
-    _inside = True
+    _inside = not program
     # One that hangs would outlive a parent that was killed, and hold the card: PR_SET_PDEATHSIG.
     prctl = getattr(ctypes.CDLL(None), "prctl", None) if sys.platform == "linux" else None
     if prctl is not None:
