@@ -1,4 +1,4 @@
-"""Fill the tables of BENCHMARKS.md and docs/projection.md from what is recorded under benchmarks/.
+"""Fill the tables of BENCHMARKS.md, docs/projection.md and docs/performance-guide.md from records in benchmarks/.
 
 python tools/benchmarks_page.py          rewrites what lies between <!-- table: NAME --> and <!-- end of table -->
 python tools/benchmarks_page.py --check  changes nothing, and fails when a table is not what the records say
@@ -25,7 +25,7 @@ __all__ = ["DOCUMENTS", "TABLES", "elsewhere", "fill", "main", "stale"]
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECTION_DATA = ROOT / "src/rocm_sd/bench/data/work.json"
-DOCUMENTS = ("BENCHMARKS.md", "docs/projection.md")
+DOCUMENTS = ("BENCHMARKS.md", "docs/projection.md", "docs/performance-guide.md")
 _BLOCK = re.compile(r"(<!-- table: (?P<name>[\w-]+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 
 
@@ -161,6 +161,19 @@ def _projections() -> str:
     return _table(headings, rows, ("workload", "card", "plan", "what it is", "model's error"))
 
 
+def _short_projections() -> str:
+    """A line for each card: the seconds of both plans, from the faster to the slower one."""
+    by_card: dict[str, dict[str, list[float]]] = {}
+    for made in projection.projections():
+        by_card.setdefault(f"{made.product} ({made.arch})", {}).setdefault(made.workload, []).append(made.ms / 1e3)
+    workloads = list(dict.fromkeys(made.workload for made in projection.projections()))
+    rows = [
+        (card, *(f"{min(seconds[name]):.2f} to {max(seconds[name]):.2f}" for name in workloads))
+        for card, seconds in by_card.items()
+    ]
+    return _table(("card", *workloads), rows, ("card",))
+
+
 def elsewhere() -> Iterator[tuple[projection.Projection, kpis.Baseline]]:
     """Cards that the model never saw, each with the fastest figure that somebody published with another engine.
 
@@ -253,6 +266,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "bench-kpis": _kpis,
     "bench-targets": _targets,
     "projections": _projections,
+    "projection-short": _short_projections,
     "projection-families": _families,
     "projection-error": _error,
     "projection-elsewhere": _elsewhere,

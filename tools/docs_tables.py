@@ -18,11 +18,12 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 import docs_ops
+import readme_figures
 import transformer_plan
 from rocm_sd import arch, errors
 from rocm_sd.arch.types import UNCONFIRMED
 from rocm_sd.bench.ablation import ROWS
-from rocm_sd.bench.records import Record
+from rocm_sd.bench.records import COMPILE, OURS, STOCK, Record
 from rocm_sd.cli.main import app
 from rocm_sd.ops import OPS
 from rocm_sd.settings import VARIABLES, Settings
@@ -33,15 +34,14 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
     from rocm_sd.arch import Arch
+    from rocm_sd.bench.records import Measurement
 
 __all__ = ["DOCUMENTS", "EXIT_MEANINGS", "RUNG_MEANINGS", "TABLES", "fill", "main", "stale"]
 
 ROOT = Path(__file__).resolve().parents[1]
-OURS = "rocm-sd"
 DOCUMENTS = (
-    "README.md", "docs/index.md", "docs/api.md", "docs/settings.md", "docs/cli.md", "docs/architectures.md",
-    "docs/operators.md", "docs/engine.md", "docs/level-2-templates.md", "docs/transformer-block.md",
-    "docs/benchmarking.md",
+    "README.md", "docs/index.md", "docs/api.md", "docs/settings.md", "docs/cli.md", "docs/gpus.md", "docs/operators.md",
+    "docs/engine.md", "docs/hip-figures.md", "docs/transformer-block.md",
 )  # fmt: skip
 _BLOCK = re.compile(r"(<!-- table: (?P<name>[\w-]+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 
@@ -63,6 +63,7 @@ EXIT_MEANINGS = {
     "NumericsFailure": "a fast path and the reference disagree; the result is withheld",
     "MissingDependency": "an optional package is not installed",
     "InvalidCodeObject": "a file is not machine code of a known AMD GPU, or is damaged",
+    "JobFailed": "a process of a job on several GPUs is gone, cannot be reached, or runs another version",
 }
 
 
@@ -152,35 +153,72 @@ def _speeds() -> str:
     return _table(("op", *figures, "largest shape", "what won, and how often"), rows, right=figures)
 
 
+MODELS = {"sd15": "SD 1.5", "sd21": "SD 2.1", "sdxl": "SDXL"}
+
+
+def _glance() -> str:
+    """One picture, by the engines of one recorded run; a table for each card."""
+    of_card: dict[str, list[tuple[str, ...]]] = defaultdict(list)
+    for record, batch, (stock, compiled, ours) in _pictures():
+        if batch == 1:
+            facts = record.workload
+            drawn = f"{MODELS.get(facts.model, facts.model)}, {facts.width}x{facts.height}, {facts.steps} steps"
+            theirs = (f"{each.p50_ms / 1e3:.2f}&nbsp;s" for each in (stock, compiled))
+            cells = (drawn, *theirs, f"**{ours.p50_ms / 1e3:.2f}&nbsp;s**", _times(record, STOCK, batch))
+            of_card[record.machine.device].append(cells)
+    engines = (STOCK, "torch.compile", OURS, "times stock")
+    return "\n".join(_table((f"on an {card}", *engines), rows) for card, rows in of_card.items())
+
+
 def _engine() -> str:
-    """Whole pictures, as recorded; the loop of the published baselines, every engine in turns."""
-    headings = ("workload", "engine", "picture ms", "times as fast as it", "first picture s", "peak MiB")
-    rows: list[tuple[str, ...]] = []
+    rows = []
+    for record, batch, (stock, compiled, ours) in _pictures():
+        facts = record.workload
+        drawn = f"{facts.name}, {facts.steps} steps" + ("" if batch == 1 else f", {batch} at once")
+        times = (f"{stock.p50_ms:.0f}", f"{compiled.p50_ms:.0f}", f"**{ours.p50_ms:.0f}**")
+        ratios = (_times(record, STOCK, batch), _times(record, COMPILE, batch))
+        peaks = (f"{_peak_mib(each):.0f}" for each in (stock, ours))
+        rows.append((drawn, record.machine.device, *times, *ratios, *peaks, f"{ours.first_picture_s:.1f}"))
+    figures = (
+        "stock ms", "torch.compile ms", "rocm-sd ms", "times stock", "times torch.compile", "stock's peak MiB",
+        "rocm-sd's", "first picture s",
+    )  # fmt: skip
+    return _table(("what is drawn", "card", *figures), rows, right=figures)
+
+
+def _pictures() -> Iterable[tuple[Record, int, tuple[Measurement, Measurement, Measurement]]]:
+    """Each record and batch that has all three engines."""
     for path in sorted((ROOT / "benchmarks").glob("engine-*/*.json")):
-        rows += _of_record(Record.load(path))
-    return _table(headings, rows, right=headings[2:])
+        record = Record.load(path)
+        for batch in record.batches:
+            stock, compiled, ours = (record.measurement(name, batch) for name in (STOCK, COMPILE, OURS))
+            if stock is not None and compiled is not None and ours is not None:
+                yield record, batch, (stock, compiled, ours)
 
 
-def _of_record(record: Record) -> Iterable[tuple[str, ...]]:
-    facts = record.workload
-    for batch in record.batches:
-        ours = record.measurement(OURS, batch)
-        found = (record.measurement(name, batch) for name in record.engines if name != OURS)
-        for measured in (one for one in (ours, *found) if one is not None):
-            ratio = ""
-            for one in record.comparisons:
-                if (one.engine, one.against, one.batch) == (OURS, measured.engine, batch):
-                    ratio = f"{one.ratio:.2f} ({one.low:.2f} to {one.high:.2f})"
-            text = f"{facts.name}, {facts.steps} steps, batch {batch}, {facts.dtype}" if measured is ours else ""
-            peak = max(measured.first_run_mib or 0, measured.second_run_mib or 0)
-            yield (
-                text, _shown_engine(measured.engine), f"{measured.p50_ms:.0f}", ratio,
-                f"{measured.first_picture_s:.1f}", f"{peak:.0f}",
-            )  # fmt: skip
+def _times(record: Record, against: str, batch: int) -> str:
+    for one in record.comparisons:
+        if (one.engine, one.against, one.batch) == (OURS, against, batch):
+            return f"{one.ratio:.2f} ({one.low:.2f} to {one.high:.2f})"
+    return ""
 
 
-def _shown_engine(name: str) -> str:
-    return f"**{name}**" if name == OURS else name
+def _peak_mib(measured: Measurement) -> float:
+    return max(measured.first_run_mib or 0, measured.second_run_mib or 0)
+
+
+def _status() -> str:
+    """What an AMD card can count on today, in one paragraph."""
+    amd = [proof for proof in proofs() if arch.get(proof.arch).vendor is arch.Vendor.AMD]
+    compiled = {proof.arch for proof in amd}
+    emulated = sorted({proof.arch for proof in amd if proof.rung == "emulated"})
+    ran = sorted({proof.arch for proof in amd if proof.rung == "tested"})
+    silicon = f"They ran on {', '.join(ran)}." if ran else "**They have not run on AMD silicon yet.**"
+    return (
+        f"The kernels are compiled for {len(compiled)} AMD GPU targets, and executed on an emulator as the machine "
+        f"code of {len(emulated)} of them ({', '.join(emulated)}), where they drew whole pictures. {silicon} A card "
+        "that nobody has timed measures itself at its first picture.\n"
+    )
 
 
 def _ablation_rows() -> str:
@@ -279,7 +317,11 @@ def _exit_codes() -> str:
 
 
 def _verbs() -> dict[str, Any]:
-    verbs: dict[str, Any] = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    """By name; the verbs of a group as "onnx-export"."""
+    verbs: dict[str, Any] = {}
+    for name, verb in typer.main.get_command(app).commands.items():  # type: ignore[attr-defined]
+        inner = getattr(verb, "commands", None)
+        verbs |= {name: verb} if inner is None else {f"{name}-{each}": found for each, found in inner.items()}
     return verbs
 
 
@@ -411,11 +453,17 @@ def _transformer_block_reasons() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "proofs": lambda: _proofs(linked=False),
     "proofs-linked": lambda: _proofs(linked=True),
+    "readme-badges": readme_figures.badge_links,
+    "readme-measured": readme_figures.measured_where,
+    "readme-status": readme_figures.status,
+    "readme-gpus": readme_figures.gpus,
     "ops": _ops,
     "ops-api": docs_ops.api,
     "ops-how": docs_ops.how_each_works,
     "speeds": _speeds,
     "engine": _engine,
+    "glance": _glance,
+    "status": _status,
     "ablation-rows": _ablation_rows,
     "hip-compiled": _hip_compiled,
     "hip-lines": _hip_lines,
