@@ -30,29 +30,12 @@ import torch
 import rocm_sd
 from rocm_sd import numerics
 from rocm_sd.integrations.comfyui import benchmark, patching
+from rocm_sd.integrations.comfyui.random_model import MODELS, fill, patcher
 
 _NOT_NEEDED = (
     "torchaudio", "torchvision", "torchsde", "av", "kornia", "spandrel", "sentencepiece", "comfy_aimdo",
     "comfy_kitchen",
 )  # fmt: skip
-_UNET = {"image_size": 32, "in_channels": 4, "out_channels": 4, "use_spatial_transformer": True, "legacy": False}
-MODELS = {
-    "sd15": ("SD15", "BaseModel", 512, {
-        "model_channels": 320, "num_res_blocks": [2, 2, 2, 2], "channel_mult": [1, 2, 4, 4], "num_heads": 8,
-        "transformer_depth": [1, 1, 1, 1, 1, 1, 0, 0], "transformer_depth_middle": 1, "context_dim": 768,
-        "transformer_depth_output": [1] * 9 + [0] * 3, "use_linear_in_transformer": False, "adm_in_channels": None,
-    }),
-    "sdxl": ("SDXL", "SDXL", 1024, {
-        "model_channels": 320, "num_res_blocks": [2, 2, 2], "channel_mult": [1, 2, 4], "num_heads": -1,
-        "num_head_channels": 64, "transformer_depth": [0, 0, 2, 2, 10, 10], "transformer_depth_middle": 10,
-        "transformer_depth_output": [0] * 3 + [2] * 3 + [10] * 3, "context_dim": 2048, "num_classes": "sequential",
-        "use_linear_in_transformer": True, "adm_in_channels": 2816,
-    }),
-}  # fmt: skip
-TINY = {
-    "model_channels": 64, "num_res_blocks": [1, 1], "channel_mult": [1, 2], "transformer_depth": [1, 1],
-    "transformer_depth_middle": 1, "transformer_depth_output": [1, 1, 1, 1], "context_dim": 32,
-}  # fmt: skip
 VAE = {
     "double_z": True, "z_channels": 4, "resolution": 256, "in_channels": 3, "out_ch": 3, "ch": 128,
     "ch_mult": [1, 2, 4, 4], "num_res_blocks": 2, "attn_resolutions": [], "dropout": 0.0,
@@ -96,32 +79,6 @@ def load_host(*, cpu: bool) -> str:
     version = Path(folder) / "comfyui_version.py"
     found = [line for line in version.read_text().splitlines() if "=" in line] if version.is_file() else []
     return found[-1].split("=")[1].strip().strip('"') if found else "unknown"
-
-
-def fill(module: torch.nn.Module) -> None:
-    """Of a trained model's scale: the host's layers come with whatever was in memory."""
-    generator = torch.Generator().manual_seed(0)
-    for name, parameter in module.named_parameters():
-        if parameter.dim() > 1:
-            values = torch.randn(parameter.shape, generator=generator) * parameter[0].numel() ** -0.5
-        else:
-            base = 1.0 if name.endswith("weight") else 0.0
-            values = base + 0.1 * torch.randn(parameter.shape, generator=generator)
-        parameter.data.copy_(values)
-        parameter.requires_grad_(False)
-
-
-def build_model(name: str, dtype: torch.dtype, *, tiny: bool):
-    host = {part: importlib.import_module(f"comfy.{part}") for part in ("supported_models", "model_base")}
-    management = importlib.import_module("comfy.model_management")
-    config, base, _, unet = MODELS[name]
-    made = copy.deepcopy({**_UNET, **unet, **(TINY if tiny else {}), "dtype": dtype})
-    model = getattr(host["model_base"], base)(getattr(host["supported_models"], config)(made), device="cpu")
-    fill(model.diffusion_model)
-    patcher = importlib.import_module("comfy.model_patcher").ModelPatcher
-    return patcher(
-        model, load_device=management.get_torch_device(), offload_device=management.unet_offload_device()
-    )  # fmt: skip
 
 
 def build_vae(*, tiny: bool):
@@ -234,7 +191,7 @@ def main() -> None:
 
 
 def measure(options, size: int, dtype: torch.dtype) -> dict:
-    model = build_model(options.model, dtype, tiny=options.tiny)
+    model = patcher(options.model, dtype, tiny=options.tiny)
     device, sampling = model.load_device, benchmark.Sampling(size, size)
     optimized = patching.optimize_model(model, options.level, "exact")
     result: dict = {"unet": check_unet(model, optimized, size)}
@@ -248,8 +205,8 @@ def measure(options, size: int, dtype: torch.dtype) -> dict:
     times = in_turns(device, options.repeats, lambda: sample(model), lambda: sample(optimized))
     steps: dict[str, list[float]] = {"stock": [], "optimized": []}
     for _ in range(options.repeats):
-        for name, patcher in (("stock", model), ("optimized", optimized)):
-            steps[name].append(sample(patcher)[1])
+        for name, one in (("stock", model), ("optimized", optimized)):
+            steps[name].append(sample(one)[1])
     result["sampling_s"], result["step_s"] = _summary("sampling", times), _summary("a step", steps)
     print("\n".join(patching.report_of(optimized).lines()))
     vae = build_vae(tiny=options.tiny)

@@ -3,9 +3,9 @@
     python benchmarks/ptxas_wgmma.py --out results/ptxas-12.8.93.json
     TRITON_PTXAS_PATH=/usr/local/cuda/bin/ptxas python benchmarks/ptxas_wgmma.py --out results/ptxas-13.0.88.json
 
-The kernel is launched as it is where no assembler is known to be wrong (docs/ptxas-wgmma.md), and in the masked loop
-that takes its place. Each row has the columns of the head that are further from float64 than the gate allows. A worker
-process launches, since some calls end in an illegal access.
+The kernel is launched as it is where no assembler is known to be wrong (benchmarks/ptxas-h200/README.md), and in the
+masked loop that takes its place. Each row has the columns of the head that are further from float64 than the gate
+allows. A worker process launches, since some calls end in an illegal access.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """How fast approximations are on models of real size with random weights: speed alone, nothing of quality.
 
-    python benchmarks/quality_speed.py --out results [--turns 4]
+    python benchmarks/quality_speed.py --out results [--turns 4] [--label "fp8 alone"]
 
 SDXL draws 20 steps at 1024x1024, SD 1.5 draws 50 at 512x512. Of each setting: exact and the setting take turns, each
 optimised anew and warmed up, then four pictures by the clock; milliseconds of each, the ratio of the medians of turns
@@ -98,13 +98,17 @@ def main():
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--turns", type=int, default=4)
     parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--label", action="append", help="only this setting; may be given again (default: all)")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     result = {
         "command": " ".join(sys.argv), "device": torch.cuda.get_device_name(), "rocm_sd": rocm_sd.__version__,
         "torch": torch.__version__, "python": platform.python_version(), "weights": "random: speed alone", "rows": [],
     }  # fmt: skip
-    for (workload, steps), settings in SETTINGS.items():
+    for (workload, steps), every in SETTINGS.items():
+        settings = {label: each for label, each in every.items() if not options.label or label in options.label}
+        if not settings:
+            continue
         made = workloads.make(workload, DEVICE, steps=steps)
         pipe = made.pipeline()
         for label, quality in settings.items():

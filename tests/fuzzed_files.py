@@ -8,7 +8,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-__all__ = ["broken", "broken_bytes", "evil"]
+__all__ = ["broken", "broken_bytes", "evil", "sentence"]
 
 # What stands for nesting that Python's own writer could not write.
 _DEEP = "@deep@"
@@ -92,3 +92,11 @@ def _cut(given: tuple[bytes, int, float, bytes]) -> bytes:
         b"\xef\xbb\xbf" + raw, raw + raw, raw.decode().encode("utf-16"), b"", noise,
     )  # fmt: skip
     return ways[kind]
+
+
+def sentence(error: object) -> None:
+    """One line that can be printed, whatever was in the file, and that nobody has to scroll through."""
+    text = str(error)
+    text.encode()
+    assert text
+    assert len(text) < 3000

@@ -97,6 +97,11 @@ def _why_no_rocm_sd(words: list[str]) -> str | None:
         if words[0] not in verbs:
             return f"rocm-sd has no verb {words[0]}"
         command = verbs[words.pop(0)]
+        inner = getattr(command, "commands", None)
+        if inner is not None and words and not words[0].startswith("-"):
+            if words[0] not in inner:
+                return f"rocm-sd {command.name} has no verb {words[0]}"
+            command = inner[words.pop(0)]
     # What follows two dashes is another program's.
     own = words[: words.index("--")] if "--" in words else words
     known = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}

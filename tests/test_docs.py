@@ -17,7 +17,7 @@ from pipelines import tiny_pipeline
 from rocm_sd.verify.proofs import RUNGS, Proof
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "INSTALL.md", "BENCHMARKS.md")]
+PAGES = sorted(ROOT.glob("*.md"))
 PAGES += sorted((ROOT / "docs").rglob("*.md"))
 FENCE = re.compile(
     r"^```(?P<language>\w+)(?: title=\"(?P<title>[^\"]+)\")?\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL
@@ -92,8 +92,44 @@ def test_excerpts_are_the_code_itself(file):
 def test_links_lead_to_files(page):
     text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
     for target in re.findall(r"\]\(([^)\s#]+)[^)]*\)", text):
-        if "://" not in target:
+        if "://" not in target and target != docs_site.RECORDED_RUNS:  # made with the site
             assert (page.parent / target).exists(), target
+
+
+# A reference is looked things up in, and a record is kept as it was measured: nobody reads them from end to end.
+REFERENCES = {"cli.md", "settings.md", "api.md", "gpus.md", "operators.md"}
+RECORDS = {"benchmarks.md", "changelog.md", "projection.md", "hip-figures.md"}
+MOST_WORDS = 1200
+SITE = sorted((ROOT / "docs").rglob("*.md"))
+
+
+def words(page: Path) -> int:
+    """Of the page as it is read: with the file that it includes, its tables and its code."""
+    return len(docs_site.included(page.read_text(encoding="utf-8")).split())
+
+
+@pytest.mark.parametrize("page", [page for page in SITE if page.name not in REFERENCES | RECORDS], ids=page_id)
+def test_a_page_is_short(page):
+    assert words(page) <= MOST_WORDS, "say it in fewer words, or give each of its readers a page"
+
+
+def test_what_may_be_long_is_there_and_a_long_page_is_seen(tmp_path):
+    assert {page.name for page in SITE} >= REFERENCES | RECORDS
+    long = tmp_path / "long.md"
+    long.write_text("<!-- include: BENCHMARKS.md -->\n")
+    assert words(long) > MOST_WORDS
+
+
+def pages_of(nav: object) -> list[str]:
+    if isinstance(nav, str):
+        return [nav]
+    return [page for item in (nav.values() if isinstance(nav, dict) else nav) for page in pages_of(item)]
+
+
+def test_every_page_is_in_the_navigation_once():
+    yaml = pytest.importorskip("yaml", reason="MkDocs brings it")
+    nav = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"]
+    assert sorted(pages_of(nav)) == [str(page.relative_to(ROOT / "docs")) for page in SITE]
 
 
 # What has changed may name what was there before.

@@ -21,13 +21,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import contributions_page
-from fuzzed_files import broken, broken_bytes, evil
+from fuzzed_files import broken, broken_bytes, evil, sentence
 from rocm_sd import arch, models
-from rocm_sd.bench import profiling, report, submission, tables
+from rocm_sd.bench import (
+    card_report,
+    contributions,
+    profiling,
+    publishing,
+    report,
+    several_gpus_tables,
+    submission,
+    tables,
+)
+from rocm_sd.bench.card_report import CardReport, Item, Part
 from rocm_sd.bench.kpis import kpis
 from rocm_sd.bench.records import Comparison, Machine, Measurement, Record, WorkloadFacts, continued
 from rocm_sd.bench.regressions import regressions
 from rocm_sd.bench.report import other_cards
+from rocm_sd.bench.several_gpus_record import TOGETHER, GpusRecord, Way
+from rocm_sd.contribution import keeping
 from rocm_sd.doctor import recording
 from rocm_sd.doctor.check import Status
 from rocm_sd.doctor.examination import all_checks, examine
@@ -83,6 +95,13 @@ LADDER = [
                  "kernels": {"k": {"waves_per_simd": 8, "limited_by": "VGPRs"}}}}
     for rung in ("reference", "compiled", "emulated")
 ]  # fmt: skip
+GPUS = GpusRecord(
+    RECORD.workload, RECORD.machine, "rocm-sd bench sd15-512 --gpus 2", RECORD.when, ("RX 7900 XTX",) * 2, "cfg=2",
+    "it was asked for", 24e9, 1,
+    (Way("stock", 1, (4000.0, 4010.0, 4020.0, 4005.0), 1e-3, 1e-3), Way("rocm-sd", 1, (1600.0, 1610.0, 1590.0, 1605.0)),
+     Way(TOGETHER, 2, (900.0, 910.0, 905.0, 903.0), 9e-4, 1e-3)),
+    {"cfg": 3.2e4},
+)  # fmt: skip
 CARD = Environment("gfx1100", 96, "amdgpu 6.10.5", "rocm 7.1.0", "2.11.0+rocm7.1", "3.6.0", "3005001")
 ENTRIES = tuple(
     Entry("conv2d", {"n": 2, "dtype": "float16"}, CARD, "0123456789abcdef", name, {"rows": number}, 9.0 + number, 8.0,
@@ -90,14 +109,6 @@ ENTRIES = tuple(
     for number, name in enumerate(("triton", "hip", "torch"))
 )  # fmt: skip
 MACHINE = HERE / "doctor/machines/rx7900xtx-nhwc"
-
-
-def sentence(error: object) -> None:
-    """One line that can be printed, whatever was in the file, and that nobody has to scroll through."""
-    text = str(error)
-    text.encode()
-    assert text
-    assert len(text) < 3000
 
 
 def count(name: str, *, taken: bool) -> None:
@@ -178,6 +189,26 @@ def test_report(folder, raw):
     count("report", taken=True)
 
 
+@given(raw=broken_bytes(GPUS.to_dict()))
+def test_records_of_several_gpus(folder, raw):
+    path = folder / "sd15-512-2-gpus.json"
+    path.write_bytes(raw)
+    try:
+        inputs = report.read([path])
+        found = GpusRecord.load(path)
+    except RocmSdError as error:
+        sentence(error)
+        count("several GPUs", taken=False)
+        return
+    assert inputs.split == (found,)
+    assert GpusRecord.from_dict(json.loads(json.dumps(found.to_dict())), path) == found
+    several_gpus_tables.rich_tables(found)
+    html = report.render(report.page(inputs))
+    assert "<script>alert" not in html
+    html.encode()
+    count("several GPUs", taken=True)
+
+
 @given(raw=broken_bytes(LADDER))
 def test_ladder(folder, raw):
     path = folder / "ladder.json"
@@ -195,7 +226,7 @@ def test_ladder(folder, raw):
 def _signed(values):
     """Hashed again, as somebody would who means it."""
     with suppress(TypeError, ValueError, KeyError, AttributeError):
-        values["sha256"] = submission._hash(values)
+        values["sha256"] = publishing.digest(values)
     return values
 
 
@@ -214,10 +245,70 @@ def test_contributions(folder, raw):
         sentence(each)
     with suppress(RocmSdError):
         submission.load(path)
-    page = contributions_page.page(root)
+    page = contributions_page.listed(root)
     assert "<" not in page.replace("<!--", "")
     assert "javascript:" not in page
     count("contribution", taken=not wrong)
+
+
+_ITEMS = (
+    Item("attention hip", "failed", "crashed by signal 11", 2.0, {"samples": 5}),
+    Item("geglu triton", "passed", "", 1.5, {"us": 8.6, "stock_us": 34.7, "timed": "512x5120, float16"}),
+)
+CARD_REPORT = card_report.publishable(CardReport(
+    RECORD.machine, "rocm-sd contribute --budget 10m", RECORD.when, 480.0,
+    (
+        Part("verify", "failed", "1 of 2 passed", _ITEMS, 3.5, data={"tracebacks": {"attention hip": ["a line"]}}),
+        Part("bench", "passed", "sd15-512: 2.5 times", (Item("sd15-512", "passed", "x"),), 90.0, (RECORD.to_dict(),)),
+    ),
+))  # fmt: skip
+
+
+@given(raw=broken_bytes(CARD_REPORT, _signed))
+def test_card_reports(folder, raw):
+    root = folder / "cards"
+    place = root / "contributions/gfx1100"
+    shutil.rmtree(root, ignore_errors=True)
+    place.mkdir(parents=True)
+    path = place / "x.json"
+    with suppress(ValueError, KeyError, TypeError, AttributeError, RecursionError, OSError):
+        path = place / card_report.file_name(json.loads(raw))
+        path.touch()
+    path.write_bytes(raw)
+    wrong = contributions.validate(path)
+    for each in wrong:
+        sentence(each)
+    page = contributions_page.page(root)
+    assert "<" not in page.replace("<!--", "")
+    assert "javascript:" not in page
+    try:
+        inputs = report.read([path])
+    except RocmSdError as error:
+        sentence(error)
+        # What can be listed can be shown.
+        assert wrong
+    else:
+        html = report.render(report.page(inputs))
+        assert "<script>alert" not in html
+        html.encode()
+    count("card report", taken=not wrong)
+
+
+@given(raw=broken_bytes({
+    "format": keeping.FORMAT, "begun": RECORD.when,
+    "units": [{"part": "verify", "name": "geglu triton", "tries": 1, "seconds": 1.5,
+               "found": [{"items": [{"name": "x", "state": "passed"}], "records": [], "data": {"a": 1}}]}],
+}))  # fmt: skip
+def test_kept_contributions(folder, raw):
+    place = folder / "kept"
+    shutil.rmtree(place, ignore_errors=True)
+    place.mkdir()
+    (place / "state.json").write_bytes(raw)
+    kept = keeping.Kept(place)
+    kept.begin("verify", "geglu triton")
+    kept.finish("verify", "geglu triton", keeping.Found(_ITEMS), 1.0)
+    assert keeping.Kept(place).found("verify", "geglu triton") == keeping.Found(_ITEMS)
+    count("kept contribution", taken=kept.done > 1)
 
 
 def _exported(folder: Path) -> dict:

@@ -1,5 +1,9 @@
 from __future__ import annotations
 
+import copy
+import pickle
+import re
+
 import pytest
 import torch
 from diffusers import DiffusionPipeline, EulerDiscreteScheduler, StableDiffusionPipeline
@@ -9,7 +13,7 @@ import rocm_sd_ops
 from pipelines import CASES, call
 from rocm_sd.errors import InvalidOption, ModelNotFound, NumericsFailure, Unsupported
 from rocm_sd.ops import OPS, attention
-from rocm_sd_ops import ROCmOptimizedPipeline
+from rocm_sd_ops import OptimizedAttentionFunction, ROCmOptimizedPipeline, ROCmSDBackend, ROCmSDProfiler
 
 
 def heads(device, *shape, seed=0):
@@ -48,6 +52,117 @@ def test_a_key_of_another_width_is_refused_in_one_sentence():
         rocm_sd_ops.optimized_attention(q, k, k, num_heads=2)
 
 
+def test_the_fallback_is_stock_torch_in_either_shape(device):
+    q, k, v = (heads(device, 2, length, 4, 8, seed=seed) for seed, length in enumerate((6, 9, 9)))
+    stock = torch.nn.functional.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)), scale=0.3)
+    found = rocm_sd_ops.pytorch_attention_fallback(q, k, v, scale=0.3)
+    assert torch.equal(found, stock.transpose(1, 2))
+    joined = rocm_sd_ops.pytorch_attention_fallback(*(t.flatten(2) for t in (q, k, v)), num_heads=4, scale=0.3)
+    assert torch.equal(joined, found.flatten(2))
+    with pytest.raises(Unsupported, match="pytorch_attention_fallback"):
+        rocm_sd_ops.pytorch_attention_fallback(q.flatten(2), k, v)
+
+
+class TestAttentionFunction:
+    @staticmethod
+    def inputs(*shape):
+        made = (heads("cpu", *shape[:1], length, *shape[1:], seed=seed) for seed, length in enumerate((3, 5, 5)))
+        return tuple(tensor.double().requires_grad_() for tensor in made)
+
+    @pytest.mark.parametrize(
+        ("shape", "rest"), [((2, 2, 4), ()), ((2, 8), (2,)), ((1, 8), (2, 0.3)), ((1, 6), (1, -0.5))]
+    )
+    def test_it_has_the_gradients_of_its_numbers(self, shape, rest):
+        def function(q, k, v):
+            return OptimizedAttentionFunction.apply(q, k, v, *rest)
+
+        inputs = self.inputs(*shape)
+        assert torch.autograd.gradcheck(function, inputs)
+        assert torch.autograd.gradgradcheck(function, inputs)
+
+    def test_forward_and_gradients_are_those_of_the_op(self):
+        q, k, v = self.inputs(2, 2, 4)
+        ours, ops = OptimizedAttentionFunction.apply(q, k, v), attention(q, k, v)
+        assert torch.equal(ours, ops)
+        weight = heads("cpu", *ours.shape, seed=9).double()
+        for found, expected in zip(
+            torch.autograd.grad(ours, (q, k, v), weight), torch.autograd.grad(ops, (q, k, v), weight), strict=True
+        ):
+            assert torch.equal(found, expected)
+
+    @pytest.mark.parametrize("wanted", [(0,), (1, 2), (0, 2)])
+    def test_only_the_gradients_that_are_asked_for_are_computed(self, wanted):
+        inputs = [t.detach().requires_grad_(place in wanted) for place, t in enumerate(self.inputs(2, 8))]
+        OptimizedAttentionFunction.apply(*inputs, 2).sum().backward()
+        assert [t.grad is not None for t in inputs] == [place in wanted for place in range(3)]
+
+    def test_a_wrong_shape_is_refused(self):
+        q, k, v = self.inputs(2, 8)
+        with pytest.raises(Unsupported, match="8 columns in 3 heads"):
+            OptimizedAttentionFunction.apply(q, k, v, 3)
+
+
+class TestBackend:
+    def test_without_kernels_stock_torch_runs_and_the_reason_is_said(self, monkeypatch):
+        monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+        backend = ROCmSDBackend("cpu")
+        assert not backend.is_available()
+        reason = "Triton has no code for a tensor on cpu; HIP has no code for a tensor on cpu"
+        assert backend.why_not() == reason
+        assert repr(backend) == f"ROCmSDBackend('cpu'): cpu, stock torch runs, because {reason}"
+        assert backend.arch.name == "cpu"
+        assert backend.ops() == rocm_sd_ops.register_rocm_ops()
+        q = heads("cpu", 1, 4, 16)
+        assert torch.equal(backend.attention(q, q, q, 2), rocm_sd_ops.optimized_attention(q, q, q, 2))
+
+    def test_with_kernels_it_is_available(self, monkeypatch):
+        monkeypatch.setattr("rocm_sd.kernels.hip.why_not", lambda _device: "no clang")
+        monkeypatch.setattr("rocm_sd.kernels.triton.why_not", lambda _device: None)
+        assert ROCmSDBackend("cpu").is_available()
+        assert "its kernels run" in repr(ROCmSDBackend("cpu"))
+
+    def test_the_one_of_the_program_is_for_what_torch_sees(self, device):
+        assert isinstance(rocm_sd_ops.rocm_backend, ROCmSDBackend)
+        assert rocm_sd_ops.rocm_backend.device.type == device.type
+
+
+class TestProfiledAttention:
+    def test_tensors_sizes_and_functions_are_timed_by_name(self, device):
+        profile, q = ROCmSDProfiler(), heads(device, 1, 6, 32)
+        assert profile.timings == {}
+        assert torch.equal(profile.profile_attention(q, q, q, 4), rocm_sd_ops.optimized_attention(q, q, q, 4))
+        assert profile.profile_attention(1, 64, 512, 8).shape == (1, 64, 8, 64)
+        assert profile.profile_attention(batch_size=2, seq_len=3, d_model=8, num_heads=2).shape == (2, 3, 2, 4)
+        fallback = rocm_sd_ops.pytorch_attention_fallback
+        assert torch.equal(profile.profile_attention(fallback, q, q, q, num_heads=4), fallback(q, q, q, 4))
+        assert {name: len(taken) for name, taken in profile.timings.items()} == {
+            "attention": 3,
+            "pytorch_attention_fallback": 1,
+        }
+        assert all(ms > 0 for taken in profile.timings.values() for ms in taken)
+
+    def test_timed_calls_are_printed_beside_a_recording_and_without_one(self, capsys):
+        profile, q = ROCmSDProfiler(), heads("cpu", 1, 6, 32)
+        profile.profile_attention(q, q, q, 4)
+        profile.print_stats()
+        alone = capsys.readouterr().out
+        assert "Timed calls" in alone
+        assert "By family" not in alone
+        profile.enable()
+        profile.profile_attention(q, q, q, 4)
+        profile.print_stats()
+        both = capsys.readouterr().out
+        assert "Timed calls" in both
+        assert "By family" in both
+
+    @pytest.mark.parametrize("given", [(), ("q",), (1, 64), (1, 64, 512, 8, 100), (1, 64, 30, 8)])
+    def test_what_is_no_attention_is_refused(self, given):
+        profile = ROCmSDProfiler()
+        with pytest.raises(Unsupported, match="profile_attention"):
+            profile.profile_attention(*given)
+        assert profile.timings == {}
+
+
 def test_the_attention_benchmark_times_both_and_says_what_ran(device):
     result = rocm_sd_ops.benchmark_attention(batch_size=1, seq_len=300, d_model=32, num_heads=2, num_runs=3)
     assert result["optimized_ms"] > 0
@@ -56,6 +171,20 @@ def test_the_attention_benchmark_times_both_and_says_what_ran(device):
     assert result["runs"] == 3
     assert result["dtype"] == ("float16" if device.type == "cuda" else "float32")
     assert result["implementation"] in {i.name for i in OPS["attention"].implementations}
+
+
+def test_the_attention_benchmark_is_a_number_of_milliseconds_with_the_rest_by_name():
+    assert re.fullmatch(r"\d+\.\d\dms", f"{rocm_sd_ops.benchmark_attention(1, 64, 512, 8, 100):.2f}ms")
+    found = rocm_sd_ops.benchmark_attention(1, 16, 32, 2, 1)
+    assert float(found) == found["optimized_ms"] == found.optimized_ms
+    assert dict(found) == dict(found.items()) == found.facts
+    assert "device" in found.keys()  # noqa: SIM118 -- a number with names, not a mapping
+    for other in (copy.deepcopy(found), pickle.loads(pickle.dumps(found))):
+        assert (float(other), other.facts) == (float(found), found.facts)
+    with pytest.raises(AttributeError, match="no attribute 'slowdown'"):
+        _ = found.slowdown
+    with pytest.raises(KeyError):
+        found["slowdown"]
 
 
 def test_the_attention_benchmark_reports_no_time_for_a_wrong_result(monkeypatch):
@@ -156,7 +285,15 @@ class TestOptimizedPipeline:
         rocm_sd.restore(pipe)
         assert "forward" not in stock.unet.mid_block.resnets[0].__dict__
 
-    @pytest.mark.parametrize("given", [3, torch.nn.Linear(2, 2)])
+    def test_without_a_model_it_is_the_one_that_comes_with_the_package(self):
+        pipe = ROCmOptimizedPipeline()
+        pipe.set_progress_bar_config(disable=True)
+        assert pipe.report().level == "auto"
+        (picture,) = pipe("a frog", num_inference_steps=2, generator=torch.Generator().manual_seed(0)).images
+        assert min(high - low for low, high in picture.getextrema()) > 50
+        assert ROCmOptimizedPipeline(optimization_level="Memory").report().level == "memory"
+
+    @pytest.mark.parametrize("given", [None, 3, torch.nn.Linear(2, 2)])
     def test_what_is_no_pipeline_is_refused(self, given):
         with pytest.raises(Unsupported, match="it takes a Diffusers pipeline, a folder, a file or a hub id"):
             ROCmOptimizedPipeline(given)
@@ -173,6 +310,10 @@ def test_a_model_is_optimized_under_the_promised_name(tmp_path):
     assert rocm_sd_ops.optimize_sd_model(pipe, "memory") is pipe
     assert rocm_sd.report(pipe).level == "memory"
     assert rocm_sd_ops.optimize_sd_model(pipe.unet, optimization_level="performance") is pipe.unet
+    for level in ("Auto", "PERFORMANCE", "Memory"):
+        assert rocm_sd.report(rocm_sd_ops.optimize_sd_model(pipe, level)).level == level.lower()
+    with pytest.raises(InvalidOption, match="Use one of: auto"):
+        rocm_sd_ops.optimize_sd_model(pipe, "fast")
 
 
 def test_an_unknown_name_is_an_attribute_error():

@@ -136,12 +136,13 @@ def _environment(noted: Path, when: str, hub: Path | None) -> dict[str, str]:
 
 def _followed(process: subprocess.Popen[bytes], noted: Path, done: Outcomes, update: Any) -> str | None:
     """Read what is noted until the process is over; why it was not, where it was given up."""
-    heard = time.monotonic()
+    heard, line = time.monotonic(), ""
     with noted.open(encoding="utf-8") as lines:
         while True:
-            over, line = process.poll() is not None, lines.readline()
-            if line:
-                heard, what = time.monotonic(), json.loads(line)
+            # A line may be read while it is being written: the rest of it comes later.
+            over, line = process.poll() is not None, line + lines.readline()
+            if line.endswith("\n"):
+                heard, what, line = time.monotonic(), json.loads(line), ""
                 if "count" in what:
                     update(total=what["count"])
                 else:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rocm_sd.ops.quantize_rows.reference import LIMITS
+from rocm_sd.ops.eight_bits import LIMITS, drawn
 from rocm_sd.ops.samples import Draw, Sample, dtype_name
 from rocm_sd.ops.upsample_conv2d.parity import parity_weights
 
@@ -183,6 +183,33 @@ def conv2d(fixed: Random, free: Random, limits: Limits) -> Drawn:
     return _named("conv2d", dtype, text, build, lying, " ".join(sorted(parts)), "concat" if concat else "")
 
 
+def conv2d_8bit(fixed: Random, free: Random, limits: Limits) -> Drawn:
+    cin, cout, kernel, stride = fixed.choice(_CONVOLUTIONS)
+    cin, cout = limits.channels(cin), limits.channels(cout)
+    of, dtype, parts = fixed.choice(_FORMATS), fixed.choice(DTYPES), _parts(fixed, "bias", "add", "residual")
+    by_channel, limit, depth = fixed.random() < 0.5, LIMITS[of], cin * kernel * kernel
+    pixels = max(1, min(limits.work // (depth * cout), limits.elements // max(cin, cout)))
+    height, width = (max(side, kernel) for side in _map(free, pixels))
+    N = _batch(free, pixels // (height * width))
+
+    def scales(draw: Draw, count: int) -> torch.Tensor:
+        return draw(count, mean=4 / limit * depth**-0.25, std=0.5 / limit * depth**-0.25, dtype=torch.float32)
+
+    def build(draw: Draw) -> tuple[Any, ...]:
+        size = ((side + kernel // 2 * 2 - kernel) // stride + 1 for side in (height, width))
+        return (
+            drawn(draw, of, N, height, width, cin).permute(0, 3, 1, 2), scales(draw, 1)[0],
+            drawn(draw, of, cout, kernel, kernel, cin).permute(0, 3, 1, 2),
+            scales(draw, cout) if by_channel else scales(draw, 1)[0],
+            draw(cout) if "bias" in parts else None, draw(N, cout) if "add" in parts else None,
+            draw.image(N, cout, *size) if "residual" in parts else None, stride, kernel // 2, dtype_name(draw.dtype),
+        )  # fmt: skip
+
+    text = f"{N}x{cin}x{height}x{width} to {cout}, {kernel}x{kernel}, stride {stride}, {of}"
+    said = " ".join(sorted(parts)), "by channel" if by_channel else ""
+    return _named("conv2d_8bit", dtype, text, build, "channels-last", *said)
+
+
 def upsample_conv2d(fixed: Random, free: Random, limits: Limits) -> Drawn:
     cin, cout = fixed.choice(((1280, 1280), (640, 640), (512, 512), (256, 256), (128, 128), (72, 40)))
     cin, cout = limits.channels(cin), limits.channels(cout)
@@ -225,26 +252,36 @@ def layer_norm_residual(fixed: Random, free: Random, limits: Limits) -> Drawn:
     C = limits.channels(C)
     dtype, lying = fixed.choice(DTYPES), fixed.choice(ROWS)
     affine, residual = (fixed.random() < share for share in (0.8, 0.6))
+    to = fixed.choice(_FORMATS) if fixed.random() < 0.25 else None
     M = _rows(free, limits.elements // C)
 
     def build(draw: Draw) -> tuple[Any, ...]:
         x = _matrix(draw, lying, M, C, mean=0.7, std=2.0)
         added = _matrix(draw, lying, M, C) if residual else None
-        return x, added, *((draw(C, mean=1.0, std=0.3), draw(C)) if affine else (None, None)), 1e-5
+        parts = (draw(C, mean=1.0, std=0.3), draw(C)) if affine else (None, None)
+        return x, added, *parts, 1e-5, _scale(draw, to, 2.0), to
 
-    said = ("affine" if affine else "", "residual" if residual else "")
+    said = ("affine" if affine else "", "residual" if residual else "", f"to {to}" if to else "")
     return _named("layer_norm_residual", dtype, f"{M}x{C}", build, lying, *said)
 
 
 def geglu(fixed: Random, free: Random, limits: Limits) -> Drawn:
     F = limits.channels(fixed.choice((1280, 2560, 5120, 320, 77)))
     dtype, lying, bias = fixed.choice(DTYPES), fixed.choice(ROWS), fixed.random() < 0.6
+    to = fixed.choice(_FORMATS) if fixed.random() < 0.25 else None
     M = _rows(free, limits.elements // (2 * F))
 
     def build(draw: Draw) -> tuple[Any, ...]:
-        return _matrix(draw, lying, M, 2 * F, std=2.0), draw(2 * F) if bias else None
+        x = _matrix(draw, lying, M, 2 * F, std=2.0)
+        return x, draw(2 * F) if bias else None, _scale(draw, to, 6.0), to
 
-    return _named("geglu", dtype, f"{M}x{F}", build, lying, "bias" if bias else "")
+    said = ("bias" if bias else "", f"to {to}" if to else "")
+    return _named("geglu", dtype, f"{M}x{F}", build, lying, *said)
+
+
+def _scale(draw: Draw, to: str | None, largest: float) -> torch.Tensor | None:
+    """Of a result in 8 bits, so that some values are beyond the limit."""
+    return None if to is None else draw(1, mean=largest / LIMITS[to], std=0.0, dtype=torch.float32)
 
 
 _LINEARS = (
@@ -276,8 +313,7 @@ def quantize_rows(fixed: Random, free: Random, limits: Limits) -> Drawn:
     M = _rows(free, limits.elements // K)
 
     def build(draw: Draw) -> tuple[Any, ...]:
-        scale = draw(1, mean=2.5 / LIMITS[to], std=0.0, dtype=torch.float32) if given else None
-        return _matrix(draw, lying, M, K, std=3.0), to, scale
+        return _matrix(draw, lying, M, K, std=3.0), to, _scale(draw, to, 2.5) if given else None
 
     return _named("quantize_rows", dtype, f"{M}x{K} to {to}", build, lying, "given scale" if given else "")
 
@@ -288,17 +324,13 @@ def linear_8bit(fixed: Random, free: Random, limits: Limits) -> Drawn:
     parts = _parts(fixed, "bias", "residual")
     M, limit = _rows(free, min(limits.work // (N * K), limits.elements // max(N, K))), LIMITS[of]
 
-    def eighth(draw: Draw, *shape: int) -> torch.Tensor:
-        value = draw(*shape, std=limit / 4, dtype=torch.float32).clamp(-limit, limit)
-        return (value.round() if of == "int8" else value).to(getattr(torch, of))
-
     def scales(draw: Draw, count: int, *, several: bool) -> torch.Tensor:
         made = draw(count, mean=4 / limit * K**-0.25, std=0.5 / limit * K**-0.25, dtype=torch.float32)
         return made if several else made[:1].sum()
 
     def build(draw: Draw) -> tuple[Any, ...]:
         return (
-            eighth(draw, M, K), scales(draw, M, several=by_row), eighth(draw, N, K),
+            drawn(draw, of, M, K), scales(draw, M, several=by_row), drawn(draw, of, N, K),
             scales(draw, N, several=by_column), draw(N) if "bias" in parts else None,
             draw(M, N) if "residual" in parts else None, dtype_name(draw.dtype),
         )  # fmt: skip
@@ -403,7 +435,7 @@ CALLS: dict[str, Callable[[Random, Random, Limits], Drawn]] = {
     each.__name__: each
     for each in (
         attention, conv2d, upsample_conv2d, group_norm_silu, layer_norm_residual, geglu, linear_residual, linear_geglu,
-        quantize_rows, linear_8bit,
+        quantize_rows, linear_8bit, conv2d_8bit,
         guided_step, layout_copy, upsample, transformer_block,
     )
 }  # fmt: skip

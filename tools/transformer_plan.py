@@ -5,7 +5,7 @@
 
 A model, and not a measurement: that of rocm_sd/kernels/hip/transformer_plan.py. Small blocks do better in all three
 compositions alike. Attention is one kernel in all three, since stock torch has it so. The tables of
-docs/transformer-block.md are made from it.
+docs/transformer-block.md and docs/hip-figures.md are made from it.
 """
 
 from __future__ import annotations

@@ -97,9 +97,11 @@ PLANTED = {
 def test_a_planted_fault_is_found(fault, few, monkeypatch):
     right = kernels.launch
 
-    def wrong(x, y, bias, config):
-        right(x, y, bias, config)
-        fault(y)
+    def wrong(x, y, *rest):
+        right(x, y, *rest)
+        # Results in 8 bits cannot hold all of the faults.
+        if y.element_size() > 1:
+            fault(y)
 
     monkeypatch.setattr(kernels, "launch", wrong)
     found = few("geglu", 6)
@@ -110,8 +112,8 @@ def test_a_planted_fault_is_found(fault, few, monkeypatch):
 def test_a_kernel_that_writes_to_its_arguments_is_found(few, monkeypatch):
     right = kernels.launch
 
-    def wrong(x, y, bias, config):
-        right(x, y, bias, config)
+    def wrong(x, y, *rest):
+        right(x, y, *rest)
         x[-1, -1] = 0.0
 
     monkeypatch.setattr(kernels, "launch", wrong)
@@ -121,8 +123,8 @@ def test_a_kernel_that_writes_to_its_arguments_is_found(few, monkeypatch):
 def test_a_kernel_that_reads_beside_its_arguments_is_found(few, monkeypatch):
     right = kernels.launch
 
-    def wrong(x, y, bias, config):
-        right(x, y, bias, config)
+    def wrong(x, y, *rest):
+        right(x, y, *rest)
         y.view(-1)[0] += x.as_strided((1,), (1,), x.storage_offset() - 1)[0] * 0
 
     monkeypatch.setattr(kernels, "launch", wrong)
