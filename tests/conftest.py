@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -32,6 +33,10 @@ hypothesis.settings.register_profile(
 
 # All that imports and collection make stays until the end: to look through it again and again for garbage is in vain.
 gc.disable()
+
+# A shell that runs the suite in the background has it ignore Ctrl-C, which all processes that tests start would inherit.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The same kernels of torch and oneDNN on every machine, here and in processes that tests start; both ask at their first
 # use, and sum in another order with AVX-512.

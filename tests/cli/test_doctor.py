@@ -73,7 +73,7 @@ def test_without_names_only_problems_are_in_full_and_the_rest_is_a_line_each(mon
     assert max(map(len, shown.splitlines())) <= 80
     words = " ".join(shown.split())
     assert words.startswith("2 problems: gfx_override, kernels_present.")
-    assert "11 checks are fine: allocator_settings, aotriton_settings, bf16, " in words
+    assert "12 checks are fine: allocator_settings, aotriton_settings, bf16, " in words
     assert "No setting of torch's allocator is given" not in words
     assert "unset HSA_OVERRIDE_GFX_VERSION" in shown
     # The reason is told once, though ten have it.
