@@ -18,6 +18,7 @@ from rocm_sd.cli.demo import demo
 from rocm_sd.cli.doctor import DoctorCommand, doctor
 from rocm_sd.cli.export import export
 from rocm_sd.cli.generate import generate
+from rocm_sd.cli.improve import improve
 from rocm_sd.cli.info import info
 from rocm_sd.cli.install import install, uninstall
 from rocm_sd.cli.onnx import app as onnx
@@ -44,8 +45,8 @@ app = typer.Typer(
 
 
 for _verb in (
-    info, generate, demo, serve, quality, verify, tune, bench, profile, report, doctor, contribute, export, install,
-    uninstall,
+    info, generate, demo, serve, quality, verify, tune, improve, bench, profile, report, doctor, contribute, export,
+    install, uninstall,
 ):  # fmt: skip
     app.command(cls=DoctorCommand if _verb is doctor else None, help=help_text(_verb))(_verb)
 app.add_typer(onnx)

@@ -28,7 +28,9 @@ if TYPE_CHECKING:
     from rocm_sd.tuning import Problem
     from rocm_sd.tuning.database import Entry
 
-__all__ = ["ENTRY_POINTS", "Extra", "Installed", "PlugIn", "find", "installed", "of_op", "reserve", "usable"]
+__all__ = [
+    "ENTRY_POINTS", "Extra", "Installed", "PlugIn", "add_source", "find", "installed", "of_op", "reserve", "usable",
+]  # fmt: skip
 
 ENTRY_POINTS = "rocm_sd.candidates"
 log = logging.getLogger("rocm_sd")
@@ -77,11 +79,17 @@ class Installed:
 
 
 _reserved: dict[str, frozenset[str]] = {}
+_sources: list[Callable[[], Iterable[PlugIn]]] = []
 
 
 def reserve(op: str, names: Iterable[str]) -> None:
     """The names of an op's own implementations, which no plug-in may have."""
     _reserved[op] = frozenset(names)
+
+
+def add_source(plug_ins: Callable[[], Iterable[PlugIn]]) -> None:
+    """Plug-ins that no package has: what a user has accepted."""
+    _sources.append(plug_ins)
 
 
 @cache
@@ -100,6 +108,9 @@ def installed() -> Installed:
                 log.warning("a candidate of %s is skipped: %s", point.value, reason)
             else:
                 found.append(replace(each, implementation=_guarded(each)))
+    for plug_in in (each for source in _sources for each in source()):
+        if not _why_skipped(plug_in, found):
+            found.append(replace(plug_in, implementation=_guarded(plug_in)))
     return Installed(tuple(found), faulty)
 
 

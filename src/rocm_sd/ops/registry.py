@@ -18,7 +18,7 @@ from rocm_sd import arch, plugging, settings
 from rocm_sd.errors import Unsupported
 from rocm_sd.kernels import triton as triton_kernels
 from rocm_sd.kernels.unavailable import KernelUnavailable
-from rocm_sd.ops import plugins, self_test
+from rocm_sd.ops import accepted, plugins, self_test
 from rocm_sd.ops.bound_calls import BoundCalls, key_of
 from rocm_sd.ops.candidates import OpCandidates
 from rocm_sd.ops.definition import Implementation
@@ -332,6 +332,7 @@ def _out_of_memory(error: BaseException) -> bool:
 
 
 OPS: dict[str, Op] = {}
+plugins.add_source(lambda: accepted.plug_ins(OPS))
 
 AnyOp = TypeVar("AnyOp", bound=Op)
 

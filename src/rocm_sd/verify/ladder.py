@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal, Union
 from rocm_sd import arch as archs
 from rocm_sd import numerics
 from rocm_sd.errors import MissingDependency, RocmSdError, require_known
+from rocm_sd.kernels.config import NO_CONFIG
 from rocm_sd.kernels.hip import toolchain
 from rocm_sd.kernels.hip.runtime import tagged
 from rocm_sd.numerics import in_float64, outputs
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
 
     import torch
 
-    from rocm_sd.arch import Arch
     from rocm_sd.kernels.config import Config
     from rocm_sd.ops.definition import Kernels, Verification
     from rocm_sd.ops.registry import Op
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from rocm_sd.verify.emulator import Counters
     from rocm_sd.verify.runner import Run
 
-__all__ = ["EMULATED", "Outcome", "Task", "names", "plan", "verify"]
+__all__ = ["EMULATED", "Outcome", "RungResult", "Task", "names", "numbers", "plan", "step", "verify"]
 
 TIMEOUT_S = 900.0
 HOST = "cpu"
@@ -196,11 +196,17 @@ def climb(task: Task) -> Outcome:
     verification = subject.verification
     if implementation:
         verification = verification.of_its_own(subject.implementation(implementation))
-    step = {1: _reference, 2: _interpreted, 3: _compiled, 4: _emulated}[task.rung]
-    state, sentence, figures = step(subject, verification, task.arch)
+    state, sentence, figures = step(task.rung, subject, verification, task.arch)
     wrong = state == "failed" and task.rung != 3
     seconds = time.perf_counter() - started
     return Outcome(task.op, task.arch, task.rung_name, state, sentence, wrong, figures, seconds)
+
+
+def step(rung: int, op: Op, verification: Verification, arch: str, config: Config | None = None) -> RungResult:
+    """One rung, in this process; `config` is for the verification's implementation, in place of what data name."""
+    if rung == 1:
+        return _reference(op, verification)
+    return {2: _interpreted, 3: _compiled, 4: _emulated}[rung](op, verification, arch, config)
 
 
 def _launching(op: Op, verification: Verification, arch: str, *, execute: bool) -> AbstractContextManager[Run]:
@@ -217,27 +223,31 @@ RungResult = tuple[State, str, dict[str, Any]]
 Tensors = Union["torch.Tensor", tuple["torch.Tensor", ...]]
 
 
-def _reference(op: Op, verification: Verification, _arch: str) -> RungResult:
-    return _numbers(op, verification, None, lambda _implementation, arguments: verification.reference(*arguments))
+def _reference(op: Op, verification: Verification) -> RungResult:
+    calls = list(verification.calls())
+    return numbers(op, verification, calls, lambda _implementation, arguments: verification.reference(*arguments))
 
 
-def _interpreted(op: Op, verification: Verification, _arch: str) -> RungResult:
+def _interpreted(op: Op, verification: Verification, _arch: str, config: Config | None = None) -> RungResult:
     if find_spec("triton") is None:
         raise MissingDependency("triton", "verify")
 
     def compute(implementation: str, arguments: tuple[Any, ...]) -> Tensors:
-        result: Tensors = op.implementation(implementation)(*arguments)
+        given = config if config is not None and implementation == verification.implementation else NO_CONFIG
+        result: Tensors = op.implementation(implementation)(*arguments, config=given)
         return result
 
-    return _numbers(op, verification, None, compute)
+    return numbers(op, verification, list(verification.calls()), compute)
 
 
-def _numbers(
-    op: Op, verification: Verification, arch: Arch | None, compute: Callable[[str, tuple[Any, ...]], Tensors]
+def numbers(
+    op: Op,
+    verification: Verification,
+    calls: Sequence[tuple[str, Sample]],
+    compute: Callable[[str, tuple[Any, ...]], Tensors],
 ) -> RungResult:
-    """Every small sample against float64, by the numerics gate; the sentence is the worst sample's."""
+    """Calls against float64, by the numerics gate; the sentence is the worst one's."""
     worst: tuple[float, str, numerics.Comparison] | None = None
-    calls = list(verification.calls(arch=arch))
     for implementation, sample in calls:
         arguments = sample.make()
         exact = outputs(verification.reference(*in_float64(arguments)))
@@ -261,7 +271,7 @@ def _badness(result: RungResult) -> tuple[bool, float]:
     return state == "failed", figures["largest_error"] / (figures["allowed"] or 1.0)
 
 
-def _compiled(op: Op, verification: Verification, arch: str) -> RungResult:
+def _compiled(op: Op, verification: Verification, arch: str, asked: Config | None = None) -> RungResult:
     kernels: dict[str, Any] = {}
     failures = []
     own = _kernels(op, verification)
@@ -273,7 +283,8 @@ def _compiled(op: Op, verification: Verification, arch: str) -> RungResult:
     for implementation, sample, given in calls:
         arguments = sample.make(filled=False)
         problem = verification.problem(*arguments)
-        config = given or op.config_of(implementation, op.lookup(arch, problem))
+        config = given or (asked if implementation == verification.implementation else None)
+        config = config or op.config_of(implementation, op.lookup(arch, problem))
         with _launching(op, verification, arch, execute=False) as compiled:
             op.implementation(implementation)(*arguments, config=config)
         for call in compiled.calls:
@@ -293,11 +304,12 @@ def _compiled(op: Op, verification: Verification, arch: str) -> RungResult:
     return "passed", f"{len(kernels)} kernels through every gate", figures
 
 
-def _emulated(op: Op, verification: Verification, arch: str) -> RungResult:
+def _emulated(op: Op, verification: Verification, arch: str, asked: Config | None = None) -> RungResult:
     counted: dict[str, list[Counters]] = {}
 
     def compute(implementation: str, arguments: tuple[Any, ...], given: Config | None = None) -> Tensors:
-        config = given or op.config_of(implementation, op.lookup(arch, verification.problem(*arguments)))
+        config = given or (asked if implementation == verification.implementation else None)
+        config = config or op.config_of(implementation, op.lookup(arch, verification.problem(*arguments)))
         with _launching(op, verification, arch, execute=True) as executed:
             result: Tensors = op.implementation(implementation)(*arguments, config=config)
         executed.require_written(*outputs(result))
@@ -307,8 +319,9 @@ def _emulated(op: Op, verification: Verification, arch: str) -> RungResult:
         return result
 
     kernels = _kernels(op, verification)
-    configs = (None, *(kernels.small_configs if kernels is not None else ()))
-    results = [_numbers(op, verification, archs.get(arch), partial(compute, given=config)) for config in configs]
+    calls = list(verification.calls(arch=archs.get(arch)))
+    configs = (None, *(kernels.small_configs if kernels is not None and asked is None else ()))
+    results = [numbers(op, verification, calls, partial(compute, given=config)) for config in configs]
     state, sentence, figures = max(results, key=_badness)
     figures["samples"] = sum(each[2]["samples"] for each in results)
     figures["kernels"] = {name: total(counters).as_dict() for name, counters in counted.items()}

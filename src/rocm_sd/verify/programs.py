@@ -34,6 +34,7 @@ from rocm_sd.verify.runner import BUDGET, ModuleKernels, facts_of, hip_code, mem
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
+    from types import ModuleType
 
     from rocm_sd.arch import Arch
     from rocm_sd.kernels.hip.launch import Argument, Kernel
@@ -131,7 +132,7 @@ def _described(value: Any) -> str:
 
 
 @contextmanager
-def counted(module: str, arch: Arch | str, known: Known | None = None) -> Iterator[list[CountedLaunch]]:
+def counted(module: str | ModuleType, arch: Arch | str, known: Known | None = None) -> Iterator[list[CountedLaunch]]:
     """For the duration the module's launches are counted, and `arch.device_facts` is that of its product.
 
     `known` keeps what was counted from one block to the next: two architectures often get the same launch.
@@ -139,7 +140,8 @@ def counted(module: str, arch: Arch | str, known: Known | None = None) -> Iterat
     interpreter = optional_module("triton.runtime.interpreter", "triton", "verify")
     kernels = ModuleKernels(module, interpreter.InterpretedFunction)
     if not kernels.kernels:
-        raise Unsupported("Counting", f"{module} where its kernels are not interpreted", hint="Set TRITON_INTERPRET=1.")
+        name = module if isinstance(module, str) else module.__name__
+        raise Unsupported("Counting", f"{name} where its kernels are not interpreted", hint="Set TRITON_INTERPRET=1.")
     launches: list[CountedLaunch] = []
     remembered: Known = {} if known is None else known
 

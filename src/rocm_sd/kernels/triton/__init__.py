@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import logging
 import sys
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -17,8 +18,9 @@ from rocm_sd import arch, settings
 from rocm_sd.kernels.unavailable import KernelUnavailable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator, Mapping
     from contextlib import AbstractContextManager
+    from types import ModuleType
 
     import torch
 
@@ -27,6 +29,7 @@ __all__ = [
     "CompilerFailed",
     "bind_op",
     "launch_op",
+    "launched_by",
     "launching",
     "sentence",
     "skips_launches",
@@ -40,6 +43,7 @@ log = logging.getLogger("rocm_sd")
 _OF_COMPILER = ("PassManager", "C compiler", "failed to translate", "LLVM ERROR")
 
 _said: set[str] = set()
+_instead: ContextVar[Mapping[str, ModuleType] | None] = ContextVar("kernel modules in place of this project's")
 
 
 class CompilerFailed(KernelUnavailable):
@@ -111,10 +115,26 @@ def sentence(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0][:200].rstrip('.')}" if lines else type(error).__name__
 
 
-def launch_op(op: str, _device: torch.device, *arguments: Any) -> None:
-    """Call the launcher of an op, whose module is imported at its first use: it needs Triton."""
+@contextmanager
+def launched_by(op: str, module: ModuleType) -> Iterator[None]:
+    """Within, in this thread, the op's kernels are those of that module: of one that was accepted, or is tried out."""
+    token = _instead.set({**(_instead.get(None) or {}), op: module})
     try:
-        import_module(f"{__name__}.{op}").launch(*arguments)
+        yield
+    finally:
+        _instead.reset(token)
+
+
+def _module(op: str) -> ModuleType:
+    """Imported at its first use: it needs Triton."""
+    instead = _instead.get(None)
+    return instead[op] if instead and op in instead else import_module(f"{__name__}.{op}")
+
+
+def launch_op(op: str, _device: torch.device, *arguments: Any) -> None:
+    """Call the launcher of an op."""
+    try:
+        _module(op).launch(*arguments)
     except Exception as error:
         if not _is_of_compiler(error):
             raise
@@ -133,7 +153,7 @@ def bind_op(op: str, *arguments: Any, bind: str = "bind") -> Callable[..., None]
 
     `bind` is the function of the op's module that binds it.
     """
-    module = import_module(f"{__name__}.{op}")
+    module = _module(op)
     if not import_module(f"{__name__}.bound").binds(module):
         return None
     bound: Callable[..., None] = getattr(module, bind)(*arguments)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Mapping  # noqa: TC003 -- typed_json reads it
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +17,9 @@ from rocm_sd.verify.programs import counted, counted_hip
 from rocm_sd.verify.runner import emulated, emulated_hip
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Sequence
     from contextlib import AbstractContextManager
+    from types import ModuleType
 
     from rocm_sd.kernels.config import Config
     from rocm_sd.ops.definition import KernelPromise
@@ -62,9 +64,17 @@ def _sample(op: Op, name: str) -> Sample:
 
 
 def count(
-    op: str, implementation: str | None, sample: str, config: Config, architectures: Sequence[str]
+    op: str,
+    implementation: str | None,
+    sample: str,
+    config: Config,
+    architectures: Sequence[str],
+    module: ModuleType | None = None,
 ) -> dict[str, Sequence[CountedLaunch]]:
-    """What a counting worker runs: for each architecture, its launches and what a workgroup of each does."""
+    """What a counting worker runs: for each architecture, its launches and what a workgroup of each does.
+
+    `module`: the kernels in Triton, where they are not the op's own.
+    """
     subject = OPS[op]
     assert subject.verification is not None
     run = subject.implementation(implementation or subject.verification.implementation)
@@ -73,15 +83,27 @@ def count(
     for arch in architectures:
         arguments = _sample(subject, sample).make(filled=False)
         counting: AbstractContextManager[Sequence[CountedLaunch]] = (
-            counted(subject.verification.kernels, arch, known) if implementation is None else counted_hip(arch, known)
+            counted(module or subject.verification.kernels, arch, known)
+            if implementation is None
+            else counted_hip(arch, known)
         )
         with counting as found[arch]:
             run(*arguments, config=config)
     return found
 
 
-def build(op: str, implementation: str | None, arch: str, config: Config, samples: Sequence[str]) -> Built:
-    """What a compiling worker runs: the machine code of each call's launches, in figures, with the gates it fails."""
+def build(
+    op: str,
+    implementation: str | None,
+    arch: str,
+    config: Config,
+    samples: Sequence[str],
+    module: ModuleType | None = None,
+) -> Built:
+    """What a compiling worker runs: the machine code of each call's launches, in figures, with the gates it fails.
+
+    `module` as in `count`.
+    """
     subject = OPS[op]
     assert subject.verification is not None
     kernels = None if implementation is None else subject.implementation(implementation).kernels
@@ -90,7 +112,7 @@ def build(op: str, implementation: str | None, arch: str, config: Config, sample
     calls = {}
     for name in samples:
         emulation = (
-            emulated(subject.verification.kernels, arch, execute=False)
+            emulated(module or subject.verification.kernels, arch, execute=False)
             if kernels is None
             else emulated_hip(arch, execute=False)
         )

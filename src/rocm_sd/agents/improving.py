@@ -1,0 +1,126 @@
+"""Rounds of propose, prove, model and reflect, until the time or the proposals are over.
+
+with keeping(folder(), run_of(op, architectures, "mutations")) as kept:
+    improve(op, kept, Mutations(op, architectures), Judge(op, architectures), seconds=1800)
+    kept.offered                         # the best first; a user accepts one by its name
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, replace
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING
+
+import torch
+
+from rocm_sd.agents import keeping
+from rocm_sd.agents.judging import OFFERED, REFUSED, Judged, Rung
+from rocm_sd.agents.keeping import Round, Run
+from rocm_sd.errors import RocmSdError
+from rocm_sd.ops import OPS
+from rocm_sd.ops.accepted import FORMAT, Accepted, keep
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from pathlib import Path
+
+    from rocm_sd.agents.judging import Judge
+    from rocm_sd.agents.keeping import Kept
+    from rocm_sd.agents.proposals import Proposal
+    from rocm_sd.agents.proposers import Proposer, Reviewer
+    from rocm_sd.ops.registry import Op
+
+__all__ = ["accept", "improve", "run_of"]
+
+
+def run_of(op: Op, architectures: Sequence[str], agent: str, seed: int = 0) -> Run:
+    versions = {"kernel": op.kernel_hash(), "torch": torch.__version__, "triton": _version("triton")}
+    return Run(op.name, tuple(architectures), agent, seed, versions)
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+def improve(
+    op: Op,
+    kept: Kept,
+    proposer: Proposer,
+    judge: Judge,
+    *,
+    seconds: float,
+    rounds: int | None = None,
+    reviewer: Reviewer | None = None,
+    told: Callable[[Round], object] = lambda _round: None,
+) -> str:
+    """Go on from what is kept, and say in a sentence why it ended. What is under way at Ctrl-C is not kept."""
+    end = time.monotonic() + seconds
+    while rounds is None or len(kept.rounds) < rounds:
+        if time.monotonic() >= end:
+            return "the time is over"
+        begun = time.monotonic()
+        proposed = proposer.propose(kept.rounds)
+        if proposed is None:
+            return "there is nothing more to propose"
+        if proposed.proposal is None:
+            judged = Judged(REFUSED, (Rung(1, "any", "failed", proposed.fault),))
+        else:
+            judged = _again(kept.rounds, proposed.proposal) or judge(proposed.proposal)
+        done = Round(
+            len(kept.rounds) + 1, proposed.parent, proposer.name, proposed.prompt, proposed.answer,
+            () if proposed.proposal is None else (proposed.proposal,), judged,
+            proposed.tokens_in, proposed.tokens_out, proposed.money, round(time.monotonic() - begun, 2),
+        )  # fmt: skip
+        if reviewer is not None and judged.verdict == OFFERED:
+            done = replace(done, review=reviewer.review(op, done))
+        kept.add(done)
+        told(done)
+    return "all rounds were made"
+
+
+def _again(rounds: Sequence[Round], proposal: Proposal) -> Judged | None:
+    """What was proposed before fails in one sentence: to prove it again would find the same."""
+    for each in rounds:
+        if any(one.digest == proposal.digest for one in each.proposal):
+            return Judged(REFUSED, (Rung(1, "any", "failed", f"it is the proposal of round {each.number} again"),))
+    return None
+
+
+def accept(name: str, places: Sequence[Path]) -> Path:
+    """Make the offered proposal of that name a candidate on this machine; where it lies from now on."""
+    names: list[str] = []
+    for file in sorted(each for place in places for each in place.glob("*.json")):
+        try:
+            record = keeping.read(file)
+        except RocmSdError:
+            continue
+        for each in record.rounds:
+            if each.judged.verdict != OFFERED:
+                continue
+            proposal = each.proposal[0]
+            names.append(keeping.named(record.run.op, proposal))
+            if names[-1] == name:
+                return keep(_accepted(name, record.run, each))
+    there = f"These are: {', '.join(names)}." if names else "None is yet. Type: rocm-sd improve geglu"
+    raise RocmSdError(f"Nothing that is offered is named {name!r}.", hint=there)
+
+
+def _accepted(name: str, run: Run, done: Round) -> Accepted:
+    proposal, op = done.proposal[0], OPS[run.op]
+    own = next((each.name for each in op.implementations if each.kernels is not None), None)
+    kernel = op.kernel_hash(own) if proposal.kind == "hip" else op.kernel_hash()
+    if proposal.kind != "hip" and kernel != run.versions.get("kernel"):
+        raise RocmSdError(
+            f"{name} was proven beside another kernel of {run.op} than the one that is installed.",
+            hint=f"Type: rocm-sd improve {run.op}",
+        )
+    # Of a space, the config that was the best.
+    kind = "config" if proposal.kind == "space" else proposal.kind
+    return Accepted(
+        FORMAT, name, run.op, kind, run.architectures, kernel, proposal.text, proposal.source, done.judged.config,
+        proposal.bucket, done.proposer, proposal.why, asdict(done.judged),
+    )  # fmt: skip

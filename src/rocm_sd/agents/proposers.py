@@ -1,0 +1,229 @@
+"""Who proposes: small changes at random, a language model, or a record that is replayed.
+
+A proposer gives one proposal a round, from what the rounds before have found. It keeps nothing to itself: the same
+rounds and the same seed give the same proposal, so that a run that was killed goes on as if it had not been.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Protocol
+
+from rocm_sd.agents.endpoint import Endpoint, EndpointFailed, Message, Spent
+from rocm_sd.agents.judging import REFUSED
+from rocm_sd.agents.mutations import config_mutations, kernel_mutations
+from rocm_sd.agents.proposals import FORMAT, NoProposal, Proposal, from_answer, functions_text, reference_text
+from rocm_sd.errors import InvalidOption
+from rocm_sd.tuning.choice import lookup
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from rocm_sd.agents.keeping import Round
+    from rocm_sd.agents.roster import Agent
+    from rocm_sd.ops.registry import Op
+
+__all__ = ["LanguageModel", "Mutations", "Proposed", "Proposer", "Replayed", "Reviewer"]
+
+# Of the rounds before, so many findings are told.
+_TOLD = 6
+# A proposal that costs a little may be one step from one that wins.
+_WORTH_GOING_ON = 1.02
+_MOST_FAILURES = 3
+
+
+@dataclass(frozen=True)
+class Proposed:
+    """`proposal` is None where the answer had none, and `fault` says why: it goes back to who answered."""
+
+    parent: int
+    prompt: str
+    answer: str
+    proposal: Proposal | None
+    fault: str = ""
+    tokens_in: int = 0
+    tokens_out: int = 0
+    money: float = 0.0
+
+
+class Proposer(Protocol):
+    @property
+    def name(self) -> str: ...
+
+    def propose(self, rounds: Sequence[Round]) -> Proposed | None:
+        """The next one, or None where there is nothing more to propose."""
+
+
+def _parent(rounds: Sequence[Round]) -> tuple[int, Proposal | None]:
+    """The kernel that is worth another change: the best that passed, else the shipped one."""
+    going = [
+        each
+        for each in rounds
+        if each.proposal and each.proposal[0].kind == "kernel" and each.judged.score <= _WORTH_GOING_ON
+    ]
+    if not going:
+        return 0, None
+    best = min(going, key=lambda each: (each.judged.score, each.number))
+    return best.number, best.proposal[0]
+
+
+class Mutations:
+    """Of the shipped kernel and of what was best so far; configs and kernels in turns."""
+
+    name = "mutations"
+
+    def __init__(self, op: Op, architectures: Sequence[str], seed: int = 0) -> None:
+        self.op, self.architectures, self.seed = op, tuple(architectures), seed
+
+    def propose(self, rounds: Sequence[Round]) -> Proposed | None:
+        tried = {one.digest for each in rounds for one in each.proposal}
+        kinds = (self._configs, self._kernels)
+        first = len(rounds) % 2
+        for kind in (kinds[first], kinds[1 - first]):
+            new = [(parent, one) for parent, one in kind(rounds) if one.digest not in tried]
+            if new:
+                chosen = random.Random(f"{self.seed} {len(rounds)}").choice(new)  # noqa: S311 -- no secret
+                return Proposed(chosen[0], "", chosen[1].why, chosen[1])
+        return None
+
+    def _configs(self, rounds: Sequence[Round]) -> Iterator[tuple[int, Proposal]]:
+        """Neighbours of the best config of each bucket, or of the one that is shipped for it."""
+        assert self.op.tuning is not None
+        assert self.op.verification is not None
+        for bucket in self.op.tuning.buckets:
+            there = [
+                each for each in rounds
+                if each.proposal and each.proposal[0].bucket == bucket.sample.name and each.judged.score < 1.0
+            ]  # fmt: skip
+            best = min(there, key=lambda each: (each.judged.score, each.number), default=None)
+            problem = self.op.verification.problem(*bucket.sample.make(filled=False))
+            choice = lookup(self.op.name, self.architectures[0], problem, self.op.defaults)
+            config = self.op.config_of(self.op.verification.implementation, choice)
+            if best is not None:
+                config = config.fitting(best.judged.config) or config
+            for why, values in config_mutations(config):
+                number = 0 if best is None else best.number
+                yield number, Proposal("config", why, config=values, bucket=bucket.sample.name)
+
+    def _kernels(self, rounds: Sequence[Round]) -> Iterator[tuple[int, Proposal]]:
+        number, parent = _parent(rounds)
+        text = functions_text(self.op) if parent is None else parent.text
+        for why, changed in kernel_mutations(text):
+            yield number, Proposal("kernel", why, text=changed)
+
+
+class LanguageModel:
+    """Asked by an endpoint, with the op's definition, the kernel, and what became of the last proposals."""
+
+    def __init__(self, op: Op, architectures: Sequence[str], agent: Agent, rounds: Sequence[Round] = ()) -> None:
+        if agent.duty.work != "kernel_writer":
+            raise InvalidOption(
+                "--agent", agent.name, [], hint=f"Its role {agent.role} writes no kernels. Name it with --reviewer, or "
+                "give it the role kernel_writer in agents.yaml.",
+            )  # fmt: skip
+        if not agent.duty.takes(op.name):
+            raise InvalidOption(
+                "--agent", agent.name, [], hint=f"Its role {agent.role} is for: {', '.join(agent.duty.ops)}."
+            )
+        self.op, self.architectures, self.name, self._agent = op, tuple(architectures), agent.name, agent
+        self._endpoint = Endpoint(agent, spent_in(rounds))
+
+    def propose(self, rounds: Sequence[Round]) -> Proposed | None:
+        number, parent = _parent(rounds)
+        prompt = self._prompt(rounds, parent)
+        try:
+            reply = self._endpoint.ask((Message("system", self._agent.duty.system), Message("user", prompt)))
+        except EndpointFailed as error:
+            failed = [each for each in rounds[-_MOST_FAILURES + 1 :] if not each.answer and each.prompt]
+            if len(failed) >= _MOST_FAILURES - 1:
+                raise
+            return Proposed(number, prompt, "", None, error.message)
+        read = _read(number, prompt, reply.text)
+        if reply.truncated:
+            read = replace(read, proposal=None, fault="The answer was cut off before its end.")
+        return replace(read, tokens_in=reply.tokens_in, tokens_out=reply.tokens_out, money=reply.cost)
+
+    def _prompt(self, rounds: Sequence[Round], parent: Proposal | None) -> str:
+        told = [f"Round {each.number}: {_told(each)}" for each in rounds[-_TOLD:]]
+        parts = (
+            f"The op is {self.op.name}: {self.op.summary}. Architectures: {', '.join(self.architectures)}.",
+            f"Its definition, in plain torch:\n```python\n{reference_text(self.op)}\n```",
+            f"The kernel as it is:\n```python\n{functions_text(self.op) if parent is None else parent.text}\n```",
+            _buckets(self.op, self.architectures[0]),
+            "What became of the last proposals:\n" + "\n".join(told) if told else "Nothing was proposed yet.",
+            FORMAT,
+        )
+        return "\n\n".join(parts)
+
+
+def spent_in(rounds: Sequence[Round]) -> Spent:
+    """Limits are those of a whole run, however often it was ended."""
+    return Spent(
+        sum(each.tokens_in for each in rounds),
+        sum(each.tokens_out for each in rounds),
+        sum(each.money for each in rounds),
+    )
+
+
+def _read(number: int, prompt: str, answer: str) -> Proposed:
+    try:
+        return Proposed(number, prompt, answer, from_answer(answer))
+    except NoProposal as error:
+        return Proposed(number, prompt, answer, None, error.message)
+
+
+def _told(done: Round) -> str:
+    why = done.proposal[0].why if done.proposal else "no proposal"
+    return f"{why}. {done.judged.finding}"
+
+
+def _buckets(op: Op, arch: str) -> str:
+    assert op.tuning is not None
+    assert op.verification is not None
+    lines = []
+    for bucket in op.tuning.buckets:
+        problem = op.verification.problem(*bucket.sample.make(filled=False))
+        config = op.config_of(op.verification.implementation, lookup(op.name, arch, problem, op.defaults))
+        lines.append(f"- {bucket.sample.name}: {config}")
+    return f"Buckets, with the config that is shipped for {arch}:\n" + "\n".join(lines)
+
+
+class Reviewer:
+    """Another agent's word on what is offered: people read it, nothing is decided by it."""
+
+    def __init__(self, agent: Agent, rounds: Sequence[Round] = ()) -> None:
+        self.name, self._agent = agent.name, agent
+        self._endpoint = Endpoint(agent, spent_in(rounds))
+
+    def review(self, op: Op, done: Round) -> str:
+        asked = (
+            f"A proposal for the op {op.name} passed every rung of the proof ladder. Say in at most five sentences "
+            f"what could still be wrong with it, at which sizes, strides or values.\n\n"
+            f"{done.proposal[0].why}\n\n```python\n{done.proposal[0].text}\n```\n\n{done.judged.finding}"
+        )
+        try:
+            reply = self._endpoint.ask((Message("system", self._agent.duty.system), Message("user", asked)))
+        except EndpointFailed as error:
+            return f"no review: {error.message}"
+        return reply.text[:4000]
+
+
+class Replayed:
+    """The answers of a record, and nobody is asked."""
+
+    name = "replayed"
+
+    def __init__(self, rounds: Sequence[Round]) -> None:
+        self._rounds = tuple(rounds)
+
+    def propose(self, rounds: Sequence[Round]) -> Proposed | None:
+        if len(rounds) >= len(self._rounds):
+            return None
+        recorded = self._rounds[len(rounds)]
+        proposal = recorded.proposal[0] if recorded.proposal else None
+        fault = recorded.judged.rungs[0].finding if recorded.judged.verdict == REFUSED else ""
+        return Proposed(
+            recorded.parent, recorded.prompt, recorded.answer, proposal, "" if proposal else fault,
+            recorded.tokens_in, recorded.tokens_out, recorded.money,
+        )  # fmt: skip

@@ -1,0 +1,322 @@
+"""Rounds: what is offered and what is not, what is kept, and that the same answers come to the same tree."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import textwrap
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from scripted_endpoint import Status, Truncated, scripted
+
+from rocm_sd.agents import keeping, page
+from rocm_sd.agents.improving import accept, improve, run_of
+from rocm_sd.agents.judging import OFFERED, REFUSED, SLOWER, Judge, Judged, Rung
+from rocm_sd.agents.proposals import NoProposal, Proposal, from_answer, functions_text
+from rocm_sd.agents.proposers import LanguageModel, Mutations, Replayed
+from rocm_sd.agents.roster import Agent
+from rocm_sd.cli import main
+from rocm_sd.errors import RocmSdError
+from rocm_sd.ops import OPS, accepted, plugins
+
+GEGLU = OPS["geglu"]
+BOTH = ("gfx1100", "gfx942")
+OWN = functions_text(GEGLU)
+
+
+def answer(text, why="a change"):
+    return f"Here it is.\n\n```json\n{json.dumps({'kind': 'kernel', 'why': why})}\n```\n\n```python\n{text}\n```\n"
+
+
+def with_line(line, before="    tl.store(y + row * F"):
+    indented = textwrap.indent(textwrap.dedent(line).strip(), "    ")
+    return answer(OWN.replace(before, f"{indented}\n{before}", 1))
+
+
+# Of 2,621,440 values of the real call one is wrong; no small call has as many rows.
+WRONG = with_line("value = tl.where((first + row == 300) & (f == 3)[None, :], 7.0, value)")
+# A block of 512 columns is what waves of 64 get: every program writes the first value of all.
+RACES = answer(
+    OWN.replace("    # 64-bit only in the scalar bases.\n", "    start = y\n    # 64-bit only in the scalar bases.\n")
+    + "\n    if BLOCK_F == 512:\n        tl.store(start, tl.load(start))\n"
+)
+SPILLS = with_line(
+    """
+    kept = ()
+    for i in tl.static_range(80):
+        kept = kept + (tl.load(x + at, mask=inside, other=0.0, volatile=True).to(tl.float32) + i,)
+    for i in tl.static_range(80):
+        value += kept[i] * tl.sum(kept[79 - i]) * 0.0
+    """
+)
+BEYOND = answer(OWN.replace("tl.load(x + F + at, mask=inside, other=0.0)", "tl.load(x + F + at)"))
+ANSWERS = {
+    "right and better": answer(OWN, "the shipped kernel, where a slower one stands for it"),
+    "wrong in one of a million": WRONG,
+    "races on wave64": RACES,
+    "spills": SPILLS,
+    "reads out of bounds": BEYOND,
+    "opens a file": with_line("value = open('/etc/passwd')"),
+    "imports": with_line("import os"),
+    "loops for ever": answer(OWN.replace("    y = x", "", 1) + "\n    while True:\n        value = value + 1\n"),
+    "prints without end": with_line("while True:\n    tl.device_print('x', value)"),
+    "truncated": Truncated(answer(OWN)[:200]),
+    "an HTTP error": Status(500),
+    "no proposal": "I would rather not.",
+}
+
+
+class BesideASlowerOne(Judge):
+    """The shipped kernel with a config that nobody would ship, so that its own one is an improvement."""
+
+    def __init__(self, *given):
+        super().__init__(*given)
+        slow = {"block_f": 256, "rows": 1, "warps": 8}
+        times = {arch: {} for arch in BOTH}
+        for bucket in GEGLU.tuning.buckets:
+            asked = Proposal("config", config=slow, bucket=bucket.sample.name)
+            for arch, calls in super().shipped_as(asked).items():
+                times[arch] |= calls
+        self._shipped["False "] = times
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory):
+    """All answers, one a round, by an endpoint on this machine; each is judged for real."""
+    folder = tmp_path_factory.mktemp("improve")
+    run = run_of(GEGLU, BOTH, "scripted")
+    with scripted(list(ANSWERS.values())) as server, keeping.keeping(folder, run) as kept:
+        agent = Agent("scripted", server.url, "m", "kernel_writer", timeout_s=20.0)
+        proposer = LanguageModel(GEGLU, BOTH, agent)
+        improve(GEGLU, kept, proposer, BesideASlowerOne(GEGLU, BOTH), seconds=3600.0, rounds=len(ANSWERS))
+        return folder, dict(zip(ANSWERS, kept.rounds, strict=True)), list(server.asked)
+
+
+@pytest.mark.slow
+def test_exactly_the_right_and_better_one_is_offered(told):
+    _, rounds, _ = told
+    assert [name for name, each in rounds.items() if each.judged.verdict == OFFERED] == ["right and better"]
+    best = rounds["right and better"].judged
+    assert {(each.rung, each.arch) for each in best.rungs if each.state == "passed"} >= {
+        (2, "cpu"), (2, "a million values"), (3, "gfx1100"), (3, "gfx942"), (4, "gfx1100"), (4, "gfx942"),
+    }  # fmt: skip
+    assert set(best.ratio) == set(BOTH)
+    assert all(value < 0.99 for value in best.ratio.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "rung", "arch", "words"),
+    [
+        ("wrong in one of a million", 2, "a million values", "1 of 2621440 elements; (300, 3) is 7"),
+        ("races on wave64", 4, "gfx942", "workgroup"),
+        ("spills", 3, "gfx1100", "VGPRs"),
+        ("reads out of bounds", 4, "gfx1100", "lies in no buffer"),
+        ("opens a file", 1, "any", "the name open"),
+        ("imports", 1, "any", "an import"),
+        ("loops for ever", 2, "any", "was ended"),
+        ("prints without end", 1, "any", "kernels print nothing"),
+        ("truncated", 1, "any", "cut off"),
+        ("an HTTP error", 1, "any", "500"),
+        ("no proposal", 1, "any", "0 blocks of JSON"),
+    ],
+)
+def test_each_of_the_others_ends_with_its_reason(told, name, rung, arch, words):
+    judged = told[1][name].judged
+    failed = [each for each in judged.rungs if each.state == "failed"]
+    assert (judged.verdict, [each.rung for each in failed]) == (REFUSED, [rung])
+    assert failed[0].arch == arch
+    assert words in failed[0].finding
+
+
+@pytest.mark.slow
+def test_a_finding_goes_back_and_nothing_else_of_this_machine(told):
+    folder, rounds, asked = told
+    second = asked[2]["messages"][-1]["content"]
+    assert "(300, 3) is 7 and should be" in second
+    assert "kernels print nothing" in json.dumps(asked[-1])
+    assert str(folder) not in json.dumps(asked)
+    assert sum(each.tokens_in for each in rounds.values()) > 0
+
+
+@pytest.mark.slow
+def test_what_is_offered_is_accepted_by_name_and_guarded(told, tmp_path, monkeypatch, capsys):
+    folder, rounds, _ = told
+    monkeypatch.setenv("ROCM_SD_CACHE", str(tmp_path))
+    name = keeping.named("geglu", rounds["right and better"].proposal[0])
+    with pytest.raises(RocmSdError, match="named 'geglu-00000000'"):
+        accept("geglu-00000000", [folder])
+    path = accept(name, [folder])
+    plugins.installed.cache_clear()
+    try:
+        found = plugins.find("geglu", name)
+        assert found is not None
+        import torch
+
+        problem = {"m": 5, "f": 320, "dtype": "float16"}
+        assert "proven on gfx1100, gfx942" in found.implementation.why_not(problem, torch.device("cpu"))
+        x = torch.randn(5, 640, dtype=torch.float16)
+        own = GEGLU.implementation("triton")(x, None)
+        assert torch.equal(found.implementation(x, None), own)
+    finally:
+        plugins.installed.cache_clear()
+    changed = json.loads(path.read_text())
+    changed["text"] = changed["text"].replace("value *= _gelu(gate)", "value *= gate")
+    path.write_text(json.dumps(changed))
+    assert list(accepted.accepted()) == []
+    main.app(["improve", "--remove", name], standalone_mode=False)
+    assert "no candidate any more" in capsys.readouterr().out
+    with pytest.raises(RocmSdError, match="No accepted kernel"):
+        accepted.remove(name)
+
+
+@pytest.mark.slow
+def test_the_page_has_every_round_and_no_markup_of_a_stranger(told):
+    folder, rounds, _ = told
+    record = keeping.read(next(folder.glob("*.json")))
+    evil = replace(record.rounds[0], review="<script>alert(1)</script>")
+    shown = page.made(replace(record, rounds=(evil, *record.rounds[1:])))
+    assert "<script>" not in shown
+    assert shown.count('class="row"') == len(rounds)
+    assert "1 of 12 proposals" in shown
+
+
+class Guessing:
+    """Heights by the digest alone: what is tested are the rounds."""
+
+    def __call__(self, proposal):
+        number = int(proposal.digest, 16)
+        if number % 3 == 0:
+            return Judged(REFUSED, (Rung(1, "any", "passed", ""), Rung(2, "cpu", "failed", "wrong")))
+        ratio = {"gfx1100": 0.9 + number % 1000 / 5000}
+        better = ratio["gfx1100"] < 0.99
+        return Judged(
+            OFFERED if better else SLOWER, (Rung(1, "any", "passed", ""),), ratio=ratio, config=proposal.config
+        )
+
+
+def tree(folder, rounds, seed=0):
+    with keeping.keeping(folder, run_of(GEGLU, ("gfx1100",), "mutations", seed)) as kept:
+        improve(GEGLU, kept, Mutations(GEGLU, ("gfx1100",), seed), Guessing(), seconds=600.0, rounds=rounds)
+        return keeping.tree_of(kept.rounds)
+
+
+def test_a_run_goes_on_as_if_it_had_not_been_ended(tmp_path):
+    for rounds in (3, 4, 20, 30):
+        pieces = tree(tmp_path / "pieces", rounds)
+    assert pieces == tree(tmp_path / "whole", 30)
+    assert len({digest for each in pieces for digest in each["proposals"]}) == 30
+    assert any(each["parent"] for each in pieces)
+    assert pieces != tree(tmp_path / "other", 30, seed=1)
+
+
+def test_a_record_is_replayed_to_the_same_tree(tmp_path):
+    first = tree(tmp_path, 12)
+    before = keeping.read(next(tmp_path.glob("*.json")))
+    with keeping.keeping(tmp_path / "again", run_of(GEGLU, ("gfx1100",), "replayed")) as kept:
+        ended = improve(GEGLU, kept, Replayed(before.rounds), Guessing(), seconds=600.0)
+        assert keeping.tree_of(kept.rounds) == first
+    assert ended == "there is nothing more to propose"
+
+
+KILLING = """
+import os, random, signal, sys, time
+from pathlib import Path
+sys.path[:0] = sys.argv[2:]
+import test_improving as t
+class Slow(t.Guessing):
+    def __call__(self, proposal):
+        time.sleep(0.02)
+        return super().__call__(proposal)
+t.Guessing = Slow
+folder, chance, seen = Path(sys.argv[1]), random.Random(0), 0
+for _ in range(10):
+    child = os.fork()
+    if not child:
+        t.tree(folder, 60)
+        os._exit(0)
+    time.sleep(0.05 + 0.25 * chance.random())
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    file = next(folder.glob("geglu*.json"), None)
+    rounds = len(t.keeping.read(file).rounds) if file else 0
+    assert rounds >= seen, (rounds, seen)
+    seen = rounds
+print(seen)
+"""
+
+
+def test_killed_at_random_ten_times_nothing_is_lost(tmp_path):
+    places = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+    command = [sys.executable, "-c", KILLING, str(tmp_path / "killed"), *places]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > 0
+    assert tree(tmp_path / "killed", 60) == tree(tmp_path / "whole", 60)
+
+
+def test_two_at_once_and_a_damaged_record(tmp_path, caplog):
+    run = run_of(GEGLU, ("gfx1100",), "mutations")
+    with keeping.keeping(tmp_path, run), pytest.raises(keeping.InUse), keeping.keeping(tmp_path, run):
+        pass
+    (tmp_path / run.file_name).write_text("{")
+    with keeping.keeping(tmp_path, run) as kept:
+        assert kept.rounds == ()
+    assert "begun anew" in caplog.text
+    with pytest.raises(keeping.UnreadableRun, match="no such file"):
+        keeping.read(tmp_path / "none.json")
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("", "0 blocks of JSON"),
+        ("```json\n{}\n```\n```json\n{}\n```\n", "2 blocks of JSON"),
+        ("```json\n[]\n```\n", "not an object"),
+        ("```json\n{\n```\n", "no JSON"),
+        ('```json\n{"kind": "virus"}\n```\n', "kind should be one of"),
+        ('```json\n{"kind": "config", "config": {"warps": 1.5}}\n```\n', "should be integer"),
+        ('```json\n{"kind": "config", "more": 1}\n```\n', "more is not known"),
+        ('```json\n{"kind": "kernel"}\n```\n```python\n1\n```\n```cpp\n2\n```\n', "2 blocks of code"),
+    ],
+)
+def test_an_answer_that_holds_no_proposal_is_told_so(text, why):
+    with pytest.raises(NoProposal, match=why):
+        from_answer(text)
+
+
+@pytest.mark.parametrize(
+    ("proposal", "why"),
+    [
+        (Proposal("config", bucket="none", config={"warps": 1}), "no bucket 'none'"),
+        (
+            Proposal("config", bucket="512x5120, float16", config={"warps": 1}),
+            "whole numbers named block_f, rows, warps",
+        ),
+        (Proposal("config", bucket="512x5120, float16", config={"block_f": 2**40, "rows": 1, "warps": 1}), "between 0"),
+        (Proposal("space", bucket="512x5120, float16", space={"warps": tuple(range(99))}), "1 to 64 configs"),
+        (Proposal("hip", source="geglu", text="x"), "no kernels in HIP"),
+        (Proposal("kernel", text="import os"), "an import"),
+    ],
+)
+def test_a_proposal_that_means_nothing_for_the_op_is_refused_at_once(proposal, why):
+    judged = Judge(GEGLU, BOTH)(proposal)
+    assert (judged.verdict, judged.height) == (REFUSED, 0)
+    assert why in judged.finding
+
+
+def test_the_command_says_what_to_type(capsys, tmp_path):
+    def ended(*given):
+        with pytest.raises(SystemExit) as end:
+            main.run(["improve", *given])
+        return end.value.code, capsys.readouterr().err
+
+    assert ended() == (2, ended()[1])
+    assert "Name one op" in ended("geglu", "--list")[1]
+    assert "layer_norm_residual" in ended("nosuch")[1]
+    assert "gfx1100" in ended("geglu", "--arch", "gfx9999")[1]
+    assert "agents.yaml" in ended("geglu", "--agent", "local", "--agents", str(tmp_path / "none.yaml"))[1]
+    assert "no such file" in ended("--replay", str(tmp_path / "none.json"))[1]
