@@ -278,7 +278,7 @@ def test_card_reports(folder, raw):
     wrong = contributions.validate(path)
     for each in wrong:
         sentence(each)
-    page = contributions_page.page(root)
+    page = contributions_page.listed(root)
     assert "<" not in page.replace("<!--", "")
     assert "javascript:" not in page
     try:

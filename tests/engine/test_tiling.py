@@ -217,6 +217,6 @@ def test_the_page_has_the_recorded_seams():
     root = Path(__file__).parents[2]
     rows = json.loads((root / "benchmarks/tiles-emoji-cpu/seams.json").read_text())["rows"]
     median = {row["overlap"]: f"{row['median']:.2f}" for row in rows}
-    page = " ".join((root / "docs/quality.md").read_text().split())
+    page = " ".join((root / "docs/quality-methods.md").read_text().split())
     assert f"{median[0.25]} with the overlap of a quarter, {median[0.5]} with a half" in page
     assert f"{median[0.0]} with no blending, and {median[None]} at the same lines of the whole" in page

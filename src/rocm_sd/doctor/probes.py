@@ -68,14 +68,14 @@ def _answer(given: dict[str, Any]) -> Mapping[str, Any]:
 
 
 def answer_of(
-    who: str, module: Sequence[str], patience: float, *, python: str = sys.executable, folder: Path | None = None
+    who: str, module: Sequence[str], patience: float, *, python: str | None = None, folder: Path | None = None
 ) -> dict[str, Any]:
     """What `python -m MODULE ARGUMENTS` prints last, one JSON object; or CannotRun with the reason, in words.
 
-    `who` is asked: "the probe smoke". `python` is another interpreter, `folder` the one that it is started in.
+    `who` is asked: "the probe smoke". `python` is another interpreter, `folder` where it is started.
     """
     running = subprocess.Popen(
-        [python, "-m", *module],
+        [python or sys.executable, "-m", *module],
         cwd=folder,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,

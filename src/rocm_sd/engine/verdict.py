@@ -44,7 +44,11 @@ def _headline(report: Report) -> str:
         return f"{where}: its weights are on {facts.moved_to} now; call rocm_sd.optimize(pipe) again"
     replaced, count = count_replaced(report.changes)
     counted = f"{replaced} of {count} modules replaced" if count else "no module replaced"
-    graphs = _graphs_in_words(facts.graphs)
+    # Before the first picture is measured stock runs, whatever could be captured by then: encoders, say.
+    waits = {plan.source for plan in facts.plans} == {WAITS} and not any(
+        one.count or one.replays for one in facts.graphs
+    )
+    graphs = "" if waits else _graphs_in_words(facts.graphs)
     if replaced or graphs:
         on_a_cpu = ", whose ops are stock PyTorch here" if facts.stock_ops and replaced and not graphs else ""
         return f"{where}: {counted}{on_a_cpu}{graphs}"
