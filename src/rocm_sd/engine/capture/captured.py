@@ -23,6 +23,7 @@ from rocm_sd import settings
 from rocm_sd.engine.capture import warmup
 from rocm_sd.engine.capture.blocks import TooSmall, capture_blocks
 from rocm_sd.engine.capture.graph import Graph, GraphCache, capture_graph
+from rocm_sd.engine.capture.randomness import Drawn, undone
 from rocm_sd.engine.capture.snapshot import DormantSnapshot, FlatCall, Snapshot, flatten
 from rocm_sd.engine.capture.trial import Attempts, NotAdopted, Trial
 from rocm_sd.engine.capture.turns import capturing, running
@@ -198,10 +199,18 @@ class CapturedCalls:
         result = call.eager()
         # What the model itself cannot do either is not refused: it has said so.
         if following is None:
-            self._refused[flat.key] = reason
-            following = "it runs as it is"
-        self._policy.say(f"a call of {self._policy.name} is not replayed from a graph, and {following}: {reason}")
+            self._refuse(flat.key, reason)
+        else:
+            self._say_not_replayed(following, reason)
         return result
+
+    def _refuse(self, key: Hashable, reason: str) -> None:
+        """Calls of this kind are the model's own from now on."""
+        self._refused[key] = reason
+        self._say_not_replayed("it runs as it is", reason)
+
+    def _say_not_replayed(self, following: str, reason: str) -> None:
+        self._policy.say(f"a call of {self._policy.name} is not replayed from a graph, and {following}: {reason}")
 
     def _current(self, key: Hashable) -> _Entry | None:
         """The entry of that kind, if the model still is as it was."""
@@ -227,8 +236,15 @@ class CapturedCalls:
             # against.
             call.eager()
 
-        warmup.compile_kernels(both_ways, call.device, self._policy.dtype(model, call))
+        with undone(call.device):
+            warmup.compile_kernels(both_ways, call.device, self._policy.dtype(model, call))
+        drawn = Drawn(call.device)
         result = entry.answer(entry.run())
+        reason = drawn.said()
+        if reason is not None:
+            # As it is: this very run has drawn what the model itself would have.
+            self._refuse(flat.key, reason)
+            return result
         # Weights that are laid together have moved by now.
         entry.snapshot = Snapshot(model, None if call.used is None else call.used(model))
         self._entries.put(flat.key, entry)
