@@ -28,6 +28,7 @@ from rocm_sd.verify.programs import CountedLaunch
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
+    from rocm_sd.agents.confinement import Limits
     from rocm_sd.ops.registry import Op
 
 __all__ = ["OFFERED", "REFUSED", "SLOWER", "Judge", "Judged", "Rung", "Timing"]
@@ -36,8 +37,8 @@ OFFERED, SLOWER, REFUSED = "offered", "no better", "refused"
 # Less than that is within what the model leaves out.
 _LEAST_GAIN = 0.01
 _TRYING = "rocm_sd.agents.trying"
-# A process that interprets a million values of a product, on a busy machine, takes minutes.
-_LIMITS = replace(LIMITS, seconds=900.0, cpu_seconds=900)
+# To interpret a million values of a product takes a minute of a core, and more by the clock where others use it.
+_LIMITS = replace(LIMITS, seconds=900.0, cpu_seconds=300)
 _MOST_SAID = 1500
 _Times = dict[str, dict[str, float]]
 
@@ -128,12 +129,16 @@ class _Compiled:
 
 
 class Judge:
-    """Of proposals for one op. `note` hears which rung is being climbed."""
+    """Of proposals for one op. `note` hears which rung is being climbed; `limits` are those of each process."""
 
     def __init__(
-        self, op: Op, architectures: Sequence[str], note: Callable[[str], object] = lambda _what: None
+        self,
+        op: Op,
+        architectures: Sequence[str],
+        note: Callable[[str], object] = lambda _what: None,
+        limits: Limits = _LIMITS,
     ) -> None:
-        self.op, self.architectures, self._note = op, tuple(architectures), note
+        self.op, self.architectures, self._note, self._limits = op, tuple(architectures), note, limits
         self._shipped: dict[str, _Times] = {}
 
     def __call__(self, proposal: Proposal) -> Judged:
@@ -230,13 +235,13 @@ class Judge:
             self._job(proposal, climb=climb),
             files=files,
             environment={"TRITON_INTERPRET": "1"},
-            limits=_LIMITS,
+            limits=self._limits,
         )
         return typed_json.read(_Interpreted, answer, top="the process's answer")
 
     def _compiled(self, proposal: Proposal, files: Mapping[str, str], *, climb: bool) -> _Compiled:
         job = self._job(proposal, climb=climb)
-        answer = confined(f"{_TRYING}:compile_and_execute", job, files=files, limits=_LIMITS)
+        answer = confined(f"{_TRYING}:compile_and_execute", job, files=files, limits=self._limits)
         return typed_json.read(_Compiled, answer, top="the process's answer")
 
     def _job(self, proposal: Proposal, *, climb: bool) -> dict[str, Any]:
