@@ -34,7 +34,7 @@ hypothesis.settings.register_profile(
 # All that imports and collection make stays until the end: to look through it again and again for garbage is in vain.
 gc.disable()
 
-# A shell that runs the suite in the background has it ignore Ctrl-C, which all processes that tests start would inherit.
+# A shell that runs the suite in the background has it ignore Ctrl-C, and so would all processes that tests start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 

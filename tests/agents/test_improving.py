@@ -42,15 +42,15 @@ WRONG = with_line("value = tl.where((first + row == 300) & (f == 3)[None, :], 7.
 # A block of 512 columns is what waves of 64 get: every program writes the first value of all.
 RACES = answer(
     OWN.replace("    # 64-bit only in the scalar bases.\n", "    start = y\n    # 64-bit only in the scalar bases.\n")
-    + "\n    if BLOCK_F == 512:\n        tl.store(start, tl.load(start))\n"
+    + "\n    if BLOCK_F == 512:\n        tl.store(start, tl.load(start, volatile=True))\n"
 )
 SPILLS = with_line(
     """
     kept = ()
-    for i in tl.static_range(80):
+    for i in tl.static_range(24):
         kept = kept + (tl.load(x + at, mask=inside, other=0.0, volatile=True).to(tl.float32) + i,)
-    for i in tl.static_range(80):
-        value += kept[i] * tl.sum(kept[79 - i]) * 0.0
+    for i in tl.static_range(24):
+        value += kept[i] * tl.sum(kept[23 - i]) * 0.0
     """
 )
 BEYOND = answer(OWN.replace("tl.load(x + F + at, mask=inside, other=0.0)", "tl.load(x + F + at)"))
@@ -75,7 +75,7 @@ class BesideASlowerOne(Judge):
 
     def __init__(self, *given):
         # By processor time: a loop for ever is ended as soon on a busy machine.
-        super().__init__(*given, limits=replace(LIMITS, seconds=900.0, cpu_seconds=75))
+        super().__init__(*given, limits=replace(LIMITS, seconds=900.0, cpu_seconds=60))
         slow = {"block_f": 256, "rows": 1, "warps": 8}
         self._shipped["False "] = self.shipped_as(Proposal("kernel", config=slow))
 
@@ -85,7 +85,9 @@ def told(tmp_path_factory):
     """All answers, one a round, by an endpoint on this machine; each is judged for real."""
     folder = tmp_path_factory.mktemp("improve")
     run = run_of(GEGLU, BOTH, "scripted")
-    with scripted(list(ANSWERS.values())) as server, keeping.keeping(folder, run) as kept:
+    # A server's error is asked again twice.
+    script = [each for one in ANSWERS.values() for each in [one] * (3 if isinstance(one, Status) else 1)]
+    with scripted(script) as server, keeping.keeping(folder, run) as kept:
         agent = Agent("scripted", server.url, "m", "kernel_writer", timeout_s=20.0)
         proposer = LanguageModel(GEGLU, BOTH, agent)
         improve(GEGLU, kept, proposer, BesideASlowerOne(GEGLU, BOTH), seconds=3600.0, rounds=len(ANSWERS))
@@ -132,9 +134,8 @@ def test_each_of_the_others_ends_with_its_reason(told, name, rung, arch, words):
 @pytest.mark.slow
 def test_a_finding_goes_back_and_nothing_else_of_this_machine(told):
     folder, rounds, asked = told
-    second = asked[2]["messages"][-1]["content"]
-    assert "(300, 3) is 7 and should be" in second
-    assert "kernels print nothing" in json.dumps(asked[-1])
+    assert "(300, 3) is 7 and should be" in asked[2]["messages"][-1]["content"]
+    assert "kernels print nothing" in asked[-1]["messages"][-1]["content"]
     assert str(folder) not in json.dumps(asked)
     assert sum(each.tokens_in for each in rounds.values()) > 0
 

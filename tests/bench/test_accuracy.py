@@ -282,7 +282,7 @@ def test_the_command_scores_and_prints(prompts, clip, tmp_path, capsys, monkeypa
         (("emoji", "--accuracy", "--prompts", "P", "--reference", "R"), "--inception"),
         (("emoji", "--accuracy", "--prompts", "P", "--clip", "C", "--inception", "I"), "--reference"),
         (("emoji", "--accuracy", "--prompts", "P", "--clip", "C", "--batch", "1,2"), "give one"),
-        (("emoji", "--accuracy", "--prompts", "P", "--clip", "nowhere"), "nowhere is no"),  # a model, or on this machine
+        (("emoji", "--accuracy", "--prompts", "P", "--clip", "nowhere"), "nowhere is no"),  # CLIP model, or not here
     ],
 )
 def test_what_does_not_fit_is_said_before_anything_is_drawn(prompts, clip, arguments, words, capsys, monkeypatch):
