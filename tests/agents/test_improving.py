@@ -38,8 +38,8 @@ def with_line(line, before="    tl.store(y + row * F"):
 
 # Of 2,621,440 values of the real call one is wrong; no small call has as many rows.
 WRONG = with_line("value = tl.where((first + row == 300) & (f == 3)[None, :], 7.0, value)")
-# A block of 512 columns is what waves of 64 get: every program writes the first value of all. Added to, since a compiler
-# drops the store of a value that was loaded from the same place.
+# A block of 512 columns is what waves of 64 get: every program writes the first value of all. It is added to, since a
+# compiler drops the store of a value that was loaded from the same place.
 RACES = answer(
     OWN.replace("    # 64-bit only in the scalar bases.\n", "    start = y\n    # 64-bit only in the scalar bases.\n")
     + "\n    if BLOCK_F == 512:\n        seen = tl.load(start, volatile=True).to(tl.float32) + 0.0 * tl.program_id(0)"
