@@ -51,7 +51,7 @@ _EPILOGUES = _ATTENTION | {"up_block"}
 _SAMPLERS = _EPILOGUES | {"upsample", "downsample", "flux_single_transformer"}
 
 # What was measured of the library belongs to rocm-sd as it comes, the last row, and to no rule.
-_EAGER = Parts(hoisted=False, captured=False, convolution_library=False)
+_EAGER = Parts(hoisted=False, captured=False, hook_questions=False, convolution_library=False)
 _NO_HALVES = "a CPU computes in float32"
 _NO_LAUNCHES = "a CPU waits for no launches: nothing is captured there"
 
@@ -101,11 +101,19 @@ ROWS: tuple[AblationRow, ...] = (
     AblationRow(
         "text KV reuse",
         "keys and values of the text, time embeddings and summed weights made once a picture",
-        Parts(captured=False, convolution_library=False),
+        Parts(captured=False, hook_questions=False, convolution_library=False),
         on_cpu=_NO_LAUNCHES,
     ),
     AblationRow(
-        "step graph", "each forward replayed as one graph: rocm-sd as it comes", EVERYTHING, on_cpu=_NO_LAUNCHES
+        "step graph",
+        "each forward replayed as one graph",
+        replace(EVERYTHING, hook_questions=False),
+        on_cpu=_NO_LAUNCHES,
+    ),
+    AblationRow(
+        "hook questions",
+        "what Diffusers asks all modules several times a picture answered without a walk: rocm-sd as it comes",
+        EVERYTHING,
     ),
 )
 

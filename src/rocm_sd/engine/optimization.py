@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from rocm_sd import arch, settings
-from rocm_sd.engine import approximation, calibration, convolutions, denoising, levels, vae
+from rocm_sd.engine import approximation, calibration, convolutions, denoising, hook_questions, levels, vae
 from rocm_sd.engine.approximation import Approximation, Setting, Skipping
 from rocm_sd.engine.capture import graphs_wanted, start_compiling
 from rocm_sd.engine.denoisers import denoiser
@@ -133,6 +133,8 @@ def optimize_with(target: Target, level: str, quality: Quality, parts: Parts) ->
         again = _Again(ref(target), level, quality, parts, device, graphs, had)
         installed.append(calibration.install(models, device, again.first_call))
     notes = [*left_exact, *dict.fromkeys(note for way in ways.values() for note in way.notes)]
+    if parts.hook_questions:
+        installed.append(hook_questions.install(modules.values()))
     installed.append(levels.install(target, decision))
     installed += [_planned_vae(module, decision.level) for name, module in modules.items() if is_vae(name, module)]
     small = _small_decoder(target, approximated, device, parts if graphs else None)
