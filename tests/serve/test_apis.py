@@ -243,6 +243,36 @@ def test_the_pages_jobs_are_watched_step_by_step(api):
     assert [one["name"] for one in info["models"]] == ["small", "other"]
 
 
+def test_a_large_image_is_kept_no_larger_than_what_is_drawn_from_it(api):
+    image, mask = Image.new("RGBA", (512, 256), "blue"), Image.new("L", (100, 50), 255)
+    body = {"prompt": "a frog", "steps": 2, "width": 16, "height": 8, "init_images": [as_base64(image)]}
+    assert api.post("/sdapi/v1/img2img", json=body | {"mask": as_base64(mask)}).status_code == 200
+    drawing = api.drawer.drawings[-1][1]
+    assert (drawing.image.size, drawing.image.mode, drawing.mask.size, drawing.mask.mode) == (
+        (16, 8),
+        "RGB",
+        (16, 8),
+        "L",
+    )
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_that_was_given_leaves_no_picture_behind(api, stream):
+    assert generate(api, stream=stream).status_code == 200
+    assert list(api.server.service.jobs.values())[-1].image_bytes == 0
+
+
+def test_listening_again_keeps_no_more_pictures():
+    with client(limits=Limits(kept=4)) as api:
+        job = api.post("/api/jobs", json={"prompt": "a frog", "steps": 1, "n": 2}).json()["id"]
+        told = [[one["url"] for kind, one in events(api, job) if kind == "picture"] for _ in range(5)]
+        assert all(sorted(urls) == sorted(told[0]) for urls in told)
+        assert len(api.server.kept._kept) == 2
+        for _ in range(4):
+            api.server.kept.put(b"of others")
+        assert [kind for kind, _ in events(api, job)] == ["state", "over"], "its files are not kept any more"
+
+
 def test_a_job_of_the_page_can_be_ended_and_is_nobody_elses():
     with client(FakeDrawer(step_s=0.01)) as api:
         job = api.post("/api/jobs", json={"prompt": "a frog", "steps": 150}).json()["id"]

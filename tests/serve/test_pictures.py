@@ -91,3 +91,15 @@ def test_kept_pictures_are_few_and_not_for_ever():
     time.sleep(0.06)
     assert kept.get(names[4]) is None
     assert kept.get("nosuch") is None
+
+
+def test_kept_pictures_are_bounded_by_their_bytes_and_none_outlives_its_time():
+    kept = Kept(Limits(kept=100, kept_bytes=10, kept_seconds=0.05))
+    names = [kept.put(bytes(4)) for _ in range(3)]
+    assert [kept.get(name) is not None for name in names] == [False, True, True]
+    large = kept.put(bytes(50))
+    assert kept.get(large) is not None, "it was given out a moment ago"
+    time.sleep(0.06)
+    kept.put(b"1")
+    assert len(kept._kept) == 1
+    assert kept._bytes == 1

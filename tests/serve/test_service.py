@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 from fakes import FakeDrawer
+from PIL import Image
 
 from rocm_sd.integrations.diffusers import Drawing
 from rocm_sd.serve import Busy, Cancelled, Job, Limits, Service, TooLate
@@ -183,3 +185,45 @@ def test_the_error_of_a_job_is_raised_where_it_is_waited_for(service):
     one.cancel(asked)
     with pytest.raises(Cancelled):
         asyncio.run(asked.over())
+
+
+def test_what_a_job_was_drawn_from_is_not_kept_when_it_is_over(service):
+    one = service(FakeDrawer(fail=lambda drawing, _step: drawing.seed == 1))
+    image, mask = Image.new("RGB", (8, 8)), Image.new("L", (8, 8))
+    given = Drawing("x", steps=4, width=8, height=8, image=image, mask=mask, strength=0.5)
+    asked = [Job("small", (replace(given, seed=seed),), "a") for seed in (0, 1)]
+    for each in asked:
+        each.preview = image
+        wait(one.submit(each))
+    until(lambda: not one.in_flight)
+    assert [each.state for each in asked] == ["done", "failed"]
+    for each in asked:
+        assert [(drawing.image, drawing.mask, each.preview) for drawing in each.drawings] == [(None, None, None)]
+        assert each.drawn_steps == (2,)
+        assert each.is_from_image
+
+
+def test_pictures_that_nobody_fetched_are_bounded_by_their_bytes(service):
+    each_has = 8 * 8 * 3
+    one = service(kept_bytes=2 * each_has)
+    for number in range(5):
+        wait(one.submit(job(str(number), for_later=True)))
+    until(lambda: not one.in_flight)
+    assert [made.image_bytes for made in one.jobs.values()] == [0, 0, 0, each_has, each_has]
+
+
+def test_two_pictures_that_end_at_once_end_their_job_once(service):
+    """Whoever is last finds the job done, and nobody else does."""
+    for _ in range(200):
+        asked, start, found = job(count=2), threading.Barrier(2), []
+
+        def end(number, asked=asked, start=start, found=found):
+            start.wait(10)
+            found.append(asked.finish(number, Image.new("RGB", (8, 8))))
+
+        threads = [threading.Thread(target=end, args=(number,)) for number in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(10)
+        assert sorted(found) == [False, True]

@@ -18,7 +18,8 @@ __all__ = ["Limits", "ServeConfig", "is_loopback"]
 class Limits:
     """Of one request: `pictures`, `steps`, `pixels` of a picture, characters of a `prompt`, `body_bytes` and
     `input_pixels` of what is sent. Of the server: `queue`, pictures that wait; `in_flight`, pictures that are drawn at
-    once; `seconds`, after which a request has failed; `kept`, pictures whose address is given out, for `kept_seconds`.
+    once; `seconds`, after which a request has failed; `kept`, pictures whose address is given out, for `kept_seconds`;
+    `kept_bytes`, of their files, and as much of pictures that nobody has fetched yet.
     """
 
     pictures: int = 8
@@ -32,6 +33,7 @@ class Limits:
     seconds: float = 600.0
     kept: int = 256
     kept_seconds: float = 3600.0
+    kept_bytes: int = 256 * 2**20
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():

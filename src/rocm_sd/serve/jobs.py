@@ -6,7 +6,7 @@ import asyncio
 import secrets
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from rocm_sd.errors import first_line
@@ -78,13 +78,17 @@ class Event:
 
 @dataclass(eq=False)
 class Job:
-    """`client`: whose it is; the queue takes turns among clients. `deadline` by `time.monotonic`."""
+    """`client`: whose it is; the queue takes turns among clients. `deadline` by `time.monotonic`. `for_later`: its
+    pictures are for whoever asks for them; those of others are let go of by whoever waits. `names`: by picture, under
+    which one its file is kept.
+    """
 
     model: str
     drawings: tuple[Drawing, ...]
     client: str = ""
     api: str = ""
     deadline: float = float("inf")
+    for_later: bool = False
     id: str = field(default_factory=lambda: secrets.token_urlsafe(12))
     created: float = field(default_factory=time.monotonic)
     started: float | None = None
@@ -94,6 +98,8 @@ class Job:
     images: list[Image | None] = field(default_factory=list)
     steps: list[int] = field(default_factory=list)
     preview: Image | None = None
+    names: dict[int, str] = field(default_factory=dict)
+    finished: set[int] = field(default_factory=set)
     _listeners: list[tuple[asyncio.AbstractEventLoop, asyncio.Queue[Event]]] = field(default_factory=list)
     _cancelled: bool = False
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -102,6 +108,9 @@ class Job:
     def __post_init__(self) -> None:
         self.images = [None] * len(self.drawings)
         self.steps = [0] * len(self.drawings)
+        # They are told of when the image that it is from is no longer there.
+        self.drawn_steps = tuple(drawing.drawn_steps for drawing in self.drawings)
+        self.is_from_image = any(drawing.image is not None for drawing in self.drawings)
 
     @property
     def is_over(self) -> bool:
@@ -109,7 +118,7 @@ class Job:
 
     @property
     def progress(self) -> float:
-        total = sum(drawing.drawn_steps for drawing in self.drawings)
+        total = sum(self.drawn_steps)
         return min(1.0, sum(self.steps) / total) if total else 0.0
 
     def cancel(self) -> None:
@@ -133,20 +142,24 @@ class Job:
         self.steps[picture] = step
         if image is not None:
             self.preview = image
-        self._tell(Event("step", picture, step, self.drawings[picture].drawn_steps, image))
+        self._tell(Event("step", picture, step, self.drawn_steps[picture], image))
 
-    def finish(self, picture: int, image: Image) -> None:
+    def finish(self, picture: int, image: Image) -> bool:
+        """Whether the job is done by it."""
         # Two that end at once are told one after the other: whoever listens leaves at the last one's "over".
         with self._order:
             with self._lock:
-                self.images[picture] = image
-                self.steps[picture] = self.drawings[picture].drawn_steps
-                whole = all(each is not None for each in self.images)
-                if whole and not self.is_over:
+                # Nobody fetches it where another one of the job's has failed.
+                self.images[picture] = None if self.is_over else image
+                self.steps[picture] = self.drawn_steps[picture]
+                self.finished.add(picture)
+                is_done = len(self.finished) == len(self.drawings) and not self.is_over
+                if is_done:
                     self.state, self.ended = "done", time.monotonic()
             self._tell(Event("picture", picture, image=image))
-            if whole:
+            if is_done:
                 self._tell(Event("over"))
+        return is_done
 
     def fail(self, error: BaseException) -> bool:
         """The first error is the job's; whether this is it."""
@@ -157,6 +170,24 @@ class Job:
             self.error, self.ended = error, time.monotonic()
         self._tell(Event("over"))
         return True
+
+    @property
+    def image_bytes(self) -> int:
+        """Of its pictures, as they lie in memory."""
+        return sum(image.width * image.height * len(image.getbands()) for image in self.images if image is not None)
+
+    @property
+    def is_watched(self) -> bool:
+        return bool(self._listeners)
+
+    def let_go_of_inputs(self) -> None:
+        """What it was drawn from is not needed once it is over."""
+        self.preview = None
+        if self.is_from_image:
+            self.drawings = tuple(replace(drawing, image=None, mask=None) for drawing in self.drawings)
+
+    def let_go_of_images(self) -> None:
+        self.images = [None] * len(self.images)
 
     def listen(self) -> asyncio.Queue[Event]:
         """Events from now on, for the running loop; one that is over tells so at once."""
@@ -179,16 +210,18 @@ class Job:
             if not loop.is_closed():
                 loop.call_soon_threadsafe(queue.put_nowait, event)
 
-    async def over(self) -> None:
-        """Wait until it is; raises its error."""
+    async def over(self) -> list[Image]:
+        """Its pictures, when it is; raises its error."""
         queue = self.listen()
         try:
             while not self.is_over:
                 await queue.get()
+            images = list(self.images)
         finally:
             self.leave(queue)
         if self.error is not None:
             raise self.error
+        return [image for image in images if image is not None]
 
     def describe(self) -> dict[str, Any]:
         return {"id": self.id, "model": self.model, "state": self.state, "pictures": len(self.drawings)}

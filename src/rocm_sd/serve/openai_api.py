@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import json
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from fastapi import APIRouter, File, Form, Request, UploadFile
@@ -23,9 +24,10 @@ from rocm_sd.serve.requests import Asked, facts_of, files_of, prepared, server_o
 
 if TYPE_CHECKING:
     import asyncio
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Callable
 
     from PIL.Image import Image
+    from starlette.types import Receive, Scope, Send
 
     from rocm_sd.serve.jobs import Event, Job
 
@@ -175,7 +177,7 @@ async def _drawn(request: Request, body: Generation, api: str, asked: Asked) -> 
     server_of(request).ready.submit(job)
     if queue is not None:
         kind = "image_edit" if api.endswith("edits") else "image_generation"
-        return StreamingResponse(_events(request, body, job, queue, kind), media_type="text/event-stream")
+        return _Stream(_events(request, body, job, queue, kind), partial(_leave, request, job, queue))
     files = await files_of(request, job, body.output_format or "png", body.output_compression or 90)
     return Pictures(created=int(time.time()), data=[_picture(request, body, raw) for raw in files], **_said(body, job))
 
@@ -196,32 +198,48 @@ def _said(body: Generation, job: Job) -> dict[str, Any]:
 async def _events(
     request: Request, body: Generation, job: Job, queue: asyncio.Queue[Event], kind: str
 ) -> AsyncIterator[str]:
-    server, partial = server_of(request), 0
+    server, shown = server_of(request), 0
     media = body.output_format or "png"
     assert media in FORMATS
-    try:
-        # Until it is told, which comes last: a job is over a moment before its last picture is in the queue.
-        while True:
-            event = await queue.get()
-            common = {**_said(body, job), "background": "opaque", "created_at": int(time.time())}
-            if event.kind == "step" and event.image is not None and partial < (body.partial_images or 0):
-                raw = encode(event.image, media)
-                yield _sse(f"{kind}.partial_image", raw, common | {"partial_image_index": partial})
-                partial += 1
-            elif event.kind == "picture" and event.image is not None:
-                raw = encode(event.image, media, facts_of(server, job, event.picture), body.output_compression or 90)
-                none = {"input_tokens": 0, "output_tokens": 0, "total_tokens": 0}
-                usage = none | {"input_tokens_details": {"image_tokens": 0, "text_tokens": 0}}
-                yield _sse(f"{kind}.completed", raw, common | {"usage": usage})
-            elif event.kind == "over":
-                break
-        if job.error is not None:
-            said = {"type": "error", "error": {"message": str(job.error) or job.state, "type": job.state}}
-            yield f"event: error\ndata: {json.dumps(said)}\n\n"
-    finally:
-        job.leave(queue)
-        if not job.is_over:
-            server.ready.cancel(job)
+    # Until it is told, which comes last: a job is over a moment before its last picture is in the queue.
+    while True:
+        event = await queue.get()
+        common = {**_said(body, job), "background": "opaque", "created_at": int(time.time())}
+        if event.kind == "step" and event.image is not None and shown < (body.partial_images or 0):
+            raw = encode(event.image, media)
+            yield _sse(f"{kind}.partial_image", raw, common | {"partial_image_index": shown})
+            shown += 1
+        elif event.kind == "picture" and event.image is not None:
+            raw = encode(event.image, media, facts_of(server, job, event.picture), body.output_compression or 90)
+            none = {"input_tokens": 0, "output_tokens": 0, "total_tokens": 0}
+            usage = none | {"input_tokens_details": {"image_tokens": 0, "text_tokens": 0}}
+            yield _sse(f"{kind}.completed", raw, common | {"usage": usage})
+        elif event.kind == "over":
+            break
+    if job.error is not None:
+        said = {"type": "error", "error": {"message": str(job.error) or job.state, "type": job.state}}
+        yield f"event: error\ndata: {json.dumps(said)}\n\n"
+
+
+class _Stream(StreamingResponse):
+    """`leave` is called at its end, also where the client is gone before the first event."""
+
+    def __init__(self, events: AsyncIterator[str], leave: Callable[[], None]) -> None:
+        super().__init__(events, media_type="text/event-stream")
+        self._leave = leave
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._leave()
+
+
+def _leave(request: Request, job: Job, queue: asyncio.Queue[Event]) -> None:
+    job.leave(queue)
+    job.let_go_of_images()
+    if not job.is_over:
+        server_of(request).ready.cancel(job)
 
 
 def _sse(kind: str, raw: bytes, more: dict[str, Any]) -> str:

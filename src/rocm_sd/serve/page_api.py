@@ -98,7 +98,7 @@ async def begin(request: Request, body: Wanted) -> dict[str, Any]:
         body.prompt, body.negative, body.model, body.n, body.steps, body.guidance, body.seed, body.width, body.height,
         body.scheduler, body.quality, image, None, body.strength, tuple(sorted(body.lora.items())),
     )  # fmt: skip
-    job = submit(request, asked, "page", preview_every=body.preview_every)
+    job = submit(request, asked, "page", preview_every=body.preview_every, for_later=True)
     return job.describe() | {"seeds": [drawing.seed for drawing in job.drawings]}
 
 
@@ -136,13 +136,14 @@ async def _events(request: Request, job: Job) -> AsyncIterator[str]:
         # Who listens late, or again, is told how far it is.
         preview = job.preview if len(job.drawings) == 1 else None
         for number, step in enumerate(job.steps):
-            if step and job.images[number] is None:
-                yield _sse("step", _step(Event("step", number, step, job.drawings[number].drawn_steps, preview)))
+            if step and number not in job.finished:
+                yield _sse("step", _step(Event("step", number, step, job.drawn_steps[number], preview)))
         while True:
-            for number, image in enumerate(job.images):
-                if image is not None and number not in told:
-                    told.add(number)
-                    yield _sse("picture", await _picture(server, job, number))
+            for number in sorted(job.finished - told):
+                told.add(number)
+                picture = await _picture(server, job, number)
+                if picture is not None:
+                    yield _sse("picture", picture)
             if is_over:
                 break
             try:
@@ -168,12 +169,19 @@ def _step(event: Event) -> dict[str, Any]:
     return said
 
 
-async def _picture(server: Server, job: Job, number: int) -> dict[str, Any]:
+async def _picture(server: Server, job: Job, number: int) -> dict[str, Any] | None:
+    """With its address, which is the same for all who listen; None of one that is not kept any more."""
     drawing, image = job.drawings[number], job.images[number]
-    assert image is not None
-    raw = await asyncio.to_thread(encode, image, "png", facts_of(server, job, number))
+    if image is not None:
+        raw = await asyncio.to_thread(encode, image, "png", facts_of(server, job, number))
+        # Another one who listens may have been quicker.
+        if job.images[number] is not None:
+            job.names[number], job.images[number] = server.kept.put(raw), None
+    name = job.names.get(number)
+    if name is None or server.kept.get(name) is None:
+        return None
     return {
-        "picture": number, "url": f"/pictures/{server.kept.put(raw)}", "seed": drawing.seed,
+        "picture": number, "url": f"/pictures/{name}", "seed": drawing.seed,
         "width": drawing.width, "height": drawing.height, "quality": drawing.quality,
     }  # fmt: skip
 

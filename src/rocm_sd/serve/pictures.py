@@ -96,24 +96,36 @@ class _One:
 
 
 class Kept:
-    """Pictures by a name that nobody guesses, for some time and in a number that is bounded."""
+    """Pictures by a name that nobody guesses, for some time, and bounded in their number and their bytes."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self._kept: OrderedDict[str, _One] = OrderedDict()
+        self._bytes = 0
         self._lock = threading.Lock()
 
     def put(self, raw: bytes, kind: str = "png") -> str:
         name = f"{secrets.token_urlsafe(16)}.{kind}"
+        limits = self._limits
         with self._lock:
-            self._kept[name] = _One(raw, FORMATS[kind], time.monotonic() + self._limits.kept_seconds)
-            while len(self._kept) > self._limits.kept:
-                self._kept.popitem(last=False)
+            self._drop_expired()
+            self._kept[name] = _One(raw, FORMATS[kind], time.monotonic() + limits.kept_seconds)
+            self._bytes += len(raw)
+            # The one that just came is given out now, however large it is.
+            while len(self._kept) > limits.kept or (self._bytes > limits.kept_bytes and len(self._kept) > 1):
+                self._drop_oldest()
         return name
 
     def get(self, name: str) -> tuple[bytes, str] | None:
         with self._lock:
+            self._drop_expired()
             found = self._kept.get(name)
-            if found is not None and time.monotonic() > found.until:
-                found = self._kept.pop(name, None) and None
         return None if found is None else (found.raw, found.media)
+
+    def _drop_expired(self) -> None:
+        """All are kept for as long, so that the oldest ones are first."""
+        while self._kept and time.monotonic() > next(iter(self._kept.values())).until:
+            self._drop_oldest()
+
+    def _drop_oldest(self) -> None:
+        self._bytes -= len(self._kept.popitem(last=False)[1].raw)

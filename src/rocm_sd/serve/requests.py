@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from rocm_sd.errors import InvalidOption, RocmSdError, require_known, require_one_of
@@ -93,9 +93,11 @@ class Asked:
     loras: tuple[tuple[str, float], ...] = ()
 
 
-def submit(request: HttpRequest, asked: Asked, api: str, *, preview_every: int = 0) -> Job:
+def submit(request: HttpRequest, asked: Asked, api: str, *, preview_every: int = 0, for_later: bool = False) -> Job:
     """The job, in the queue; raises a RocmSdError for what cannot be drawn, and Busy."""
-    return server_of(request).ready.submit(prepared(request, asked, api, preview_every=preview_every))
+    job = prepared(request, asked, api, preview_every=preview_every)
+    job.for_later = for_later
+    return server_of(request).ready.submit(job)
 
 
 def prepared(request: HttpRequest, asked: Asked, api: str, *, preview_every: int = 0) -> Job:
@@ -118,18 +120,20 @@ def prepared(request: HttpRequest, asked: Asked, api: str, *, preview_every: int
     if asked.count < 1:
         raise InvalidOption("n", asked.count, [], hint="It takes 1 or more.")
     own = (facts.width, facts.height) if asked.image is None else tuple(side - side % 8 for side in asked.image.size)
-    width, height = (asked.width or own[0], asked.height or own[1])
+    width = own[0] if asked.width is None else asked.width
+    height = own[1] if asked.height is None else asked.height
     if width * height > limits.pixels:
         raise BeyondLimits(f"A picture of {width}x{height} was asked for: this server takes {limits.pixels} pixels.")
     seed = secrets.randbelow(2**32) if asked.seed is None else asked.seed
-    drawings = tuple(
-        Drawing(
-            asked.prompt, asked.negative, asked.steps, facts.guidance if asked.guidance is None else asked.guidance,
-            seed + number, 1, width, height, asked.scheduler, asked.quality, asked.image, asked.mask, asked.strength,
-            asked.loras, preview_every,
-        )
-        for number in range(asked.count)
+    first = Drawing(
+        asked.prompt, asked.negative, asked.steps, facts.guidance if asked.guidance is None else asked.guidance,
+        seed, 1, width, height, asked.scheduler, asked.quality, asked.image, asked.mask, asked.strength, asked.loras,
+        preview_every,
     )  # fmt: skip
+    # As it is drawn from: what is kept while it waits is no larger than its picture.
+    image = None if asked.image is None else asked.image.convert("RGB").resize((width, height))
+    mask = None if asked.mask is None else asked.mask.convert("L").resize((width, height))
+    drawings = tuple(replace(first, seed=seed + number, image=image, mask=mask) for number in range(asked.count))
     return Job(name, drawings, client_of(request), api)
 
 
@@ -141,12 +145,12 @@ async def finished(request: HttpRequest, job: Job) -> list[Image]:
             await asyncio.wait({over}, timeout=_LOOK_S)
             if not over.done() and await request.is_disconnected():
                 server_of(request).ready.cancel(job)
-        over.result()
+        return over.result()
     finally:
         if not over.done():
             over.cancel()
             server_of(request).ready.cancel(job)
-    return [image for image in job.images if image is not None]
+        job.let_go_of_images()
 
 
 def facts_of(server: Server, job: Job, picture: int) -> dict[str, Any] | None:
@@ -156,7 +160,7 @@ def facts_of(server: Server, job: Job, picture: int) -> dict[str, Any] | None:
     drawing = job.drawings[picture]
     said = {name: getattr(drawing, name) for name in ("prompt", "negative", "steps", "guidance", "seed", "quality")}
     said |= {"size": f"{drawing.width}x{drawing.height}", "model": job.model, "scheduler": drawing.scheduler}
-    return said | ({"strength": drawing.strength} if drawing.image is not None else {})
+    return said | ({"strength": drawing.strength} if job.is_from_image else {})
 
 
 async def files_of(request: HttpRequest, job: Job, kind: str = "png", quality: int = 90) -> list[bytes]:

@@ -224,15 +224,19 @@ class Service:
             self._ended.append((time.monotonic(), time.monotonic() - began))
             self.drawn += 1
             self.metrics.pictures.labels(job.model).inc()
-            job.finish(picture, image)
-            if job.state == "done":
+            if job.finish(picture, image):
                 self._note(job)
         finally:
             with self._changed:
                 self._in_flight -= 1
+                self._forget_old_ones()
                 self._changed.notify_all()
 
     def _note(self, job: Job) -> None:
+        """Once, when it is over."""
+        job.let_go_of_inputs()
+        if job.state != "done" and not job.for_later:
+            job.let_go_of_images()
         took = (job.ended or job.created) - job.created
         self.metrics.requests.labels(job.api, job.state).inc()
         if job.state == "done":
@@ -246,7 +250,17 @@ class Service:
             log.error("failed", extra=facts, exc_info=job.error)
 
     def _forget_old_ones(self) -> None:
-        """Jobs that are over are kept for those who ask what became of them, and not for ever."""
+        """Jobs that are over are kept for those who ask what became of them, and not for ever; their pictures only as
+        far as there is room, the latest ones.
+        """
         over = [job for job in self.jobs.values() if job.is_over]
-        for job in over[: max(0, len(self.jobs) - self.limits.kept)]:
+        too_many = max(0, len(self.jobs) - self.limits.kept)
+        for job in over[:too_many]:
             del self.jobs[job.id]
+        unfetched = [job for job in over[too_many:] if job.for_later and not job.is_watched]
+        held = sum(job.image_bytes for job in unfetched)
+        for job in unfetched:
+            if held <= self.limits.kept_bytes:
+                break
+            held -= job.image_bytes
+            job.let_go_of_images()
