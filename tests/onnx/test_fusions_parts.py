@@ -15,7 +15,7 @@ from rocm_sd import numerics
 from rocm_sd.onnx.fusions.editing import Editor
 from rocm_sd.onnx.fusions.float16 import to_half, widen_attention
 from rocm_sd.onnx.fusions.fusing import fuse
-from rocm_sd.onnx.fusions.providers import PROVIDERS
+from rocm_sd.onnx.fusions.providers import PROVIDERS, Ops
 from rocm_sd.onnx.fusions.sites import sites_of
 from rocm_sd.onnx.providers import Provider
 from rocm_sd.onnx.sessions import Session
@@ -29,12 +29,17 @@ PARTS = (
     "vae_encoder",
     "text_encoder",
 )
-# The graph that CUDA and ROCm get, with functions in place of kernels that a CPU has not.
-EVERYWHERE = replace(PROVIDERS["rocm"], native=frozenset({"MultiHeadAttention"}))
+# The graph that CUDA gets, with functions in place of kernels that a CPU has not; and that of ROCm.
+EVERYWHERE = replace(PROVIDERS["cuda"], native=frozenset({"MultiHeadAttention"}))
+LIKE_ROCM = replace(PROVIDERS["rocm"], native=frozenset({"MultiHeadAttention"}))
 
 
 def _sites(name: str) -> dict[str, int]:
     return sites_of(name if name in {"vae_decoder", "vae_encoder", "text_encoder"} else "unet", torch_part(name)[3])
+
+
+def _expected(name: str, ops: Ops) -> dict[str, int]:
+    return {kind: n for kind, n in _sites(name).items() if not ops.why_not(kind, name)}
 
 
 @pytest.mark.parametrize("name", PARTS)
@@ -42,8 +47,7 @@ def _sites(name: str) -> dict[str, int]:
 def test_all_sites_are_found_and_computed_as_exactly(name, ops, tmp_path):
     model = exported(name)
     found = fuse(model, ops)
-    expected = _sites(name)
-    assert found == {kind: n for kind, n in expected.items() if not ops.why_not(kind)}
+    assert found == _expected(name, ops)
     actual = outputs(model, torch_part(name)[1], tmp_path)
     exact, stock = torch_outputs(name, torch.float64), torch_outputs(name, torch.float32)
     for ours, true, theirs in zip(actual, exact, stock, strict=True):
@@ -67,7 +71,7 @@ def test_half_precision_is_as_exact_as_torchs(name, tmp_path):
 def test_an_export_in_half_precision_has_the_same_sites(name, tmp_path):
     model = exported(name, torch.float16)
     ops = replace(EVERYWHERE, packed=False)
-    assert fuse(model, ops, half=True) == {kind: n for kind, n in _sites(name).items() if not ops.why_not(kind)}
+    assert fuse(model, ops, half=True) == _expected(name, ops)
     assert widen_attention(Editor(model, ops, half=True)) == _sites(name)["Attention"]
     actual = outputs(model, torch_part(name)[1], tmp_path)
     exact, stock = torch_outputs(name, torch.float64), torch_outputs(name, torch.float16)
@@ -101,6 +105,38 @@ def test_no_shape_is_computed_for_attention():
     attends = [node for node in model.graph if node.op_type == "MultiHeadAttention"]
     assert {node.attributes["unidirectional"].as_int() for node in attends} == {1}
     assert not [node for node in model.graph if node.op_type in {"Softmax", "Where", "IsNaN"}]
+
+
+@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize("provider", ["migraphx", "rocm"])
+def test_a_mask_that_a_provider_would_lose_stays_in_the_graph(provider, half):
+    """Neither reads `unidirectional`, and MIGraphX scales an attention bias as it scales the scores."""
+    model = exported("text_encoder")
+    found = fuse(model, PROVIDERS[provider], half=half)
+    assert "Attention" not in found
+    assert not [node for node in model.graph if "unidirectional" in node.attributes]
+    assert Counter(node.op_type for node in model.graph)["Softmax"] == _sites("text_encoder")["Attention"]
+    assert "mask of a text encoder" in PROVIDERS[provider].why_not("Attention", "text_encoder_2")
+    assert not PROVIDERS[provider].why_not("Attention", "unet")
+
+
+@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize("name", ["sd15", "vae_decoder"])
+def test_rocms_attention_is_given_no_biases(name, half):
+    """Its kernel refuses them. The decoder's attention has some, which are added before."""
+    model = exported(name)
+    assert fuse(model, PROVIDERS["rocm"], half=half)["Attention"] == _sites(name)["Attention"]
+    attends = [node for node in model.graph if node.op_type == "MultiHeadAttention"]
+    assert len(attends) == _sites(name)["Attention"]
+    assert not [node for node in attends if len(node.inputs) > 3 and node.inputs[3] is not None]
+
+
+def test_the_biases_that_rocm_has_added_before_are_computed_as_exactly(tmp_path):
+    model = exported("vae_decoder")
+    assert fuse(model, LIKE_ROCM) == _expected("vae_decoder", LIKE_ROCM)
+    (actual,) = outputs(model, torch_part("vae_decoder")[1], tmp_path)
+    (exact,), (stock,) = (torch_outputs("vae_decoder", dtype) for dtype in (torch.float64, torch.float32))
+    numerics.require("vae_decoder", actual, exact, stock)
 
 
 @pytest.mark.parametrize("name", ["sd15", "sdxl"])

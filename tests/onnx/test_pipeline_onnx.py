@@ -170,6 +170,8 @@ def test_options_of_each_provider_have_the_names_of_its_version(monkeypatch, tmp
     monkeypatch.setenv("ROCM_SD_CACHE", str(tmp_path))
     monkeypatch.setattr(providers.runtime(), "get_available_providers", lambda: list(providers.PROVIDERS.values()))
     assert providers.named("cuda", graphs=True).options == {"enable_cuda_graph": "1"}
+    # Its attention raises without tunable ops; tuning them is another option.
+    assert providers.named("rocm").options == {"tunable_op_enable": "1"}
     tuned = {"tunable_op_enable": "1", "tunable_op_tuning_enable": "1"}
     assert providers.named("rocm", graphs=True, tuning=True).options == {"enable_hip_graph": "1", **tuned}
     monkeypatch.setattr(providers.runtime(), "__version__", "1.23.0")

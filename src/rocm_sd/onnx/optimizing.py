@@ -146,7 +146,7 @@ def _optimize_part(name: str, model: Path, target: Path, ops: Ops, *, float16: b
     loaded.producer_name, loaded.producer_version = "rocm-sd", metadata.version("rocm-sd")
     ir.save(loaded, target / layout.MODEL, external_data=layout.DATA)
     blocked = precision.BLOCKED if half and not is_half else ()
-    return OptimizedPart(name, half, _compared(found, sites, ops), blocked, wide, note)
+    return OptimizedPart(name, half, _compared(name, found, sites, ops), blocked, wide, note)
 
 
 def _config(folder: Path) -> dict[str, Any] | None:
@@ -220,14 +220,14 @@ def _why_wide(name: str, config: dict[str, Any] | None) -> str:
     return ""
 
 
-def _compared(found: dict[str, int], sites: dict[str, int] | None, ops: Ops) -> tuple[Fused, ...]:
+def _compared(part: str, found: dict[str, int], sites: dict[str, int] | None, ops: Ops) -> tuple[Fused, ...]:
     names = dict.fromkeys([*(sites or {}), *found])
     rows = []
     for name in names:
         count, known = found.get(name, 0), None if sites is None else sites.get(name, 0)
         reason = ""
         if known is not None and count != known:
-            reason = ops.why_not(name) if count == 0 else ""
+            reason = ops.why_not(name, part) if count == 0 else ""
             reason = reason or f"{abs(known - count)} {_UNKNOWN_FORM}"
         rows.append(Fused(name, count, known, reason))
     return tuple(rows)

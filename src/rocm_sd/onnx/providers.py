@@ -120,8 +120,11 @@ def _options(name: str, *, float16: bool, graphs: bool, tuning: bool) -> dict[st
     options: dict[str, str] = {}
     if graphs:
         options[CAPTURING[name]] = "1"
+    if tuning or name == "rocm":
+        # ROCm's MultiHeadAttention raises without tunable ops; whether they are tuned is another option.
+        options["tunable_op_enable"] = "1"
     if tuning:
-        options |= {"tunable_op_enable": "1", "tunable_op_tuning_enable": "1"}
+        options["tunable_op_tuning_enable"] = "1"
     if name == "migraphx":
         options |= _migraphx(float16=float16)
     if name == "tensorrt":

@@ -1,7 +1,9 @@
 """softmax(scale * Q K^T + mask) V over heads, as com.microsoft's MultiHeadAttention.
 
 Q, K and V: [batch, sequence, heads * head]. A causal mask becomes `unidirectional`; another one is the attention bias.
-Where the provider takes them packed, the weights of Q, K and V (or of K and V, in cross-attention) become one matrix.
+Where the provider heeds no mask, attention with one stays as it is; where it adds no biases of Q, K and V, they
+are added before it. Where the provider takes them packed, the weights of Q, K and V (or of K and V, in cross-attention)
+become one matrix.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ class _Site:
 def fuse(editor: Editor) -> None:
     for node in editor.nodes("MatMul"):
         site = _site(node)
-        if site is not None:
+        if site is not None and (site.mask is None or editor.ops.masked):
             _replace(editor, site)
             editor.count(NAME)
     editor.clean()
@@ -165,7 +167,7 @@ def _replace(editor: Editor, site: _Site) -> None:
         return
     inputs: list[ir.Value | None] = [site.q, site.k, site.v]
     biases = [each.bias.const_value if each is not None and each.bias is not None else None for each in linears]
-    if all(each is not None for each in biases):
+    if editor.ops.qkv_bias and all(each is not None for each in biases):
         inputs = [_product(value) for value in inputs]
         width = site.heads * site.head
         inputs.append(editor.derived("qkv_bias", [b for b in biases if b is not None], _joined, [3 * width]))

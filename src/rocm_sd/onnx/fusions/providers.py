@@ -15,14 +15,17 @@ class Ops:
 
     `channels_last`: convolutions and group norms are computed NHWC. `split_gelu`, `bias_add`: the widths that these two
     kernels take; others are left to functions. `split_weights`: a gated feed-forward is two products.
-    `shared_guidance`: a UNet repeats what both halves of guidance share; of values on a card nobody can tell that they
-    are equal without waiting for it. `note`: who chooses the layout of convolutions, where it is not chosen here.
+    `masked`: its attention hides what a mask hides. `qkv_bias`: it adds the biases of Q, K and V. `shared_guidance`: a
+    UNet repeats what both halves of guidance share; of values on a card nobody can tell that they are equal without
+    waiting for it. `note`: who chooses the layout of convolutions, where it is not chosen here.
     """
 
     name: str
     session_name: str
     native: frozenset[str]
     packed: bool = False
+    masked: bool = False
+    qkv_bias: bool = False
     channels_last: bool = False
     split_gelu: frozenset[int] = frozenset()
     bias_add: frozenset[int] = frozenset()
@@ -30,8 +33,10 @@ class Ops:
     shared_guidance: bool = False
     note: str = ""
 
-    def why_not(self, fusion: str) -> str:
-        """Why this provider has none of a fusion; "" of one that it should have."""
+    def why_not(self, fusion: str, part: str) -> str:
+        """Why this provider has none of a fusion in a part; "" of one that it should have."""
+        if fusion == "Attention" and part.startswith("text_encoder") and not self.masked:
+            return f"the attention of {self.name} would lose the mask of a text encoder"
         if fusion in {"NhwcConv", "SkipGroupNorm"} and not self.channels_last:
             return self.note
         if fusion == "SharedGuidance" and not self.shared_guidance:
@@ -55,19 +60,42 @@ PROVIDERS = {
         "cpu",
         "CPUExecutionProvider",
         frozenset({"MultiHeadAttention", "QuickGelu"}),
+        masked=True,
+        qkv_bias=True,
         split_weights=True,
         shared_guidance=True,
         note="the CPU provider lays convolutions out itself (NCHWc)",
     ),
     # What the parser of AMDMIGraphX knows (src/onnx, May 2026). It compiles what it took, and chooses layouts itself.
+    # Of MultiHeadAttention it never reads `unidirectional`, and what it adds to the scores is scaled as they are.
     "migraphx": Ops(
         "migraphx",
         "MIGraphXExecutionProvider",
         _SKIP_NORM,
+        qkv_bias=True,
         note="MIGraphX chooses the layout of convolutions when it compiles",
     ),
-    "rocm": Ops("rocm", "ROCMExecutionProvider", _GPU, True, True, _SPLIT_GELU, _BIAS_ADD),
-    "cuda": Ops("cuda", "CUDAExecutionProvider", _GPU, True, True, _SPLIT_GELU, _BIAS_ADD),
+    # Its MultiHeadAttention (contrib_ops/rocm/bert, up to 1.22) never reads `unidirectional`, and refuses a qkv_bias.
+    "rocm": Ops(
+        "rocm",
+        "ROCMExecutionProvider",
+        _GPU,
+        packed=True,
+        channels_last=True,
+        split_gelu=_SPLIT_GELU,
+        bias_add=_BIAS_ADD,
+    ),
+    "cuda": Ops(
+        "cuda",
+        "CUDAExecutionProvider",
+        _GPU,
+        packed=True,
+        masked=True,
+        qkv_bias=True,
+        channels_last=True,
+        split_gelu=_SPLIT_GELU,
+        bias_add=_BIAS_ADD,
+    ),
 }
 # The first that is there is meant.
 _PREFERRED = ("cuda", "rocm", "migraphx", "cpu")
