@@ -95,6 +95,37 @@ def alone_case(folder):
         return f"rank {os.environ['RANK']}: {error}"
 
 
+class Rows(nn.Module):
+    """Each rank's neighbours have a row of it, of which those at the edges have one alone; then all fail."""
+
+    def __init__(self, traffic):
+        super().__init__()
+        self.ranks = Ranks("rows", dist.group.WORLD, traffic)
+
+    def forward(self, x):
+        near = [rank for rank in (self.ranks.rank - 1, self.ranks.rank + 1) if 0 <= rank < self.ranks.size]
+        self.ranks.hand_over(dict.fromkeys(near, x), {rank: torch.empty_like(x) for rank in near})
+        raise ValueError("it does not fit")
+
+
+def rows_case(folder):
+    """A failure on every rank after an exchange; whether it is the end of the job."""
+    join(CPU)
+    leading._ALIKE_S = 5.0
+    traffic = Traffic()
+    modules = [Rows(traffic)]
+    if dist.get_rank():
+        dist.barrier()
+
+    def lead(leader):
+        try:
+            modules[0](torch.ones(3))
+        except ValueError as error:
+            return str(error), leader.failed
+
+    return _ranks(folder, modules, [traffic], lead)
+
+
 def unet_case(folder):
     """A UNet by rows, called by rank 0 alone."""
     from rocm_sd.parallel.patch_models import install_patches

@@ -37,6 +37,15 @@ def test_a_rank_that_fails_alone_ends_the_job(job, tmp_path):
     assert leader[1] is True
 
 
+def test_what_all_ranks_fail_at_is_no_end_where_they_have_unequally_many_neighbours(tmp_path):
+    job = Job(3)
+    try:
+        leader, *_ = job.call(leading_cases.rows_case, tmp_path)
+    finally:
+        job.close()
+    assert leader == ("it does not fit", None)
+
+
 def test_a_split_unet_is_called_by_one_rank(job, tmp_path):
     (alone, found), _ = job.call(leading_cases.unet_case, tmp_path)
     assert torch.allclose(alone, found, rtol=1e-4, atol=1e-5)

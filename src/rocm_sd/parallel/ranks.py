@@ -9,6 +9,7 @@ what waits for it. Each counts what this rank sends, by the name of the strategy
 from __future__ import annotations
 
 import os
+import platform
 import warnings
 from collections import Counter
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ import torch
 from torch import distributed as dist
 
 from rocm_sd.arch.host import installed
+from rocm_sd.engine import is_out_of_memory
 from rocm_sd.engine.capture import exchange, no_exchange
 from rocm_sd.errors import JobFailed, Unsupported, first_line
 
@@ -34,7 +36,9 @@ _PATIENCE = timedelta(minutes=10)
 
 @dataclass
 class Traffic:
-    """Bytes that this rank has sent, and how often, by what for. `exchanges`: with others, of whatever kind."""
+    """Bytes that this rank has sent, and how often, by what for. `exchanges`: one for each verb, with however many
+    others.
+    """
 
     sent: Counter[str] = field(default_factory=Counter)
     times: Counter[str] = field(default_factory=Counter)
@@ -79,6 +83,7 @@ class Ranks:
 
     def _begin_gather(self, part: torch.Tensor, sizes: Sequence[int], dim: int) -> Callable[[], list[torch.Tensor]]:
         padded = _padded(part.movedim(dim, 0).contiguous(), max(sizes))
+        self.traffic.exchanges += 1
         self.traffic.count(self.name, padded, self.size - 1)
         mine = self._sendable(padded)
         everybodys = [torch.empty_like(mine) for _ in range(self.size)]
@@ -100,6 +105,7 @@ class Ranks:
         # A ring hands on each piece of the sum 2 (n - 1) times, a rank 1 / n of it each time.
         self.traffic.sent[self.name] += 2 * (self.size - 1) * part.numel() * part.element_size() // self.size
         self.traffic.times[self.name] += 1
+        self.traffic.exchanges += 1
         total = self._sendable(part.contiguous())
         total = total.clone() if total is part or total.data_ptr() == part.data_ptr() else total
         self._try(lambda: dist.all_reduce(total, group=self._group))
@@ -131,6 +137,7 @@ class Ranks:
     ) -> Callable[[], None]:
         if not outgoing and not incoming:
             return lambda: None
+        self.traffic.exchanges += 1
         held = {rank: self._sendable(tensor.contiguous()) for rank, tensor in outgoing.items()}
         for tensor in held.values():
             self.traffic.count(self.name, tensor)
@@ -154,6 +161,7 @@ class Ranks:
     def send(self, tensor: torch.Tensor, to: int) -> Callable[[], None]:
         """On its way while this rank goes on; what waits until it has left."""
         no_exchange("something is on its way")
+        self.traffic.exchanges += 1
         held = self._sendable(tensor.contiguous())
         self.traffic.count(self.name, held)
         started = self._try(lambda: dist.isend(held, group=self._group, group_dst=to))
@@ -167,6 +175,7 @@ class Ranks:
 
     def receive(self, into: torch.Tensor, sender: int) -> torch.Tensor:
         no_exchange("something is waited for")
+        self.traffic.exchanges += 1
         landed = torch.empty_like(into, device="cpu") if self._through_host else into
         self._try(lambda: dist.recv(landed, group=self._group, group_src=sender))
         return landed if landed is into else into.copy_(landed)
@@ -176,6 +185,7 @@ class Ranks:
         if self.size == 1 or not tensor.numel():
             return tensor
         no_exchange("one rank tells the others")
+        self.traffic.exchanges += 1
         held = self._sendable(tensor.contiguous())
         self.traffic.count(self.name, held, self.size - 1 if self.rank == sender else 0)
         self._try(lambda: dist.broadcast(held, group=self._group, group_src=sender))
@@ -200,6 +210,7 @@ class Ranks:
         if self.size == 1:
             return [mine]
         no_exchange("ranks agree on something")
+        self.traffic.exchanges += 1
         said: list[Any] = [None] * self.size
         with warnings.catch_warnings():
             # The shape of an answer goes with it, and torch 2.13 warns of a class of its own when it reads one.
@@ -211,10 +222,12 @@ class Ranks:
         return tensor.cpu() if self._through_host else tensor
 
     def _try(self, call: Callable[[], Any]) -> Any:
-        self.traffic.exchanges += 1
         try:
             return call()
         except (RuntimeError, dist.DistError) as error:
+            # This rank's own fault, and a RuntimeError, too.
+            if is_out_of_memory(error):
+                raise
             raise JobFailed(
                 f"Another process of this job cannot be reached any more ({first_line(error)}).",
                 hint="Its own error is the one to look at; start the job again.",
@@ -229,8 +242,12 @@ def _padded(rows: torch.Tensor, longest: int) -> torch.Tensor:
 def join(device: torch.device, *, patience: timedelta = _PATIENCE) -> None:
     """Become part of the job that a launcher has described in the environment, as `torchrun` and `--gpus` do.
 
-    Raises JobFailed where the others run other versions, or do not come.
+    Raises JobFailed where the others run other versions, have the same card, or do not come.
     """
+    if device.type == "cuda":
+        # What NCCL sends of objects, it sends from the current card: the first one, if nobody says otherwise.
+        device = _own_card(device)
+        torch.cuda.set_device(device)
     if not dist.is_initialized():
         if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
             raise Unsupported(
@@ -247,6 +264,8 @@ def join(device: torch.device, *, patience: timedelta = _PATIENCE) -> None:
                 f"The processes of this job did not find each other at {place} ({first_line(error)}).",
                 hint="Is the port free, and can it be reached? Another one: MASTER_PORT.",
             ) from error
+        if backend == "nccl":
+            _require_own_cards(device)
     everybody = Ranks("versions", dist.group.WORLD, Traffic())
     said = everybody.agree({"rocm-sd": installed("rocm-sd"), "torch": str(torch.__version__)})
     for rank, versions in enumerate(said):
@@ -269,6 +288,31 @@ def _backend(device: torch.device) -> str:
         return "gloo"
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ["WORLD_SIZE"]))
     return "nccl" if ranks_here <= torch.cuda.device_count() else "gloo"
+
+
+def _own_card(device: torch.device) -> torch.device:
+    """The one that was named, or the one of this rank's number among those that it sees."""
+    if device.index is not None:
+        return device
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % max(1, torch.cuda.device_count()))
+
+
+def _require_own_cards(device: torch.device) -> None:
+    """NCCL itself would end in an error of its own, or hang."""
+    # Where a card has several names it is not found out here: those of two ranks with the same view are compared.
+    seen = [os.environ.get(name) for name in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")]
+    store: Any = dist.distributed_c10d._get_default_store()  # noqa: SLF001 -- without a card: that is what is in doubt
+    rank, names = dist.get_rank(), [f"rocm-sd/card/{rank}" for rank in range(dist.get_world_size())]
+    store.set(names[rank], repr((platform.node(), seen, device.index)))
+    cards = [store.get(name) for name in names]
+    for other, card in enumerate(cards):
+        first = cards.index(card)
+        if first != other:
+            dist.destroy_process_group()
+            raise JobFailed(
+                f"Ranks {first} and {other} have the same card.",
+                hint="NCCL and RCCL want one for each: put the pipeline on f\"cuda:{os.environ['LOCAL_RANK']}\".",
+            )
 
 
 def along(mesh: DeviceMesh | None, name: str, traffic: Traffic) -> Ranks:
