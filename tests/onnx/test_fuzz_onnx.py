@@ -97,7 +97,7 @@ def test_models(tmp_path_factory, whole, share, noise, cut, of):
     at = int(share * len(raw))
     path.write_bytes(raw[:at] + noise + (b"" if cut else raw[at + len(noise) :]))
     with one_sentence():
-        Session(folder / "unet" / layout.MODEL, providers.named("cpu", float16=False, graphs=False, tuning=False))
+        Session(folder / "unet" / layout.MODEL, providers.named("cpu"))
     with one_sentence():
         optimize_folder(folder, folder.with_name("torn-fused"), provider="cpu", overwrite=True)
     assert path.read_bytes() == raw[:at] + noise + (b"" if cut else raw[at + len(noise) :])
@@ -139,7 +139,7 @@ def test_weights_outside_of_the_folder_are_not_read(tmp_path, location):
                 entry.value = location
     path.write_bytes(model.SerializeToString())
     with pytest.raises(RocmSdError):
-        Session(path, providers.named("cpu", float16=False, graphs=False, tuning=False))
+        Session(path, providers.named("cpu"))
     with pytest.raises(RocmSdError):
         optimize_folder(tmp_path / "export", tmp_path / "fused", provider="cpu")
     assert not (tmp_path / "fused").exists()

@@ -154,10 +154,7 @@ class _Folder:
         self._require_whole()
 
     def provider(self, name: str, *, graphs: bool, tuning: bool) -> Provider:
-        unet = self.manifest.part("unet") if self.manifest is not None else None
-        # Without a manifest the weights' dtype is not known, and nothing is rounded that was not.
-        is_float16 = unet is not None and unet.dtype == "float16"
-        return providers.named(name, float16=is_float16, graphs=graphs, tuning=tuning)
+        return providers.named(name, graphs=graphs, tuning=tuning)
 
     def components(self, provider: Provider) -> tuple[str, dict[str, Any], dict[str, Any]]:
         """The family, the models and the rest by Diffusers' names, and what else the pipeline is told."""

@@ -95,10 +95,10 @@ def automatic() -> tuple[str, ...]:
     return tuple(name for name in AUTOMATIC if PROVIDERS[name] in there)
 
 
-def named(name: str, *, float16: bool = False, graphs: bool = False, tuning: bool = False) -> Provider:
+def named(name: str, *, graphs: bool = False, tuning: bool = False) -> Provider:
     """The provider asked for by name, with its options; raises where it is not known or not installed.
 
-    `float16`: weights are rounded to it where the provider can. `graphs` and `tuning`: raise where it cannot.
+    `graphs` and `tuning`: raise where it cannot.
     """
     if name not in PROVIDERS:
         raise InvalidOption("provider", name, [AUTO, *PROVIDERS])
@@ -113,10 +113,15 @@ def named(name: str, *, float16: bool = False, graphs: bool = False, tuning: boo
         raise InvalidOption("graphs", "on", [], hint=f"{name} captures none: use one of {', '.join(CAPTURING)}.")
     if tuning and name not in TUNABLE:
         raise InvalidOption("tuning", "on", [], hint=f"{name} has no tunable ops: use one of {', '.join(TUNABLE)}.")
-    return Provider(name, _options(name, float16=float16, graphs=graphs, tuning=tuning), graphs)
+    return Provider(name, _options(name, graphs=graphs, tuning=tuning), graphs)
 
 
-def _options(name: str, *, float16: bool, graphs: bool, tuning: bool) -> dict[str, str]:
+def _options(name: str, *, graphs: bool, tuning: bool) -> dict[str, str]:
+    """No provider is told to compute in float16: MIGraphX and TensorRT round whole models then.
+
+    What is to be half precision has such weights. The rest is float32 with a reason: SDXL's VAE, the safety checker and
+    the attention of SD 2.1 overflow, or lose their meaning.
+    """
     options: dict[str, str] = {}
     if graphs:
         options[CAPTURING[name]] = "1"
@@ -126,22 +131,20 @@ def _options(name: str, *, float16: bool, graphs: bool, tuning: bool) -> dict[st
     if tuning:
         options["tunable_op_tuning_enable"] = "1"
     if name == "migraphx":
-        options |= _migraphx(float16=float16)
+        options |= _migraphx()
     if name == "tensorrt":
         kept = str(_made(cache_folder("tensorrt")))
         options |= {"trt_engine_cache_enable": "1", "trt_engine_cache_path": kept}
         options |= {"trt_timing_cache_enable": "1", "trt_timing_cache_path": kept}
-        options |= {"trt_fp16_enable": "1"} if float16 else {}
     return options
 
 
-def _migraphx(*, float16: bool) -> dict[str, str]:
+def _migraphx() -> dict[str, str]:
     """Compiling takes minutes a model and a size: what was compiled is kept, where this version can."""
-    options = {"migraphx_fp16_enable": "1"} if float16 else {}
     if _version() >= _MIGRAPHX_CACHES_FROM:
-        return options | {"migraphx_model_cache_dir": str(_made(cache_folder("migraphx")))}
+        return {"migraphx_model_cache_dir": str(_made(cache_folder("migraphx")))}
     log.warning("onnxruntime %s keeps no models that MIGraphX compiled: 1.23 does", runtime().__version__)
-    return options
+    return {}
 
 
 def cache_folder(name: str) -> Path:
