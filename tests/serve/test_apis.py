@@ -12,7 +12,7 @@ import pytest
 from fakes import FakeDrawer, as_base64, client, drawn, png
 from PIL import Image
 
-from rocm_sd.serve import Limits
+from rocm_sd.serve import Limits, logs
 
 
 @pytest.fixture(scope="module")
@@ -306,8 +306,37 @@ def test_a_drawer_that_fails_is_the_servers_fault_and_the_next_request_is_fine()
     with client(FakeDrawer(fail=lambda drawing, _step: drawing.seed == 1), raises=False) as api:
         answer = generate(api, seed=1)
         assert answer.status_code == 500
-        assert "the card fell out" in answer.json()["error"]["message"]
+        assert "fell out" not in answer.text, "its words may be of the server's insides"
+        assert answer.json()["error"]["type"] == "server_error"
+        assert answer.headers["x-request-id"]
+        assert answer.headers["x-content-type-options"] == "nosniff"
+        assert "fell out" not in generate(api, seed=1, stream=True).text
+        job = api.post("/api/jobs", json={"prompt": "a frog", "seed": 1, "steps": 1}).json()["id"]
+        said = events(api, job)[-1][1]["error"]
+        assert "fell out" not in said
+        assert api.server.service.jobs[job].request in said
         assert generate(api, seed=2).status_code == 200
+
+
+def test_an_error_that_nobody_foresaw_is_answered_as_all_are(monkeypatch):
+    with client(raises=True) as api:
+        monkeypatch.setattr(api.server, "service", object())
+        answer = api.get("/api/status", headers={"x-request-id": "mine"})
+        assert answer.status_code == 500
+        assert answer.headers["x-request-id"] == "mine"
+        assert answer.headers["x-content-type-options"] == "nosniff"
+        assert "object" not in answer.text
+        monkeypatch.undo()
+
+
+def test_lines_of_a_job_have_the_id_of_its_request(api, caplog, monkeypatch):
+    monkeypatch.setattr(logs.log, "propagate", True)
+    caplog.set_level("INFO", logs.log.name)
+    body = {"prompt": "a frog", "steps": 1}
+    assert api.post("/v1/images/generations", json=body, headers={"x-request-id": "mine"}).status_code == 200
+    lines = {line.getMessage(): line for line in caplog.records if getattr(line, "request", "") == "mine"}
+    assert lines.keys() >= {"queued", "over", "answered"}
+    assert lines["queued"].job == lines["over"].job
 
 
 def test_what_is_switched_off_is_not_written_into_the_picture():

@@ -19,7 +19,7 @@ BODY = {"prompt": "a frog", "steps": 1, "size": "64x64"}
 def keyed(tmp_path_factory):
     file = tmp_path_factory.mktemp("keys") / "keys.txt"
     keys = {name: add_key(file, name) for name in ("alice", "bob")}
-    with client(keys=file, host="0.0.0.0") as api:
+    with client(keys=file, host="0.0.0.0", origins=("https://friend.example",)) as api:
         api.keys, api.file = keys, file
         yield api
 
@@ -86,7 +86,7 @@ def test_another_name_is_refused_as_a_rebound_one_would_be(open_here):
         assert open_here.get("/api/info", headers={"host": name}).status_code == 200
 
 
-@pytest.mark.parametrize("origin", ["https://evil.example", "null", "http://testserver.evil.example"])
+@pytest.mark.parametrize("origin", ["https://evil.example", "null", "http://testserver.evil.example", "http://["])
 def test_pages_of_other_sites_cannot_draw(open_here, origin):
     answer = open_here.post("/v1/images/generations", json=BODY, headers={"origin": origin})
     assert answer.status_code == 403
@@ -98,6 +98,21 @@ def test_the_own_page_and_friends_can(open_here):
         answer = open_here.post("/v1/images/generations", json=BODY, headers={"origin": origin})
         assert answer.status_code == 200
     assert answer.headers["access-control-allow-origin"] == "https://friend.example"
+
+
+def test_a_friends_browser_may_ask_first_where_a_key_is_needed(keyed):
+    asks = {"access-control-request-method": "POST", "access-control-request-headers": "authorization"}
+    answer = keyed.options("/v1/images/generations", headers=asks | {"origin": "https://friend.example"})
+    assert answer.status_code == 200
+    assert answer.headers["access-control-allow-origin"] == "https://friend.example"
+    assert "authorization" in answer.headers["access-control-allow-headers"].lower()
+    assert keyed.options("/v1/images/generations", headers=asks | {"origin": "https://evil.example"}).status_code == 400
+    for headers in ({}, {"authorization": f"Bearer {keyed.keys['alice']}"}):
+        answer = keyed.post(
+            "/v1/images/generations", json=BODY, headers={"origin": "https://friend.example", **headers}
+        )
+        assert answer.status_code == (200 if headers else 401)
+        assert answer.headers["access-control-allow-origin"] == "https://friend.example", "or nobody reads why"
 
 
 def test_what_is_too_large_is_refused_with_and_without_its_length(open_here):

@@ -14,6 +14,7 @@ import uvicorn
 from PIL import Image
 
 from bench.report import chromium
+from rocm_sd.errors import Unsupported
 from rocm_sd.serve import Limits, ServeConfig, create_app
 from rocm_sd.serve.keys import add_key
 from rocm_sd.serve.service import ModelFacts
@@ -53,7 +54,7 @@ class Colours:
             if error := stop():
                 raise error
             if "broken" in drawing.prompt:
-                raise RuntimeError("The paint is dry.")
+                raise Unsupported("The paint", "a dry one")
             on_step(step, lambda: Image.new("RGB", (8, 8), (90, 90, 90)))
         shift = 0 if "same" in drawing.prompt else {"exact": 0, "high": 4, "balanced": 8}[drawing.quality]
         return Image.new("RGB", (drawing.width, drawing.height), (200, 40 * drawing.seed % 256, 60 + shift))
@@ -266,8 +267,8 @@ def test_a_page_that_is_left_draws_on_for_nobody(page, address):
 
 def test_what_failed_is_said(page):
     page.draw("a broken frog")
-    page.until("document.querySelector('.note')?.textContent.includes('The paint is dry.')")
-    assert "The paint is dry." in page.text("#said")
+    page.until("document.querySelector('.note')?.textContent.includes('The paint does not support a dry one.')")
+    assert "The paint does not support a dry one." in page.text("#said")
     assert page.value("document.getElementById('said').ariaLive") == "polite"
     # The next one is as good as ever, and nothing is said of the last.
     page.draw("a frog")

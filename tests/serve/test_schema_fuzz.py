@@ -11,6 +11,7 @@ from collections import Counter
 import hypothesis
 import pytest
 from fakes import FakeDrawer, client
+from hypothesis import strategies as st
 
 from rocm_sd.serve import Limits
 
@@ -64,7 +65,22 @@ def _can_be_sent(name, value):
         name.encode("ascii"), str(value).encode("ascii")
     except UnicodeEncodeError:
         return False
-    return name.lower() not in {"host", "origin"} and not any(char in str(value) for char in "\r\n\0")
+    return not any(char in str(value) for char in "\r\n\0")
+
+
+@hypothesis.settings(max_examples=200, deadline=None, derandomize=True, database=None)
+@hypothesis.given(
+    origin=st.one_of(st.text("htps:/[]@.%1a ", max_size=12), st.text(max_size=8)).filter(
+        lambda text: _can_be_sent("o", text)
+    ),
+    host=st.one_of(st.none(), st.text("[]:.1a%@", max_size=8)),
+)
+@hypothesis.example(origin="http://[", host=None)
+def test_no_origin_and_no_host_is_too_odd(fuzzed, origin, host):
+    headers = {"origin": origin} | ({} if host is None else {"host": host})
+    answer = fuzzed.post("/v1/images/generations", json={"prompt": ""}, headers=headers)
+    assert answer.status_code in {400, 403}
+    assert answer.headers["x-request-id"]
 
 
 def test_most_were_refused_and_some_were_drawn():

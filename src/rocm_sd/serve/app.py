@@ -13,10 +13,9 @@ from fastapi import FastAPI, HTTPException, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, JSONResponse, Response
 from starlette.exceptions import HTTPException as StarletteHTTPException
-from starlette.middleware.cors import CORSMiddleware
 
 from rocm_sd import __version__
-from rocm_sd.errors import InvalidOption, RocmSdError, Unsupported, first_line
+from rocm_sd.errors import InvalidOption, RocmSdError, Unsupported
 from rocm_sd.integrations.diffusers.batch_memory import TooLargeBatch
 from rocm_sd.serve.a1111_api import router as a1111
 from rocm_sd.serve.guard import Guard
@@ -76,8 +75,6 @@ def create_app(
         app.include_router(router)
     _add_own(app)
     _add_errors(app)
-    if config.origins:
-        app.add_middleware(CORSMiddleware, allow_origins=list(config.origins), allow_methods=["*"], allow_headers=["*"])
     app.add_middleware(Guard, server=server)
     return app
 
@@ -147,11 +144,13 @@ def _add_errors(app: FastAPI) -> None:
         if request.url.path.startswith("/v1/") and status == 422:
             status = 400  # as their API has it
         if status == 500:
-            log.error("failed", extra={"path": request.url.path}, exc_info=error)
+            facts = {"request": request.scope["rocm_sd_request"], "path": request.url.path}
+            log.error("failed", extra=facts, exc_info=error)
         said = {"message": message, "type": kind, "code": status, "param": None}
         return JSONResponse({"error": said, "detail": message}, status, headers=headers)
 
-    for kind in (Exception, RocmSdError, NotDrawn, StarletteHTTPException, RequestValidationError):
+    # What nobody foresaw is answered by the guard, with what every answer has on it.
+    for kind in (RocmSdError, NotDrawn, StarletteHTTPException, RequestValidationError):
         app.add_exception_handler(kind, answer)
 
 
@@ -168,4 +167,4 @@ def _told(error: Exception) -> tuple[int, str, str, Mapping[str, str] | None]:
         return error.status, error.kind, str(error), later
     if isinstance(error, _ASKED_WRONG):
         return 422, "invalid_request_error", str(error), None
-    return 500, "server_error", f"The server failed ({first_line(error)}).", None
+    return 500, "server_error", str(error), None

@@ -17,8 +17,10 @@ from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 
+from rocm_sd.serve.jobs import words_of
 from rocm_sd.serve.logs import log
 
 if TYPE_CHECKING:
@@ -55,6 +57,7 @@ class _Exchange:
         self.id = given if _ID.fullmatch(given) else secrets.token_urlsafe(9)
         self.since = time.monotonic()
         self.status = 500
+        self.began = False
 
     async def receive(self) -> Message:
         message = await self._receive()
@@ -65,7 +68,7 @@ class _Exchange:
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
-            self.status = message["status"]
+            self.status, self.began = message["status"], True
             headers = MutableHeaders(scope=message)
             for name, value in _HEADERS.items():
                 headers.setdefault(name, value)
@@ -79,6 +82,11 @@ class Guard:
 
     def __init__(self, app: ASGIApp, server: Server) -> None:
         self._app, self._server = app, server
+        self._inner: ASGIApp = self._let_in
+        if origins := list(server.config.origins):
+            # Before the key is looked for: a browser asks without it whether it may send the request that has it, and
+            # reads no refusal without these headers.
+            self._inner = CORSMiddleware(self._let_in, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -86,18 +94,27 @@ class Guard:
             return
         headers = Headers(scope=scope)
         exchange = _Exchange(receive, send, headers, self._server.config.limits.body_bytes)
-        refusal = self._refusal(scope, headers)
+        scope["rocm_sd_request"] = exchange.id
+        facts = {"request": exchange.id, "method": scope["method"], "path": scope["path"]}
         try:
-            if refusal is not None:
-                await _answer(exchange.send, *refusal)
-            else:
-                await self._app(scope, exchange.receive, exchange.send)
+            await self._inner(scope, exchange.receive, exchange.send)
         except ClientDisconnect:
             exchange.status = 499
+        except Exception as error:
+            log.error("failed", extra=facts, exc_info=error)
+            if exchange.began:
+                raise
+            await _answer(exchange.send, 500, words_of(error, exchange.id), "server_error")
         finally:
-            facts = {"request": exchange.id, "method": scope["method"], "path": scope["path"]}
             facts |= {"status": exchange.status, "client": scope.get("rocm_sd_client", "")}
             log.info("answered", extra=facts | {"seconds": round(time.monotonic() - exchange.since, 3)})
+
+    async def _let_in(self, scope: Scope, receive: Receive, send: Send) -> None:
+        refusal = self._refusal(scope, Headers(scope=scope))
+        if refusal is not None:
+            await _answer(send, *refusal)
+        else:
+            await self._app(scope, receive, send)
 
     def _refusal(self, scope: Scope, headers: Headers) -> tuple[int, str] | None:
         config = self._server.config
@@ -106,7 +123,7 @@ class Guard:
             return 403, "This server does not go by that name. Start it with --allow-host NAME."
         origin = headers.get("origin")
         if origin is not None and scope["method"] not in _SAFE:
-            own = urlsplit(origin).netloc == host and host
+            own = _place(origin) == host and host
             if not own and origin not in config.origins:
                 return 403, "Pages of other sites may not call this server. Start it with --allow-origin."
         if _length(headers) > config.limits.body_bytes:
@@ -127,6 +144,14 @@ def _name(host: str) -> str:
     return host.rpartition(":")[0] if re.search(r":\d+$", host) else host
 
 
+def _place(origin: str) -> str:
+    """Its host and port, or nothing where it is no address."""
+    try:
+        return urlsplit(origin).netloc
+    except ValueError:
+        return ""
+
+
 def _length(headers: Headers) -> int:
     text = headers.get("content-length", "0")
     return int(text) if text.isascii() and text.isdecimal() and len(text) < 16 else 0
@@ -145,8 +170,8 @@ def _key(headers: Headers) -> str:
     return headers.get("x-api-key", "")
 
 
-async def _answer(send: Send, status: int, message: str) -> None:
-    body = json.dumps({"error": {"message": message, "type": "refused", "code": status}, "detail": message}).encode()
+async def _answer(send: Send, status: int, message: str, kind: str = "refused") -> None:
+    body = json.dumps({"error": {"message": message, "type": kind, "code": status}, "detail": message}).encode()
     headers: list[Any] = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     if status == 401:
         headers.append((b"www-authenticate", b"Bearer"))

@@ -9,14 +9,14 @@ import time
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from rocm_sd.errors import first_line
+from rocm_sd.errors import RocmSdError, first_line
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
     from rocm_sd.integrations.diffusers import Drawing
 
-__all__ = ["Busy", "Cancelled", "Event", "Job", "Lost", "NotDrawn", "State", "TooLate"]
+__all__ = ["Busy", "Cancelled", "Event", "Job", "Lost", "NotDrawn", "State", "TooLate", "words_of"]
 
 State = Literal["queued", "drawing", "done", "failed", "cancelled"]
 _OVER = frozenset({"done", "failed", "cancelled"})
@@ -65,6 +65,13 @@ class Lost(NotDrawn):
         super().__init__(f"The server cannot draw any more ({first_line(error)}).")
 
 
+def words_of(error: BaseException, request: str) -> str:
+    """As a client is told. The words of one that nobody foresaw may be of the server's insides."""
+    if isinstance(error, (RocmSdError, NotDrawn)):
+        return str(error)
+    return f"The server failed. Its log says why, at request {request}."
+
+
 @dataclass(frozen=True)
 class Event:
     """`kind`: "state", "step", "picture" or "over"; `picture`: which one it is of."""
@@ -80,7 +87,7 @@ class Event:
 class Job:
     """`client`: whose it is; the queue takes turns among clients. `deadline` by `time.monotonic`. `for_later`: its
     pictures are for whoever asks for them; those of others are let go of by whoever waits. `names`: by picture, under
-    which one its file is kept.
+    which one its file is kept. `request`: the id of the call that asked for it.
     """
 
     model: str
@@ -89,6 +96,7 @@ class Job:
     api: str = ""
     deadline: float = float("inf")
     for_later: bool = False
+    request: str = ""
     id: str = field(default_factory=lambda: secrets.token_urlsafe(12))
     created: float = field(default_factory=time.monotonic)
     started: float | None = None

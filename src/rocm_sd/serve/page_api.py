@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from rocm_sd import __version__
 from rocm_sd.integrations.diffusers import SCHEDULERS
-from rocm_sd.serve.jobs import Event
+from rocm_sd.serve.jobs import Event, words_of
 from rocm_sd.serve.pictures import encode, from_base64
 from rocm_sd.serve.requests import Asked, client_of, facts_of, server_of, submit
 
@@ -187,7 +187,7 @@ async def _picture(server: Server, job: Job, number: int) -> dict[str, Any] | No
 
 
 def _words(job: Job) -> str | None:
-    return None if job.error is None else str(job.error) or type(job.error).__name__
+    return None if job.error is None else words_of(job.error, job.request)
 
 
 def _sse(kind: str, said: dict[str, Any]) -> str:

@@ -134,7 +134,7 @@ def prepared(request: HttpRequest, asked: Asked, api: str, *, preview_every: int
     image = None if asked.image is None else asked.image.convert("RGB").resize((width, height))
     mask = None if asked.mask is None else asked.mask.convert("L").resize((width, height))
     drawings = tuple(replace(first, seed=seed + number, image=image, mask=mask) for number in range(asked.count))
-    return Job(name, drawings, client_of(request), api)
+    return Job(name, drawings, client_of(request), api, request=request.scope.get("rocm_sd_request", ""))
 
 
 async def finished(request: HttpRequest, job: Job) -> list[Image]:

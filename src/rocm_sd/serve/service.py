@@ -118,7 +118,8 @@ class Service:
             self.jobs[job.id] = job
             self._forget_old_ones()
             self._changed.notify_all()
-        log.info("queued", extra={"job": job.id, "model": job.model, "pictures": len(job.drawings), "api": job.api})
+        facts = {"job": job.id, "request": job.request, "model": job.model, "pictures": len(job.drawings)}
+        log.info("queued", extra=facts | {"api": job.api})
         return job
 
     def cancel(self, job: Job) -> None:
@@ -241,7 +242,8 @@ class Service:
         self.metrics.requests.labels(job.api, job.state).inc()
         if job.state == "done":
             self.metrics.latency.labels(job.model).observe(took)
-        facts = {"job": job.id, "model": job.model, "api": job.api, "state": job.state, "seconds": round(took, 3)}
+        facts = {"job": job.id, "request": job.request, "model": job.model, "api": job.api, "state": job.state}
+        facts["seconds"] = round(took, 3)
         if job.error is None or isinstance(job.error, (Cancelled, TooLate)):
             log.info("over", extra=facts)
         elif isinstance(job.error, (RocmSdError, Lost)):
