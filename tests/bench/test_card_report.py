@@ -79,13 +79,19 @@ def test_nothing_private_is_in_the_file(tmp_path, monkeypatch):
         "OSError: /home/annabel/.cache/x: no space", "in C:\\Users\\Annabel\\torch\\a.py", "by annabel on bench-box",
         "bench-box.example.org:22", "write to ann@example.org", "GPU-1a2b3c4d-0000-1111-2222-333344445555",
         "~/models/dream", "file:/home/annabel", "/root/.triton", 'File "/data/annabel/rocm_sd/ops.py", line 3',
-        "a\x1b[31mred\u202e", "Annabel's",
+        "a\x1b[31mred\u202e", "Annabel's", "/mnt/c/Users/Ann Other/ComfyUI/nodes.py", "in /home/another",
+        "GPU-4b2c1a9f5d0e3a77",
+        "'/mnt/disk/Private Pictures/more of them/dream'", "/mnt/disk/Private Pictures/cat.py", "//home//another/b",
+        "proxy http://proxy.corp.test:3128 refused", "http://ann:word@proxy.corp.test/x", "from 192.168.7.21:22",
+        "HTTPSConnectionPool(host='proxy.corp.test', port=443)", "C:\\\\Users\\\\Ann Other\\\\b.py",
     )  # fmt: skip
     lossy = replace(RECORD, notes=texts, measurements=(
         replace(RECORD.measurements[0], notes=texts), Measurement("rocm-sd", "1", "x", 1, (), 50, left_out=texts[0]),
     ), comparisons=())  # fmt: skip
+    monkeypatch.setenv("SUDO_USER", "bertram")
+    texts += ("made by bertram",)
     made = replace(REPORT, parts=(
-        a_part("verify", *(Item(f"item {n}", FAILED, text) for n, text in enumerate(texts)),
+        a_part("verify", *(Item(f"item {n}", FAILED, text, figures={"seen": text}) for n, text in enumerate(texts)),
                data={"tracebacks": {"x": list(texts)}, "probes": {"one": {"error": "; ".join(texts)}}}),
         replace(a_part("bench", Item("x", FAILED, "; ".join(texts)), records=(lossy.to_dict(),)), summary=texts[0]),
     ))  # fmt: skip
@@ -93,10 +99,11 @@ def test_nothing_private_is_in_the_file(tmp_path, monkeypatch):
     assert card_report.validate(file) == ()
     text = file.read_text().lower()
     for private in ("annabel", "ann@", "bench-box", "example.org", "/home", "/data", "users", "~/", "/root", "1a2b3c4d",
-                    "\x1b", "\\u202e"):  # fmt: skip
+                    "\x1b", "\\u202e", "another", "other/", "other\\", "4b2c1a9f", "private", "more of", "corp",
+                    "192.168", "bertram"):  # fmt: skip
         assert private not in text, private
     # What tells something to who mends it stays.
-    for useful in ("ops.py", "no space", "oserror", "dream", ".triton"):
+    for useful in ("ops.py", "no space", "oserror", "dream", ".triton", "nodes.py", "cat.py", "refused", "port=443"):
         assert useful in text
 
 

@@ -137,7 +137,7 @@ def publishable(report: CardReport) -> dict[str, Any]:
     for part in values["parts"]:
         part["data"], part["summary"] = cleaned(part["data"]), cleaned(part["summary"])[:_LONGEST_REASON]
         for item in part["items"]:
-            item["reason"] = cleaned(item["reason"])[:_LONGEST_REASON]
+            item["reason"], item["figures"] = cleaned(item["reason"])[:_LONGEST_REASON], cleaned(item["figures"])
         for record in part["records"]:
             record["notes"] = cleaned(record.get("notes", []))
             for measured in record["measurements"]:

@@ -11,9 +11,11 @@ from __future__ import annotations
 import getpass
 import hashlib
 import json
+import os
 import re
 import socket
 from datetime import datetime, timedelta, timezone
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rocm_sd.errors import RocmSdError
@@ -42,10 +44,26 @@ _AHEAD = timedelta(hours=1)
 # A path that begins at a root, a drive or a home: only its last part is kept.
 _PATH = re.compile(r"(?<![\w.:/\\-])(?:~|[A-Za-z]:(?=[/\\])|\\)?(?:[/\\][^\s/\\\"',;()=]+)+[/\\]?")
 _HOMES = re.compile(r"(?:/home/|/Users/|/root\b|[A-Za-z]:\\Users\\|~/)")
-# Wherever it stands, the next part of it is somebody's name.
-_A_HOME = re.compile(r"(?:/home/|/Users/|[A-Za-z]:\\Users\\)[^\s/\\\"',;()=]*|/root\b|~/")
+# Where somebody's name is the next part, with all that leads there. It may have spaces where more parts follow.
+_A_HOME = re.compile(
+    r"(?:(?<!\w)[A-Za-z]:|(?:[/\\][^\s/\\\"',;()=]+)*?)?[/\\]+(?:home|Users)[/\\]+"
+    r"(?:[^/\\\"',;()=\n]{1,60}(?=[/\\])|[^\s/\\\"',;()=]*)|/root\b|~(?=/)"
+)
+# Of a path in quotes no space is its end, and of one without the folders' names may have two.
+_QUOTED_PATH = re.compile(r"(?P<quote>['\"])(?:~|[A-Za-z]:)?[/\\](?P<rest>[^'\"\n]*)(?P=quote)")
+_SPACED_PATH = re.compile(
+    _PATH.pattern.removesuffix(r"[/\\]?") + r"(?:(?: [^\s/\\\"',;()=:-][^\s/\\\"',;()=:]*){1,2}[/\\][^\s\"',;()=]*)+"
+)
 _MAIL = re.compile(r"(?<![\w.+-])[\w.+-]+@[\w-]+\.[\w.-]+")
-_SERIAL = re.compile(r"GPU-[0-9a-fA-F]{8}-[0-9a-fA-F-]+")
+# AMD's have 16 digits in a row, NVIDIA's are in groups.
+_SERIAL = re.compile(r"GPU-[0-9a-fA-F]{8}[0-9a-fA-F-]*")
+_OCTET = r"(?:25[0-5]|2[0-4]\d|1?\d?\d)"
+# An address in numbers, and a server that is no public site: with a password, with a port, or as urllib3 has it.
+_HOST = re.compile(
+    rf"(?<![\w.-])(?:{_OCTET}\.){{3}}{_OCTET}(?![\w.]*\d)(?::\d+)?"
+    r"|(?<=://)(?:[^\s/\"'@]*@[^\s/\"']+|[^\s/\"':]+:\d+|\[[0-9a-fA-F:]+\](?::\d+)?)"
+    r"|(?<=host=)(?P<mark>['\"])[^'\"]*(?P=mark)"
+)
 # Names that say nothing about anyone, and would be found everywhere.
 _NOBODY = {
     "root", "user", "users", "admin", "ubuntu", "runner", "localhost", "docker", "amd", "nvidia", "rocm", "cuda",
@@ -85,7 +103,10 @@ def cleaned(value: Any) -> Any:
     names = [re.compile(rf"(?<!\w){re.escape(name)}(?!\w)", re.IGNORECASE) for name in _own_names().values()]
 
     def change(text: str) -> str:
-        text = _MAIL.sub("(mail)", _A_HOME.sub("(path)/", _without_folders(_SERIAL.sub("GPU-(serial)", text))))
+        text = _HOST.sub("(host)", _MAIL.sub("(mail)", _SERIAL.sub("GPU-(serial)", text)))
+        text = _A_HOME.sub(lambda home: "" if text[home.end() : home.end() + 1] in ("/", "\\") else "(path)", text)
+        text = _QUOTED_PATH.sub(lambda path: f"{path['quote']}{_last(path['rest'])}{path['quote']}", text)
+        text = _without_folders(_SPACED_PATH.sub(lambda path: _last(path[0]), text))
         for name in names:
             text = name.sub(_HIDDEN, text)
         return _STEERS.sub(" ", text)
@@ -94,7 +115,11 @@ def cleaned(value: Any) -> Any:
 
 
 def _without_folders(text: str) -> str:
-    return _PATH.sub(lambda path: re.split(r"[/\\]", path[0].rstrip("/\\"))[-1] or "/", text)
+    return _PATH.sub(lambda path: _last(path[0]), text)
+
+
+def _last(path: str) -> str:
+    return re.split(r"[/\\]", path.rstrip("/\\"))[-1] or "/"
 
 
 def _changed(value: Any, change: Callable[[str], str], *, keys: bool) -> Any:
@@ -151,8 +176,16 @@ def _own_names() -> dict[str, str]:
         user = getpass.getuser()
     except (OSError, KeyError, ImportError):
         user = ""
+    # Who types sudo, or is another user in a container, still has a name in the folder of their home.
+    home = Path.home() if os.environ.get("HOME") else Path("/")
     host = socket.gethostname()
-    names = {"the user's name": user, "the host's name": host, "the host's short name": host.split(".")[0]}
+    names = {
+        "the user's name": user,
+        "the name of who typed sudo": os.environ.get("SUDO_USER", ""),
+        "the name of a home folder": home.name if home.parent.name in ("home", "Users") else "",
+        "the host's name": host,
+        "the host's short name": host.split(".")[0],
+    }
     telling = {what: name for what, name in names.items() if len(name) >= 3 and name.lower() not in _NOBODY}
     return dict(sorted(telling.items(), key=lambda each: -len(each[1])))
 
