@@ -151,3 +151,14 @@ def test_no_model_is_kept_alive():
     del unet
     gc.collect()
     assert gone() is None
+
+
+def test_after_restore_nothing_keeps_a_layer_that_was_replaced(unet):
+    assert unet.dtype == torch.float32
+    layer = unet.conv_in
+    gone = weakref.ref(layer)
+    unet.conv_in = copy.deepcopy(layer)
+    rocm_sd.restore(unet)
+    del layer
+    gc.collect()
+    assert gone() is None

@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from functools import partial
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 from torch import nn
 
@@ -50,7 +50,16 @@ def install(models: Iterable[nn.Module]) -> Installed:
 
 def _install(model: nn.Module) -> Callable[[], None]:
     _KNOWN[model] = _Modules(model)
-    return forwards.surround(model, _answer, "named_modules")
+    put_back, held = forwards.surround(model, _answer, "named_modules"), ref(model)
+
+    def restore() -> None:
+        put_back()
+        # What is known holds every layer's attributes, those of layers that were replaced meanwhile among them.
+        model = held()
+        if model is not None:
+            _KNOWN.pop(model, None)
+
+    return restore
 
 
 def _answer(model: Any, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
