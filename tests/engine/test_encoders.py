@@ -12,6 +12,8 @@ from transformers import CLIPConfig, CLIPImageProcessor, T5Config, T5EncoderMode
 
 import rocm_sd
 from pipelines import CASES, DEVICE, call, small_blocks_too
+from rocm_sd.engine.capture import captured as captured_calls
+from rocm_sd.engine.capture import randomness
 from rocm_sd.engine.encoders import captured_encoders, encoders
 
 
@@ -186,3 +188,43 @@ def test_the_report_says_that_random_numbers_are_drawn(tmp_path):
             each.dropout = 0.3
     call(pipe, CASES["sd15"])
     assert any("it draws random numbers" in note for note in notes_of(pipe, "text_encoder"))
+
+
+def tokens(pipe):
+    return torch.arange(pipe.tokenizer.model_max_length)[None] % pipe.text_encoder.config.vocab_size
+
+
+@pytest.mark.usefixtures("captured")
+def test_numbers_that_another_thread_draws_meanwhile_are_drawn_once(tmp_path, monkeypatch):
+    pipe = rocm_sd.optimize(CASES["sd15"].build(tmp_path))
+    drawn = []
+
+    class Meanwhile(randomness.Drawn):
+        def __init__(self, device):
+            super().__init__(device)
+            if len(drawn) < 2:  # while kernels are compiled, and in the first run
+                drawn.append(torch.rand(3))
+
+    monkeypatch.setattr(captured_calls, "Drawn", Meanwhile)
+    torch.manual_seed(0)
+    for _ in range(3):
+        pipe.text_encoder(tokens(pipe))
+    drawn.append(torch.rand(3))
+    torch.manual_seed(0)
+    assert all(torch.equal(one, torch.rand(3)) for one in drawn)
+    assert not any("random numbers" in note for note in notes_of(pipe, "text_encoder"))
+
+
+@pytest.mark.usefixtures("captured")
+def test_what_drew_in_training_has_a_graph_after_it(tmp_path):
+    pipe = rocm_sd.optimize(CASES["sd15"].build(tmp_path))
+    for each in pipe.text_encoder.modules():
+        if hasattr(each, "dropout") and isinstance(each.dropout, float):
+            each.dropout = 0.3
+    pipe.text_encoder.train()
+    pipe.text_encoder(tokens(pipe))
+    assert any("it draws random numbers" in note for note in notes_of(pipe, "text_encoder"))
+    pipe.text_encoder.eval()
+    for _ in range(3):
+        pipe.text_encoder(tokens(pipe))
+    assert not any("it draws random numbers" in note for note in notes_of(pipe, "text_encoder"))

@@ -23,7 +23,7 @@ from rocm_sd import settings
 from rocm_sd.engine.capture import warmup
 from rocm_sd.engine.capture.blocks import TooSmall, capture_blocks
 from rocm_sd.engine.capture.graph import Graph, GraphCache, capture_graph
-from rocm_sd.engine.capture.randomness import Drawn, undone
+from rocm_sd.engine.capture.randomness import REASON, Drawn, is_training
 from rocm_sd.engine.capture.snapshot import DormantSnapshot, FlatCall, Snapshot, flatten
 from rocm_sd.engine.capture.trial import Attempts, NotAdopted, Trial
 from rocm_sd.engine.capture.turns import capturing, running
@@ -104,6 +104,7 @@ class CapturedCalls:
         self._device: torch.device | None = None
         self._entries: GraphCache[_Entry] = GraphCache(self._room)
         self._refused: dict[Hashable, str] = {}
+        self._refused_in_training: set[Hashable] = set()
         self._attempts: dict[Hashable, Attempts] = {}
         self._first_calls: Counter[Hashable] = Counter()
         self._eager: Counter[str] = Counter()
@@ -138,7 +139,7 @@ class CapturedCalls:
         flat = flatten(call.args, call.kwargs, call.device, call.also)
         if flat is None:
             self.count_eager("an input is neither a tensor on its device nor a plain value")
-        if flat is None or flat.key in self._refused:
+        if flat is None or self._is_refused(model, flat.key):
             return call.eager()
         self._device = call.device
         self._wake(model)
@@ -204,6 +205,12 @@ class CapturedCalls:
             self._say_not_replayed(following, reason)
         return result
 
+    def _is_refused(self, model: nn.Module, key: Hashable) -> bool:
+        if key in self._refused_in_training and not is_training(model):
+            self._refused_in_training.discard(key)
+            del self._refused[key]
+        return key in self._refused
+
     def _refuse(self, key: Hashable, reason: str) -> None:
         """Calls of this kind are the model's own from now on."""
         self._refused[key] = reason
@@ -236,19 +243,31 @@ class CapturedCalls:
             # against.
             call.eager()
 
-        with undone(call.device):
-            warmup.compile_kernels(both_ways, call.device, self._policy.dtype(model, call))
+        since = Drawn(call.device)
+        warmup.compile_kernels(both_ways, call.device, self._policy.dtype(model, call))
         drawn = Drawn(call.device)
         result = entry.answer(entry.run())
-        reason = drawn.said()
-        if reason is not None:
-            # As it is: this very run has drawn what the model itself would have.
-            self._refuse(flat.key, reason)
-            return result
+        if drawn and self._draws(entry, call.device):
+            # The first run after this draws what the model itself would have.
+            since.undo()
+            if is_training(model):
+                self._refused_in_training.add(flat.key)
+            self._refuse(flat.key, REASON)
+            return entry.answer(entry.run())
         # Weights that are laid together have moved by now.
         entry.snapshot = Snapshot(model, None if call.used is None else call.used(model))
         self._entries.put(flat.key, entry)
         return result
+
+    @staticmethod
+    def _draws(entry: _Entry, device: torch.device) -> bool:
+        """Whether a run was the reason: another thread that drew meanwhile hardly does so at once again, and again."""
+        for _ in range(2):
+            drawn = Drawn(device)
+            entry.run()
+            if not drawn:
+                return False
+        return True
 
     def _second(self, entry: _Entry, call: HostCall, flat: FlatCall) -> Any:
         model = call.eager()

@@ -2,35 +2,33 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
-from typing import TYPE_CHECKING
-
 import torch
+from torch import nn
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+__all__ = ["Drawn", "is_training"]
 
-__all__ = ["Drawn", "undone"]
+REASON = "it draws random numbers: dropout, perhaps"
 
 
 class Drawn:
-    """`said` tells, after a run, that torch's random numbers went on since this was made."""
+    """Whether torch's random numbers have gone on since this was made, by the model or by another thread."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._before = device, _states(device)
 
-    def said(self) -> str | None:
+    def __bool__(self) -> bool:
         after = _states(self._device)
-        same = all(torch.equal(one, other) for one, other in zip(self._before, after, strict=True))
-        return None if same else "it draws random numbers: dropout, perhaps"
+        return not all(torch.equal(one, other) for one, other in zip(self._before, after, strict=True))
+
+    def undo(self) -> None:
+        """What was drawn since will be drawn again, by every thread of the process: only where a model has drawn."""
+        torch.set_rng_state(self._before[0])
+        if self._device.type == "cuda":
+            torch.cuda.set_rng_state(self._before[1], self._device)
 
 
-@contextmanager
-def undone(device: torch.device) -> Iterator[None]:
-    """What is drawn within is drawn again afterwards, as if nothing had been: of runs whose results nobody takes."""
-    on_gpu = device.type == "cuda"
-    with torch.random.fork_rng([device] if on_gpu else [], device_type="cuda"):
-        yield
+def is_training(model: nn.Module) -> bool:
+    return any(module.training for module in model.modules())
 
 
 def _states(device: torch.device) -> tuple[torch.Tensor, ...]:
