@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import builtins
 from pathlib import Path
 
 import pytest
@@ -88,6 +89,12 @@ HOSTILE = {
     "def inner(): pass": "a function within a function",
     "value = launch": "the name launch",
     "value = Bound": "the name Bound",
+    "getattr = 0": "the name getattr is taken",
+    "if F == 1: getattr = 0": "the name getattr is taken",
+    "for print in range(1): value = value": "the name print is taken",
+    "if F == 1: ceil_div = 0": "the name ceil_div is taken",
+    "value = value" + " + value" * 1500: "nested more than 100 levels deep",
+    "value = " + "-" * 150 + "value": "nested more than 100 levels deep",
     "value = 'a' * 3; value = '" + "b" * 70 + "'": "a text of 70 characters",
 }
 
@@ -139,6 +146,11 @@ def test_helpers_are_new_functions_before_the_first_that_is_replaced():
     }
 
 
+def test_whatever_triton_would_find_unassigned_is_no_name_of_a_proposals_own():
+    code_generator = pytest.importorskip("triton.compiler.code_generator")
+    assert set(code_generator.CodeGenerator.builtin_namespace) <= set(dir(builtins))
+
+
 @pytest.mark.parametrize("source", sorted(path.stem for path in SOURCES.glob("*.hip")))
 def test_every_hip_source_is_allowed_in_its_own_place(source):
     own = (SOURCES / f"{source}.hip").read_text(encoding="utf-8")
@@ -158,6 +170,17 @@ def test_every_hip_source_is_allowed_in_its_own_place(source):
         ('const char* text = "text";', '"text"'),
         ("int x; \\\n int y;", "continued lines"),
         ("%:include <x>", "digraphs"),
+        ('const char* s = "//"; asm("s_sleep 1");', '"//"'),
+        ('const char* s = "/*";\n#include "/etc/passwd"\nconst char* t = "*/";', "the directive"),
+        ("// '\nint x = '/*';\n#include </etc/passwd>\nint y = '*/';", "the directive"),
+        ('auto s = R"(//)";', "a text with a prefix"),
+        ('int x = ";\nasm("s_sleep 1");', "that does not end"),
+        ("int x = 1'000;", "that does not end"),
+        ("int \\u0061sm = 0;", "that does not end"),
+        ("/* int x;", "that does not end"),
+        ("int x; \\ \t\n int y;", "continued lines"),
+        ("#inc\\ \nlude </etc/passwd>", "continued lines"),
+        ("int x; /*\n*/ #include </etc/passwd>", "the directive"),
     ],
 )
 def test_what_a_compiler_would_read_from_elsewhere_is_refused(added, why):

@@ -14,6 +14,7 @@ Nothing here runs a proposal or imports it.
 from __future__ import annotations
 
 import ast
+import builtins
 import re
 from functools import lru_cache
 from pathlib import Path
@@ -29,6 +30,7 @@ __all__ = ["NotAllowed", "checked", "checked_hip", "jit_functions", "spliced"]
 # The longest kernel module of this project has 20 KB.
 _MOST_CHARACTERS = 64 * 1024
 _MOST_NODES = 20_000
+_MOST_DEEP = 100  # of nodes within one another; this project's kernels have 15, and Python's own stack ends at some 200
 _LONGEST_TEXT = 64  # of a string within a kernel: names of cache modifiers and precisions
 _DECORATOR = "triton.jit"
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029]")
@@ -50,6 +52,8 @@ _OF_TENSORS = """
 """
 _MEMBERS = frozenset(_OF_TENSORS.split())
 _BUILTINS = frozenset({"range", "min", "max", "abs", "float", "int", "bool", "len"})
+# Triton looks a name up where a branch that it leaves out has assigned it: among globals, then among Python's own.
+_PYTHONS_OWN = frozenset(dir(builtins))
 _REASONS = {
     "device_print": "kernels print nothing",
     "static_print": "kernels print nothing",
@@ -119,8 +123,9 @@ def checked(text: str, module: str) -> dict[str, str]:
     if not set(functions) & set(known):
         raise NotAllowed(f"it replaces none of {', '.join(known)}")
     available = {*known, *functions, *_compile_time_names(module)}
+    reached = taken | _PYTHONS_OWN
     for function in proposed:
-        _Checker(available).function(function)
+        _Checker(available, reached).function(function)
     return functions
 
 
@@ -163,8 +168,7 @@ def _functions(text: str) -> Iterator[ast.FunctionDef]:
         said = error.msg if isinstance(error, SyntaxError) else str(error)
         line = error.lineno if isinstance(error, SyntaxError) else None
         raise NotAllowed(f"it cannot be parsed: {said}", line) from None
-    if sum(1 for _ in ast.walk(tree)) > _MOST_NODES:
-        raise NotAllowed(f"it has more than {_MOST_NODES} nodes of syntax")
+    _require_small(tree)
     for number, statement in enumerate(tree.body):
         if number == 0 and isinstance(statement, ast.Expr) and _is_text(statement.value):
             continue
@@ -173,6 +177,20 @@ def _functions(text: str) -> Iterator[ast.FunctionDef]:
         if [ast.unparse(each) for each in statement.decorator_list] != [_DECORATOR]:
             raise NotAllowed(f"{statement.name} must have the decorator @{_DECORATOR} and no other", statement.lineno)
         yield statement
+
+
+def _require_small(tree: ast.Module) -> None:
+    """Level by level, since what is nested too deeply must not end whoever walks it by a call for each level."""
+    level: list[ast.AST] = [tree]
+    nodes = depth = 0
+    while level:
+        nodes, depth = nodes + len(level), depth + 1
+        if nodes > _MOST_NODES:
+            raise NotAllowed(f"it has more than {_MOST_NODES} nodes of syntax")
+        if depth > _MOST_DEEP:
+            lines = (each.lineno for each in level if isinstance(each, (ast.expr, ast.stmt)))
+            raise NotAllowed(f"it is nested more than {_MOST_DEEP} levels deep", next(lines, None))
+        level = [child for node in level for child in ast.iter_child_nodes(node)]
 
 
 def _refuse(node: ast.AST, where: str = "") -> NoReturn:
@@ -214,13 +232,17 @@ def _require_signature(function: ast.FunctionDef, before: ast.FunctionDef | None
 
 
 def _names_of(module: str) -> set[str]:
-    """Every name that a module's text defines or imports."""
+    """Every name that a module's text defines, imports or assigns outside of functions."""
     found: set[str] = set()
     for node in ast.walk(_read(module)):
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
             found.add(node.name)
         elif isinstance(node, (ast.Import, ast.ImportFrom)):
             found |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
+    for statement in _read(module).body:
+        if not isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
+            names = (node for node in ast.walk(statement) if isinstance(node, ast.Name))
+            found |= {name.id for name in names if isinstance(name.ctx, ast.Store)}
     return found
 
 
@@ -239,10 +261,13 @@ def _compile_time_names(module: str) -> Iterator[str]:
 
 
 class _Checker:
-    """Of one function. `available`: the names that it may use without having assigned them."""
+    """Of one function. `available`: the names that it may use without having assigned them; `reached`: those that
+    would be found without being assigned, and none of its own may have.
+    """
 
-    def __init__(self, available: Iterable[str]) -> None:
+    def __init__(self, available: Iterable[str], reached: Iterable[str]) -> None:
         self._available = frozenset(available) | _BUILTINS
+        self._taken = {"tl", "triton", *self._available, *reached}
 
     def function(self, function: ast.FunctionDef) -> None:
         local = {each.arg for each in function.args.args}
@@ -250,7 +275,7 @@ class _Checker:
             if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
                 local.add(node.id)
         for name in local:
-            if name.startswith("__") or name in {"tl", "triton", *self._available}:
+            if name.startswith("__") or name in self._taken:
                 raise NotAllowed(f"the name {name} is taken", function.lineno)
         names = self._available | local
         for statement in function.body:
@@ -321,7 +346,12 @@ class _Checker:
             raise NotAllowed(f"a constant of type {type(value).__name__}", node.lineno)
 
 
-_HIP_TOKEN = re.compile(r'"(?:[^"\\\n]|\\.)*"|\'(?:[^\'\\\n]|\\.)*\'|[A-Za-z_]\w*')
+_HIP_TEXT = r'"(?:[^"\\\n]|\\.)*"|\'(?:[^\'\\\n]|\\.)*\''
+_HIP_TOKEN = re.compile(rf"{_HIP_TEXT}|[A-Za-z_]\w*")
+# Which of them begins first decides, as for a compiler: within a text nothing is a comment, and the other way round.
+_HIP_COMMENT = re.compile(rf"(?P<comment>//[^\n]*|/\*.*?\*/)|{_HIP_TEXT}", re.DOTALL)
+# A compiler joins a line with the next, also where blanks end it.
+_HIP_CONTINUED = re.compile(r"\\[ \t]*(\n|$)")
 _HIP_REFUSED = frozenset({"asm", "import", "module", "export", "_Pragma", "typeof", "embed", "include", "goto"})
 
 
@@ -334,11 +364,13 @@ def checked_hip(text: str, own: str) -> str:
     text = text.replace("\r\n", "\n")
     if len(text) > _MOST_CHARACTERS:
         raise NotAllowed(f"it has {len(text)} characters, and may have {_MOST_CHARACTERS}")
-    if _CONTROL.search(text) or "\\\n" in text or "??" in text or "%:" in text:
+    if _CONTROL.search(text) or _HIP_CONTINUED.search(text) or "??" in text or "%:" in text:
         raise NotAllowed("it has control characters, continued lines or digraphs")
     theirs, ours = _without_comments(text), _without_comments(own)
+    _require_whole_texts(theirs)
     allowed = {*_directives(ours), "#pragma unroll"}
-    for line in _directives(theirs):
+    # A comment over several lines is a blank to a compiler, and may yet stand before what begins a line.
+    for line in (*_directives(theirs), *_directives(_without_comments(text, keep_lines=True))):
         if line not in allowed and not re.fullmatch(r"#pragma unroll( ?\(?\d+\)?)?", line):
             raise NotAllowed(f"the directive {line[:80]}")
     if not set(_directives(ours)) - {"#pragma unroll"} <= set(_directives(theirs)):
@@ -351,8 +383,24 @@ def checked_hip(text: str, own: str) -> str:
     return text
 
 
-def _without_comments(text: str) -> str:
-    return re.sub(r"//[^\n]*|/\*.*?\*/", " ", text, flags=re.DOTALL)
+def _without_comments(text: str, *, keep_lines: bool = False) -> str:
+    def blank(found: re.Match[str]) -> str:
+        if found["comment"] is None:
+            return found[0]
+        return " " + "\n" * (found[0].count("\n") if keep_lines else 0)
+
+    return _HIP_COMMENT.sub(blank, text)
+
+
+def _require_whole_texts(text: str) -> None:
+    """Whatever is left of a text or a comment that does not end could hide what follows it."""
+    rest = re.sub(_HIP_TEXT, '""', text)
+    if re.search(r"\w\"", rest):
+        raise NotAllowed('a text with a prefix, such as R"')
+    rest = rest.replace('""', "")
+    for mark in ('"', "'", "\\", "/*"):
+        if mark in rest:
+            raise NotAllowed(f"{mark} of a text or a comment that does not end")
 
 
 def _directives(text: str) -> list[str]:
