@@ -101,6 +101,36 @@ def test_another_models_export_is_not_written_over(begun, pipe, change):
         export_pipeline(pipe, begun, force=True, progress=stop_at_once, **options)
 
 
+def test_nothing_of_another_export_is_left_beside_what_is_written_over_it(begun, pipe):
+    """Interrupted then, an old UNet would be run with a new text encoder, and an old safety checker with both."""
+    for name in ("unet", "safety_checker"):
+        shutil.copytree(begun / "text_encoder", begun / name)
+    (begun / "unet" / "mine.txt").write_text("of this folder")
+    (begun / "vae_decoder").mkdir()
+    (begun / "vae_decoder" / "diffusion_pytorch_model.safetensors").write_text("no part of an export")
+    pipe.text_encoder.get_input_embeddings().weight.data.add_(0.1)
+    with pytest.raises(Stopped):
+        export_pipeline(pipe, begun, source="tiny", force=True, progress=stop_at("text_encoder: tracing"))
+    assert layout.found_parts(begun) == {}
+    assert layout.Manifest.load(begun).parts == ()
+    assert (begun / "vae_decoder").is_dir()
+
+
+def stop_at(what):
+    def progress(_done, _total, said):
+        if said.startswith(what):
+            raise Stopped
+
+    return progress
+
+
+def test_a_damaged_part_is_gone_when_its_export_is_interrupted_again(begun, pipe):
+    data = begun / "text_encoder" / "model.onnx.data"
+    data.write_bytes(data.read_bytes()[:-1])
+    export_up_to("text_encoder: tracing", pipe, begun)
+    assert layout.found_parts(begun) == {}
+
+
 def stop_at_once(*_):
     raise Stopped
 

@@ -94,6 +94,22 @@ def test_what_is_no_export_is_refused(tmp_path):
     assert _left(tmp_path) == []
 
 
+@pytest.mark.parametrize(
+    ("listed", "missing"),
+    [
+        ({"unet": ["diffusers", "UNet2DConditionModel"]}, "unet"),
+        ({"safety_checker": ["stable_diffusion", "StableDiffusionSafetyChecker"]}, "safety_checker"),
+        ({"vae": ["diffusers", "AutoencoderKL"]}, "vae_encoder"),
+    ],
+)
+def test_an_export_that_was_interrupted_is_finished_first(plain, tmp_path, listed, missing):
+    index = {"_class_name": "StableDiffusionPipeline", "text_encoder": ["transformers", "CLIPTextModel"], **listed}
+    (plain / "model_index.json").write_text(json.dumps(index))
+    with pytest.raises(ModelNotFound, match=rf"{missing}/model\.onnx is missing.*rocm-sd onnx export tiny"):
+        optimize_folder(plain, tmp_path / "fused", provider="cpu")
+    assert _left(tmp_path) == ["plain"]
+
+
 def test_a_folder_that_is_there_stays_unless_it_may_go(plain, tmp_path):
     out = tmp_path / "fused"
     out.mkdir()

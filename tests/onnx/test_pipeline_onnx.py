@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -81,6 +82,24 @@ def test_an_export_that_was_interrupted_says_how_to_finish_it(folder):
         folder
     )
     with pytest.raises(ModelNotFound, match=r"unet/model\.onnx is missing.*rocm-sd onnx export by-hand"):
+        ROCmOnnxPipeline.from_pretrained(folder)
+
+
+def test_the_manifest_decides_which_parts_there_are(folder):
+    """A folder that it does not list is of another export, or of one that was not finished."""
+    shutil.copytree(folder / "unet", folder / "safety_checker")
+    assert ROCmOnnxPipeline.from_pretrained(folder).safety_checker is None
+    manifest = layout.Manifest.load(folder)
+    replace(manifest, parts=tuple(p for p in manifest.parts if p.name != "unet")).save(folder)
+    with pytest.raises(ModelNotFound, match=r"unet/model\.onnx is missing"):
+        ROCmOnnxPipeline.from_pretrained(folder)
+
+
+def test_a_safety_checker_that_was_not_exported_yet_is_missed(folder):
+    index = json.loads((folder / "model_index.json").read_text())
+    index["safety_checker"] = ["stable_diffusion", "StableDiffusionSafetyChecker"]
+    (folder / "model_index.json").write_text(json.dumps(index))
+    with pytest.raises(ModelNotFound, match=r"safety_checker/model\.onnx is missing.*rocm-sd onnx export by-hand"):
         ROCmOnnxPipeline.from_pretrained(folder)
 
 

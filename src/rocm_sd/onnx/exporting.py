@@ -78,7 +78,7 @@ def export_pipeline(
     export.advance(STEPS_OF_A_PART * len(done), "starting")
     with told_when_full(out):
         out.mkdir(parents=True, exist_ok=True)
-        _clear(out)
+        _clear(out, done)
         manifest.save(out)
         _write_the_rest(pipe, out)
         for each in missing:
@@ -222,10 +222,16 @@ def _put(made: Path, place: Path) -> None:
         made.rename(place)
 
 
-def _clear(out: Path) -> None:
-    """What an export that was killed left there."""
+def _clear(out: Path, done: set[str]) -> None:
+    """What an export that was killed left there, and parts that are not `done`: they are damaged, or another model's.
+
+    They are gone before the manifest stops to list them, which is the way in which no old part is taken for a new one.
+    """
     for left in out.glob(f"{_UNFINISHED}*"):
         shutil.rmtree(left, ignore_errors=True)
+    for name, model in layout.found_parts(out).items():
+        if name not in done:
+            shutil.rmtree(model.parent)
 
 
 def _begun(

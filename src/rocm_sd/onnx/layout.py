@@ -22,6 +22,7 @@ from rocm_sd.plain_json import read_json
 from rocm_sd.typed_json import Misfit, read
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
 __all__ = [
@@ -38,8 +39,10 @@ __all__ = [
     "described",
     "file_facts",
     "found_parts",
+    "is_listed",
     "require_digests",
     "require_export",
+    "require_parts",
     "require_sizes",
 ]
 
@@ -133,10 +136,39 @@ def _unreadable(path: Path, reason: str) -> CorruptModel:
     return CorruptModel(f"{path} cannot be read: {reason}.", hint="Export the model again: rocm-sd onnx export")
 
 
-def found_parts(folder: Path) -> dict[str, Path]:
-    """The parts whose model.onnx is there, in the order of PARTS."""
-    paths = {name: folder / name / MODEL for name in PARTS}
+def found_parts(folder: Path, manifest: Manifest | None = None) -> dict[str, Path]:
+    """The parts whose model.onnx is there, in the order of PARTS; of those the ones that a manifest lists."""
+    paths = {name: folder / name / MODEL for name in PARTS if manifest is None or manifest.part(name) is not None}
     return {name: path for name, path in paths.items() if path.is_file()}
+
+
+def is_listed(index: Mapping[str, Any], name: str) -> bool:
+    """Whether the pipeline of this model_index.json has such a component."""
+    described = index.get(name)
+    return isinstance(described, list) and described[:1] not in ([], [None])
+
+
+def require_parts(
+    folder: Path, manifest: Manifest | None, index: Mapping[str, Any], *, to_start_from_pictures: bool = False
+) -> dict[str, Path]:
+    """The parts, where all are there that model_index.json asks for; else ModelNotFound: an export was interrupted.
+
+    Other exporters may leave the safety checker out; here a manifest without it is not finished.
+    """
+    parts = found_parts(folder, manifest)
+    wanted = ["unet", "vae_decoder"] if "unet" in index else []
+    wanted += [name for name in ("text_encoder", "text_encoder_2") if is_listed(index, name)]
+    if manifest is not None:
+        wanted += ["safety_checker"] if is_listed(index, "safety_checker") else []
+        wanted += ["vae_encoder"] if to_start_from_pictures and is_listed(index, "vae") else []
+    missing = [name for name in wanted if name not in parts]
+    if missing:
+        again = manifest.source if manifest is not None else "MODEL"
+        raise ModelNotFound(
+            f"{folder} is incomplete: {missing[0]}/{MODEL} is missing.",
+            hint=f"To finish it, type: rocm-sd onnx export {again} {folder}",
+        )
+    return parts
 
 
 def require_export(folder: Path) -> Manifest | None:

@@ -53,9 +53,8 @@ def optimize_folder(
     from rocm_sd.onnx.fusions.providers import ops_of  # noqa: PLC0415
 
     ops = ops_of(provider)
-    manifest = _checked(source)
+    manifest, parts, index = _checked(source)
     _require_free(source, out, overwrite=overwrite)
-    parts = layout.found_parts(source)
     _require_room(parts, out)
     tell = progress or (lambda *_: None)
     with told_when_full(out):
@@ -69,7 +68,8 @@ def optimize_folder(
                 made.append(_optimize_part(name, model, unfinished / name, ops, float16=float16))
             tell(len(parts), len(parts), "done")
             result = Optimized(ops.name, float16, tuple(made))
-            _manifest_of(manifest, source, unfinished, result).save(unfinished)
+            told = manifest or layout.Manifest(source.name, str(index.get("_class_name", "")), {})
+            _manifest_of(told, unfinished, result).save(unfinished)
             unfinished.chmod(0o755)
             _put(unfinished, out)
         finally:
@@ -77,13 +77,15 @@ def optimize_folder(
     return result
 
 
-def _checked(source: Path) -> layout.Manifest | None:
+def _checked(source: Path) -> tuple[layout.Manifest | None, dict[str, Path], dict[str, Any]]:
+    """The manifest, all parts, and model_index.json."""
     manifest = layout.require_export(source)
     if manifest is not None:
         layout.require_sizes(source, manifest)
         if manifest.optimized is not None:
             raise RocmSdError(f"{source} is optimized already.", hint="Give the folder that rocm-sd onnx export wrote.")
-    return manifest
+    index = _json(source / "model_index.json")
+    return manifest, layout.require_parts(source, manifest, index, to_start_from_pictures=True), index
 
 
 def _require_free(source: Path, out: Path, *, overwrite: bool) -> None:
@@ -151,9 +153,10 @@ def _optimize_part(name: str, model: Path, target: Path, ops: Ops, *, float16: b
 
 def _config(folder: Path) -> dict[str, Any] | None:
     file = folder / "config.json"
-    if not file.is_file():
-        return None
+    return _json(file) if file.is_file() else None
 
+
+def _json(file: Path) -> dict[str, Any]:
     def unreadable(reason: str) -> CorruptModel:
         return CorruptModel(f"{file} is not readable JSON ({reason}).", hint="Export the model again.")
 
@@ -233,10 +236,8 @@ def _compared(part: str, found: dict[str, int], sites: dict[str, int] | None, op
     return tuple(rows)
 
 
-def _manifest_of(before: layout.Manifest | None, source: Path, target: Path, result: Optimized) -> layout.Manifest:
+def _manifest_of(manifest: layout.Manifest, target: Path, result: Optimized) -> layout.Manifest:
     versions = {name: metadata.version(name) for name in ("rocm-sd", "onnx", "onnx-ir")}
-    index = read_json(source / "model_index.json", lambda reason: CorruptModel(f"{source}: {reason}."), of=dict)
-    manifest = before or layout.Manifest(source.name, str(index.get("_class_name", "")), {})
     return replace(
         manifest,
         made_by={**manifest.made_by, **versions},

@@ -36,7 +36,6 @@ _IMAGE_TO_IMAGE = {"sd": diffusers.StableDiffusionImg2ImgPipeline, "sdxl": diffu
 # Of model_index.json, what a pipeline is told beside its models.
 _TOLD = ("requires_safety_checker", "force_zeros_for_empty_prompt", "requires_aesthetics_score")
 _REST = ("scheduler", "tokenizer", "tokenizer_2", "feature_extractor")
-_NEEDED = ("unet", "vae_decoder")
 
 
 class ROCmOnnxPipeline:
@@ -149,9 +148,11 @@ class _Folder:
             layout.require_sizes(folder, self.manifest)
             if verify:
                 layout.require_digests(folder, self.manifest)
-        self.parts = layout.found_parts(folder)
         self.index = self._json(folder / "model_index.json")
-        self._require_whole()
+        listed = self.index.get("_class_name", "")
+        if "unet" not in self.index or "Stable" not in str(listed):
+            raise Unsupported("ROCmOnnxPipeline", f"a {listed or 'model of another kind'}", hint="Give SD or SDXL.")
+        self.parts = layout.require_parts(folder, self.manifest, self.index)
 
     def provider(self, name: str, *, graphs: bool, tuning: bool) -> Provider:
         return providers.named(name, graphs=graphs, tuning=tuning)
@@ -180,23 +181,6 @@ class _Folder:
                 found[name] = self._loaded(name)
         told = {name: self.index[name] for name in _TOLD if name in self.index}
         return flavour, found, told
-
-    def _require_whole(self) -> None:
-        listed = self.index.get("_class_name", "")
-        if "unet" not in self.index or "Stable" not in str(listed):
-            raise Unsupported("ROCmOnnxPipeline", f"a {listed or 'model of another kind'}", hint="Give SD or SDXL.")
-        wanted = [*_NEEDED, *(n for n in ("text_encoder", "text_encoder_2") if self._is_listed(n))]
-        missing = [name for name in wanted if name not in self.parts]
-        if missing:
-            again = self.manifest.source if self.manifest is not None else "MODEL"
-            raise ModelNotFound(
-                f"{self.folder} is incomplete: {missing[0]}/{layout.MODEL} is missing.",
-                hint=f"To finish it, type: rocm-sd onnx export {again} {self.folder}",
-            )
-
-    def _is_listed(self, name: str) -> bool:
-        described = self.index.get(name)
-        return isinstance(described, list) and described[:1] not in ([], [None])
 
     def _session(self, name: str, provider: Provider) -> Session:
         return Session(self.parts[name], provider, threads=self.threads)
@@ -227,7 +211,7 @@ class _Folder:
 
     def _loaded(self, name: str) -> Any:
         """By the class that model_index.json names, of Diffusers or transformers alone."""
-        if not self._is_listed(name) or not (self.folder / name).is_dir():
+        if not layout.is_listed(self.index, name) or not (self.folder / name).is_dir():
             return None
         library, kind = self.index[name][:2]
         known = {"diffusers": diffusers, "transformers": transformers}
