@@ -13,6 +13,7 @@ from PIL import Image
 
 from rocm_sd.integrations.diffusers import Drawing
 from rocm_sd.serve import Busy, Cancelled, Job, Limits, Service, TooLate
+from rocm_sd.serve.jobs import Ending
 from rocm_sd.serve.metrics import Metrics
 
 
@@ -136,11 +137,24 @@ def test_the_end_lets_what_was_begun_come_to_its_end(service):
     ending = threading.Thread(target=one.close, args=(10,))
     ending.start()
     until(lambda: one.draining)
-    with pytest.raises(Busy):
+    with pytest.raises(Ending, match="The server ends"):
         one.submit(job())
     ending.join(10)
     assert asked.state == "done"
     assert one.drawer.closed
+
+
+def test_whoever_looks_at_the_queue_does_not_stumble_over_its_changes(service):
+    """It is changed where a lock is held, and so it is looked at where one is held."""
+    one = service()
+    seen = []
+    with one._changed:
+        looking = threading.Thread(target=lambda: seen.append(one.queued))
+        looking.start()
+        looking.join(0.2)
+        assert not seen
+    looking.join(10)
+    assert seen == [0]
 
 
 def test_the_end_does_not_wait_for_ever():

@@ -167,8 +167,7 @@ def _info(body: _Common, job: Job) -> dict[str, Any]:
 
 
 def _own_jobs(request: Request) -> list[Job]:
-    jobs = list(server_of(request).ready.jobs.values())
-    return [job for job in jobs if job.api == _API and job.client == client_of(request) and not job.is_over]
+    return server_of(request).ready.jobs_of(client_of(request), _API)
 
 
 @router.get("/progress")

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from rocm_sd.integrations.diffusers import Drawing
 
-__all__ = ["Busy", "Cancelled", "Event", "Job", "Lost", "NotDrawn", "State", "TooLate", "words_of"]
+__all__ = ["Busy", "Cancelled", "Ending", "Event", "Job", "Lost", "NotDrawn", "State", "TooLate", "words_of"]
 
 State = Literal["queued", "drawing", "done", "failed", "cancelled"]
 _OVER = frozenset({"done", "failed", "cancelled"})
@@ -54,6 +54,15 @@ class Busy(NotDrawn):
     def __init__(self, retry_after: int) -> None:
         super().__init__(f"The queue is full. Try again in {retry_after} s.")
         self.retry_after = retry_after
+
+
+class Ending(NotDrawn):
+    """The server takes nothing new; another one may be there soon."""
+
+    status, kind, retry_after = 503, "not_ready", 5
+
+    def __init__(self) -> None:
+        super().__init__("The server ends: it takes no more requests.")
 
 
 class Lost(NotDrawn):

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from rocm_sd.errors import RocmSdError
-from rocm_sd.serve.jobs import Busy, Cancelled, Job, Lost, NotDrawn, TooLate
+from rocm_sd.serve.jobs import Busy, Cancelled, Ending, Job, Lost, NotDrawn, TooLate
 from rocm_sd.serve.logs import log
 
 if TYPE_CHECKING:
@@ -95,7 +95,13 @@ class Service:
 
     @property
     def queued(self) -> int:
-        return sum(len(waiting) for waiting in self._waiting.values())
+        with self._changed:
+            return sum(len(waiting) for waiting in self._waiting.values())
+
+    def jobs_of(self, client: str, api: str) -> list[Job]:
+        """Those that are not over, the oldest first."""
+        with self._changed:
+            return [job for job in self.jobs.values() if job.api == api and job.client == client and not job.is_over]
 
     @property
     def in_flight(self) -> int:
@@ -111,7 +117,9 @@ class Service:
         with self._changed:
             if self._lost is not None:
                 raise Lost(self._lost)
-            if self._draining or self.queued + len(job.drawings) > self.limits.queue:
+            if self._draining:
+                raise Ending
+            if self.queued + len(job.drawings) > self.limits.queue:
                 self.metrics.refused.inc()
                 raise Busy(self.retry_after())
             self._waiting.setdefault(job.client, deque()).extend((job, i) for i in range(len(job.drawings)))
@@ -222,8 +230,9 @@ class Service:
             if job.fail(error if self._lost is None or isinstance(error, NotDrawn) else Lost(self._lost)):
                 self._note(job)
         else:
-            self._ended.append((time.monotonic(), time.monotonic() - began))
-            self.drawn += 1
+            with self._changed:
+                self._ended.append((time.monotonic(), time.monotonic() - began))
+                self.drawn += 1
             self.metrics.pictures.labels(job.model).inc()
             if job.finish(picture, image):
                 self._note(job)
