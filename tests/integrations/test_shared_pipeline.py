@@ -221,6 +221,14 @@ def test_a_quality_leaves_steps_out_one_picture_at_a_time_beside_exact_ones(shar
     assert any("calls so far" in note and "shallow" in note for note in one.approximations("high"))
 
 
+def test_one_that_waits_for_its_turn_in_a_quality_can_be_stopped(shared):
+    one, _ = shared(measured={"high": Approximation(Skipping(depth=1, every=2))}, qualities=("exact", "high"))
+    drawing = Drawing("a frog", steps=6, quality="high", width=16, height=16)
+    with one._one_at_a_time["high"], pytest.raises(KeyError):
+        one.draw(drawing, stop=lambda: KeyError("stop"))
+    one.draw(drawing)
+
+
 def test_a_quality_that_changes_weights_is_refused(shared):
     one, _ = shared(measured={"high": Approximation(eight_bits="int8")}, qualities=("high",))
     assert "eight_bits" in one.why_not("high")
@@ -261,6 +269,7 @@ def test_pictures_with_other_loras_are_drawn_apart(shared, tmp_path, step_graph)
         ({"batch": 2}, "it is of one"),
         ({"strength": 0.0}, "more than 0"),
         ({"mask": mask()}, "without an image"),
+        ({"quality": "high", "loras": (("one", 1.0),)}, "does not support LoRAs"),
         ({"image": picture(0), "steps": 1, "strength": 0.5}, "that is none"),
         ({"scheduler": "magic"}, "magic"),
         ({"width": 9}, "multiple of 8"),

@@ -339,6 +339,11 @@ def test_lines_of_a_job_have_the_id_of_its_request(api, caplog, monkeypatch):
     assert lines["queued"].job == lines["over"].job
 
 
+def test_a_picture_says_which_loras_it_was_drawn_with(api):
+    made = drawn(generate(api, model="other", lora={"style": 0.5}).json()["data"][0]["b64_json"])
+    assert json.loads(made.text["parameters"])["loras"] == {"style": 0.5}
+
+
 def test_what_is_switched_off_is_not_written_into_the_picture():
     with client(metadata=False) as api:
         assert not drawn(generate(api).json()["data"][0]["b64_json"]).info

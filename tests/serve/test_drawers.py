@@ -30,7 +30,9 @@ def loaded(folder, tmp_path, monkeypatch):
 
     def load(**options):
         config = ServeConfig(**{"models": (str(folder),), "device": "cpu", "limits": Limits(in_flight=2), **options})
-        made.append(LocalDrawer(config, Metrics()))
+        metrics = Metrics()
+        made.append(LocalDrawer(config, metrics))
+        made[-1].metrics = metrics
         return made[-1]
 
     yield load
@@ -49,6 +51,7 @@ def test_what_is_told_of_a_model(loaded):
     facts = drawer.models()["tiny"]
     assert (facts.width, facts.height, facts.guidance, facts.qualities) == (16, 16, 7.5, ("exact",))
     assert all(picture.size == (16, 16) for picture in at_once(drawer, 3))
+    assert 'model="tiny"' in drawer.metrics.text().decode()
     assert drawer.approximations("tiny", "high") == ()
 
 

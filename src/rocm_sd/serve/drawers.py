@@ -120,7 +120,7 @@ class LocalDrawer:
         if moves_weights(pipe.unet):
             reason = f"{name} on {self.device}, which has no room for all of its weights"
             raise Unsupported("Serving", reason, hint="Draw by: rocm-sd generate, or serve it on a larger card.")
-        shared = SharedPipeline(pipe, self._batcher, dict(config.loras), config.qualities, on_loras)
+        shared = SharedPipeline(pipe, self._batcher, dict(config.loras), config.qualities, on_loras, name)
         self._shared[name] = shared
         if self._captured:
             _warm_up(shared, config.limits.in_flight)

@@ -160,6 +160,7 @@ def facts_of(server: Server, job: Job, picture: int) -> dict[str, Any] | None:
     drawing = job.drawings[picture]
     said = {name: getattr(drawing, name) for name in ("prompt", "negative", "steps", "guidance", "seed", "quality")}
     said |= {"size": f"{drawing.width}x{drawing.height}", "model": job.model, "scheduler": drawing.scheduler}
+    said |= {"loras": dict(drawing.loras)} if drawing.loras else {}
     return said | ({"strength": drawing.strength} if job.is_from_image else {})
 
 

@@ -116,6 +116,20 @@ def test_the_first_waits_as_long_as_patience_says_and_no_longer_than_until_all_a
     assert 0.05 <= time.monotonic() - began < 4
 
 
+@pytest.mark.parametrize("asked", ["patience", "first"])
+def test_where_nobody_can_say_who_is_next_all_that_wait_hear_why_and_later_ones_are_run(together, asked):
+    def fails(waiting):
+        if any(one.item == "odd" for one in waiting):
+            raise KeyError("odd")
+        return waiting[0] if asked == "first" else 0.0
+
+    one = together(**{asked: fails})
+    one.may.set()
+    with pytest.raises(KeyError):
+        one.gathering.ask("odd", 1)
+    assert one.gathering.ask("a", 1) == "a!"
+
+
 def test_what_waits_when_it_is_closed_is_told_so():
     one = Together()
     found = []

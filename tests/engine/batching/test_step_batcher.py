@@ -255,6 +255,27 @@ def test_a_model_is_made_ready_for_a_group_once(batcher):
     assert sorted(ready) == [("lora", 0), ("lora", 1)], "the pictures of one group come to their end first"
 
 
+def test_a_model_that_was_made_ready_half_way_is_ready_for_nobody(batcher):
+    model, shared, ready = Model(), batcher(), []
+
+    def prepare(group):
+        ready.append(group)
+        if ready == ["a", "b"]:
+            raise KeyError("half-way")
+
+    shared.take(model, prepare)
+
+    def draw(group):
+        with shared.member(group):
+            return drawn(model, 1, steps=1)
+
+    draw("a")
+    with pytest.raises(KeyError):
+        draw("b")
+    draw("a")
+    assert ready == ["a", "b", "a"]
+
+
 def test_a_group_does_not_keep_the_others_waiting_for_ever(batcher, monkeypatch):
     monkeypatch.setattr(step_batcher, "_STAYS_S", 0.05)
     model, shared, ready = Model(), batcher(), []
@@ -281,7 +302,7 @@ def test_a_group_does_not_keep_the_others_waiting_for_ever(batcher, monkeypatch)
 def test_what_was_done_is_told(batcher):
     told = []
     model, shared = Model(), batcher(most=8, ladder=(4, 8), on_batch=told.append)
-    shared.take(model)
+    shared.take(model, name="mine")
 
     def work(number):
         with shared.member():
@@ -290,7 +311,7 @@ def test_what_was_done_is_told(batcher):
     together(3, work)
     assert sum(done.pictures for done in told) == 12
     assert all(done.samples == 4 and done.padded == 4 - done.pictures for done in told)
-    assert {done.model for done in told} == {"Model"}
+    assert {done.model for done in told} == {"mine"}
 
 
 @pytest.mark.parametrize("timestep", [7, 7.0, torch.tensor(7), torch.tensor([7.0]), torch.tensor([7, 7])])

@@ -1,6 +1,7 @@
 """One thread runs what other threads ask for, several at once where they agree.
 
-Those that wait longest are first. What fails together is run in halves, so that whoever is at fault fails alone.
+Those that wait longest are first. What fails together is run in halves, so that whoever is at fault fails alone. Where
+it cannot be said who is next, all that wait fail, and those that come later are run.
 """
 
 from __future__ import annotations
@@ -97,13 +98,19 @@ class Gathering(Generic[Item, Result]):
                         one.done.set_exception(Closed())
                     self._waiting.clear()
                     return None
-                batch = self._first()
                 left = 0.0
-                if batch:
-                    left = batch[0].since + self._patience(batch) - time.monotonic()
-                    if left <= 0 or sum(one.weight for one in batch) >= self.most:
-                        self._waiting = [one for one in self._waiting if one not in batch]
-                        return batch
+                try:
+                    batch = self._first()
+                    if batch:
+                        left = batch[0].since + self._patience(batch) - time.monotonic()
+                except BaseException as error:  # noqa: BLE001 -- nobody would ever be answered without this thread
+                    for one in self._waiting:
+                        one.done.set_exception(error)
+                    self._waiting.clear()
+                    continue
+                if batch and (left <= 0 or sum(one.weight for one in batch) >= self.most):
+                    self._waiting = [one for one in self._waiting if one not in batch]
+                    return batch
                 self._changed.wait(left if batch else None)
 
     def _first(self) -> list[Waiting[Item, Result]]:

@@ -114,15 +114,20 @@ class StepBatcher:
         # By model: how it is made ready for a group, and for which it is.
         self._prepare: WeakKeyDictionary[nn.Module, Callable[[Hashable | None], None]] = WeakKeyDictionary()
         self._ready_for: WeakKeyDictionary[nn.Module, Hashable | None] = WeakKeyDictionary()
+        self._names: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
         self._calls: Gathering[_Asked, Any] = Gathering(
             "rocm-sd steps", self._run, most=most, patience=self._patience, first=self._next
         )
 
-    def take(self, model: nn.Module, prepare: Callable[[Hashable | None], None] | None = None) -> Callable[[], None]:
+    def take(
+        self, model: nn.Module, prepare: Callable[[Hashable | None], None] | None = None, name: str | None = None
+    ) -> Callable[[], None]:
         """Have the calls of members go through here; how to undo it. Calls of others go on as before.
 
         `prepare(group)`: called before the model's first call, and where a call is of another group than the last one.
+        `name`: what it is called in `BatchDone`, its class if none is given.
         """
+        self._names[model] = name or type(model).__name__
         if prepare is not None:
             self._prepare[model] = prepare
 
@@ -201,6 +206,8 @@ class StepBatcher:
         first, padded = batch[0], 0
         group = first.member.group
         if not self._is_ready(first):
+            # Where that fails half-way, the model is ready for nobody.
+            self._ready_for.pop(first.model, None)
             self._prepare[first.model](group)
             self._ready_for[first.model] = group
         try:
@@ -225,7 +232,7 @@ class StepBatcher:
             self._seconds[first.key] = seconds
         if self._on_batch is not None:
             samples = sum(one.call.samples for one in batch) + padded
-            self._on_batch(BatchDone(type(first.model).__name__, len(batch), samples, padded, seconds))
+            self._on_batch(BatchDone(self._names[first.model], len(batch), samples, padded, seconds))
         return answers
 
     def _rung(self, samples: int) -> int | None:

@@ -40,6 +40,7 @@ UNCALIBRATED = replace(EVERYTHING, calibrated=False)
 # Pictures of a decode, texts of an encode: both are small beside the steps.
 _MOST_DECODED, _MOST_TEXTS = 4, 16
 _TEXTS_KEPT = 256
+_LOOK_S = 0.1
 # What `encode_prompt` gives first, and third, by what a pipeline's call takes.
 _EMBEDDINGS = ("prompt_embeds", "pooled_prompt_embeds")
 
@@ -72,6 +73,9 @@ class Drawing(Request):
             )
         if self.mask is not None and self.image is None:
             raise Unsupported("Inpainting", "a mask without an image", hint="Give the image that it is of.")
+        if self.loras and self.quality != "exact":
+            # What a quality leaves out was measured for the model as it is.
+            raise Unsupported(f"Quality {self.quality}", "LoRAs", hint="Ask for exact, or leave the LoRAs out.")
         if self.scheduler is not None and self.scheduler not in SCHEDULERS:
             raise InvalidOption("scheduler", self.scheduler, list(SCHEDULERS))
 
@@ -92,8 +96,8 @@ class Drawing(Request):
 class SharedPipeline:
     """`pipe` is optimised by its owner, and drawn with by nobody else meanwhile. `qualities`: those that may be asked
     for beside exact; what was not measured for the model is left out, and `why_not` says so. `on_loras`: called before
-    the UNet's first call with other LoRAs. `on_step(n, preview)` of `draw` is called after the n-th step, and may ask
-    for a preview.
+    the UNet's first call with other LoRAs. `name`: what the batcher calls the UNet. `on_step(n, preview)` of `draw` is
+    called after the n-th step, and may ask for a preview.
     """
 
     def __init__(
@@ -103,6 +107,7 @@ class SharedPipeline:
         loras: Mapping[str, str] | None = None,
         qualities: Sequence[str] = (),
         on_loras: Callable[[tuple[tuple[str, float], ...]], None] = lambda _loras: None,
+        name: str | None = None,
     ) -> None:
         if not hasattr(pipe, "unet") or not hasattr(pipe, "encode_prompt"):
             kinds = "Stable Diffusion 1.x, 2.x and SDXL"
@@ -136,7 +141,7 @@ class SharedPipeline:
             for task in self._tasks
         }
         self._one_at_a_time = {quality: threading.Lock() for _, quality in self._qualities}
-        self._release = batcher.take(pipe.unet, self._use_loras if self.loras else None)
+        self._release = batcher.take(pipe.unet, self._use_loras if self.loras else None, name)
 
     def close(self) -> None:
         self._release()
@@ -171,7 +176,7 @@ class SharedPipeline:
         reason = self.why_not(drawing.quality)
         if reason is not None:
             raise Unsupported(f"Quality {drawing.quality}", f"this model here: {reason}")
-        with self._own_pipeline(drawing) as pipe:
+        with self._own_pipeline(drawing, stop) as pipe:
             require_drawable(pipe, drawing)
             named = self._arguments(pipe, drawing)
             _raise(stop())
@@ -191,9 +196,9 @@ class SharedPipeline:
         return image
 
     @contextmanager
-    def _own_pipeline(self, drawing: Drawing) -> Iterator[Any]:
+    def _own_pipeline(self, drawing: Drawing, stop: Callable[[], BaseException | None]) -> Iterator[Any]:
         if drawing.quality != "exact":
-            with self._one_at_a_time[drawing.quality]:
+            with _turn(self._one_at_a_time[drawing.quality], stop):
                 pipe = self._qualities[drawing.task, drawing.quality]
                 pipe.scheduler = scheduler_like(self.pipe.scheduler, drawing.scheduler)
                 yield pipe
@@ -321,6 +326,17 @@ class SharedPipeline:
 def _raise(error: BaseException | None) -> None:
     if error is not None:
         raise error
+
+
+@contextmanager
+def _turn(lock: threading.Lock, stop: Callable[[], BaseException | None]) -> Iterator[None]:
+    """Whoever is to stop does not wait for it any longer."""
+    while not lock.acquire(timeout=_LOOK_S):
+        _raise(stop())
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 @contextmanager
