@@ -41,11 +41,11 @@ if TYPE_CHECKING:
     Found = dict[str, Any]
     Call = tuple[str, Sample]
 
-__all__ = ["KERNELS", "SOURCE", "compile_and_execute", "interpret"]
+__all__ = ["KERNELS", "MANY", "SOURCE", "compile_and_execute", "interpret"]
 
 KERNELS, SOURCE = "kernels.py", "source.hip"
 # A fault in one value of a million is met by a call of as many.
-_MANY = 2**20
+_MANY, MANY = 2**20, "a million values"
 _SHOWN = 4  # of the wrong elements
 
 
@@ -58,6 +58,7 @@ class _Tried:
         assert self.op.tuning is not None
         self.source: str = job["source"]
         self.bucket: str = job["bucket"]
+        self.architectures: tuple[str, ...] = tuple(job["architectures"])
         self.module = _loaded(Path(KERNELS)) if Path(KERNELS).exists() else None
         own = self.op.verification
         self.implementation: Implementation = (
@@ -156,18 +157,22 @@ def _interpreted(tried: _Tried) -> list[Found]:
     deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
     rungs = [_attempt(2, ladder.HOST, lambda: _small_calls(tried))]
     if rungs[0]["state"] == "passed":
-        rungs.append(_attempt(2, "a million values", lambda: _many_values(tried)))
+        rungs.append(_attempt(2, MANY, lambda: _many_values(tried)))
     torch.use_deterministic_algorithms(mode=False)
     return rungs
 
 
 def _small_calls(tried: _Tried) -> ladder.RungResult:
     result = ladder.step(2, tried.op, tried.verification, ladder.HOST, tried.config)
-    return result if result[0] == "passed" else _explained(tried, list(tried.verification.calls()), result)
+    return (
+        result if result[0] == "passed" else _explained(tried, list(tried.verification.calls()), result, tried.config)
+    )
 
 
 def _many_values(tried: _Tried) -> ladder.RungResult:
-    """The real call of as many values as make one fault in a million likely, and with the least arithmetic."""
+    """The real call of as many values as make one fault in a million likely, and with the least arithmetic; with each
+    config that one of the architectures has for it, since a kernel may do something else for another.
+    """
     calls = []
     for implementation, sample in tried.verification.calls(real=True):
         arguments = sample.make(filled=False)
@@ -178,25 +183,31 @@ def _many_values(tried: _Tried) -> ladder.RungResult:
         return "skipped", "no real call of this op has a million values", {}
     _, implementation, sample = min(calls, key=lambda each: each[0])
     chosen = [(implementation, sample)]
-    result = ladder.numbers(tried.op, tried.verification, chosen, lambda _name, given: _computed(tried, sample, given))
-    return result if result[0] == "passed" else _explained(tried, chosen, result)
+    passed: list[ladder.RungResult] = []
+    for config in dict.fromkeys(tried.config_at(arch, sample) for arch in tried.architectures):
+        result = ladder.numbers(tried.op, tried.verification, chosen, partial(_computed, tried, config))
+        if result[0] != "passed":
+            return _explained(tried, chosen, result, config)
+        passed.append(result)
+    return max(passed, key=lambda each: each[2]["largest_error"])
 
 
-def _computed(tried: _Tried, sample: Sample, arguments: tuple[Any, ...]) -> Any:
-    config = tried.config_at("gfx1100", sample)
+def _computed(tried: _Tried, config: Config, _name: str, arguments: tuple[Any, ...]) -> Any:
     return tried.implementation(*arguments, config=config)
 
 
-def _explained(tried: _Tried, calls: Sequence[Call], result: ladder.RungResult) -> ladder.RungResult:
-    """A failed rung, with the elements that are wrong."""
+def _explained(
+    tried: _Tried, calls: Sequence[Call], result: ladder.RungResult, config: Config | None
+) -> ladder.RungResult:
+    """A failed rung, with the elements that are wrong; a config of None is the implementation's own."""
     _state, sentence, figures = result
     for implementation, sample in calls:
         arguments = sample.make()
         exact = outputs(tried.verification.reference(*in_float64(arguments)))
         stock = outputs(tried.op.implementations[0](*arguments))
         run = tried.op.implementation(implementation)
-        config = tried.config_at("gfx1100", sample) if implementation == tried.implementation.name else run.default
-        ours = outputs(run(*arguments, config=config))
+        ours_alone = implementation == tried.implementation.name
+        ours = outputs(run(*arguments, config=config if config is not None and ours_alone else run.default))
         for number, each in enumerate(zip(ours, exact, stock, strict=True)):
             if not compare(*each).ok:
                 where = _wrong_elements(*each)
