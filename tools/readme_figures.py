@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING
 
 from rocm_sd import arch
 from rocm_sd.bench.ablation import ROWS, STOCK_ROW
-from rocm_sd.bench.records import COMPILE, OURS, STOCK, Measurement, Record
+from rocm_sd.bench.projection import projections
+from rocm_sd.bench.records import COMPILE, OURS, STOCK, Comparison, Measurement, Record
 from rocm_sd.bench.report.charts import tag
 from rocm_sd.verify.proofs import proofs
 
@@ -28,7 +29,18 @@ if TYPE_CHECKING:
 
     from rocm_sd.bench.report.parts import Svg
 
-__all__ = ["ABLATION", "ENGINES", "badge_links", "figures", "gpus", "main", "measured_where", "stale", "status"]
+__all__ = [
+    "ABLATION",
+    "ENGINES",
+    "badge_links",
+    "figures",
+    "gpus",
+    "main",
+    "measured_where",
+    "modelled",
+    "stale",
+    "status",
+]
 
 ROOT = Path(__file__).resolve().parents[1]
 ENGINES = ("benchmarks/engine-h200/sd15-512.json", "benchmarks/engine-h200/sdxl-mlperf.json")
@@ -37,6 +49,7 @@ ABLATION = "benchmarks/ablation-h200/sd15-512-ablation-earlier.json"
 FIRST_RUN = "benchmarks/first-run-h200/plans.json"
 COMFYUI = "benchmarks/comfyui-h200/comfyui-sd15-512.json"
 _TITLES = {"sd15": "Stable Diffusion 1.5", "sdxl": "SDXL"}
+_WORKLOADS = {"sd15-512": "SD 1.5", "sdxl-mlperf": "SDXL"}
 _NAMES = {STOCK: "Diffusers", COMPILE: "torch.compile", OURS: "rocm-sd"}
 WIDTH, ROW, BAR = 860, 30, 18
 # Where a bar begins and how long the longest is.
@@ -80,8 +93,9 @@ def _measured(record: Record, engine: str) -> Measurement:
     return next(one for one in record.measurements if (one.engine, one.batch) == (engine, 1))
 
 
-def _ratio(record: Record, engine: str) -> float:
-    return next(one.ratio for one in record.comparisons if (one.engine, one.against, one.batch) == (engine, STOCK, 1))
+def _compared(record: Record, engine: str, batch: int = 1) -> Comparison:
+    asked = (engine, STOCK, batch)
+    return next(one for one in record.comparisons if (one.engine, one.against, one.batch) == asked)
 
 
 def _waited(measured: Measurement) -> str:
@@ -109,7 +123,9 @@ def speed(theme: Theme) -> str:
             colour = theme.ours if is_ours else theme.other
             long = max(2.0, measured.p50_ms / slowest * _LONGEST)
             middle = y + ROW / 2 + 5
-            figure = f"{measured.p50_ms:.0f} ms" + (f", {_ratio(record, engine):.2f}x" if engine != STOCK else "")
+            figure = f"{measured.p50_ms:.0f} ms" + (
+                f", {_compared(record, engine).ratio:.2f}x" if engine != STOCK else ""
+            )
             parts += [
                 _text(_NAMES[engine], _BEGIN - 12, middle, theme.text, anchor="end", bold=is_ours),
                 tag("rect", x=_BEGIN, y=float(y + (ROW - BAR) / 2), width=long, height=BAR, rx=3, fill=colour),
@@ -125,12 +141,16 @@ def speed(theme: Theme) -> str:
     return _picture("Time for one picture", "; ".join(told), y - 22, parts)
 
 
+def _rows_of(record: Record) -> list[str]:
+    """From stock as it comes to the last; one that is younger than the record has no figure in it."""
+    recorded = {one.engine for one in record.measurements}
+    return [row.name for row in ROWS if row.name not in {"float32", "float16"} and row.name in recorded]
+
+
 def ablation(theme: Theme) -> str:
     """How long the card itself works on one picture of SD 1.5, each row with one optimisation more."""
     record = Record.load(ROOT / ABLATION)
-    # A row that is younger than the record has no figure in it.
-    recorded = {one.engine for one in record.measurements}
-    names = [row.name for row in ROWS if row.name not in {"float32", "float16"} and row.name in recorded]
+    names = _rows_of(record)
     found = {name: _measured(record, name) for name in (*names, COMPILE)}
     longest = max(one.card_ms or 0.0 for one in found.values())
     parts, told, y = [], [], 4
@@ -177,7 +197,45 @@ def measured_where() -> str:
         f"then draws SD 1.5 in {found['ours_ms']:.0f} ms; stock took {found['stock_ms']:.0f} in that run. In ComfyUI, "
         f"sampling is [{comfyui:.1f} times as fast]({COMFYUI})."
     )
-    return f"{_wrapped(where)}\n{_wrapped(new_card)}"
+    return f"{_wrapped(where)}\n{_wrapped(_host_and_card())}\n{_wrapped(new_card)}"
+
+
+def _host_and_card() -> str:
+    """What the ratios of one picture owe to the host, and what is left of them where the card is the limit."""
+    records = [Record.load(ROOT / name) for name in ENGINES]
+    alone, eight = ([_compared(record, OURS, batch) for record in records] for batch in (1, 8))
+    rows = Record.load(ROOT / ABLATION)
+    before, after = (_measured(rows, name).card_ms or 0.0 for name in (STOCK_ROW, _rows_of(rows)[-1]))
+    ended = "".join(
+        f" {_TITLES[record.workload.model]}'s run was ended before its last turns."
+        for record in records
+        if not record.complete
+    )
+    intervals = " and ".join(f"{one.ratio:.2f} times ({one.low:.2f} to {one.high:.2f})" for one in alone)
+    return (
+        f"One picture is drawn {intervals} as fast as by Diffusers, which leaves such a card waiting for its host. The "
+        f"card's own time for SD 1.5 fell from {before:.0f} to {after:.0f} ms, {before / after:.1f} times; eight "
+        f"pictures at once are {' and '.join(f'{one.ratio:.2f}' for one in eight)} times as fast.{ended}"
+    )
+
+
+def modelled() -> str:
+    """Of cards that nobody has timed, by the model of docs/projection.md."""
+    told = []
+    for name in ("gfx1100", "gfx942"):
+        of_card = [one for one in projections() if one.arch == name]
+        seconds = {
+            workload: sorted(one.ms / 1e3 for one in of_card if one.workload == workload)
+            for workload in dict.fromkeys(one.workload for one in of_card)
+        }
+        ranges = " and ".join(
+            f"{_WORKLOADS[workload]} {found[0]:.2g} to {found[-1]:.2g} s" for workload, found in seconds.items()
+        )
+        told.append(f"{arch.get(name).product}: {ranges}")
+    return _wrapped(
+        f"**Modelled, not measured**, for one picture with 50 and 20 steps: {'; '.join(told)}. [Expect a factor of "
+        "two](docs/projection.md#how-far-it-carries)."
+    )
 
 
 def _reached() -> dict[str, list[arch.Arch]]:
