@@ -35,6 +35,7 @@ FOLDERS = (
     *("controlnet", "controlnet_sd3", "controlnet_flux"),
 )
 EXAMPLES = """examples:
+  pip install parameterized requests_mock    # what Diffusers' tests import besides
   git clone --depth 1 https://github.com/huggingface/diffusers /tmp/diffusers
   python tools/diffusers_tests.py /tmp/diffusers                     # Stable Diffusion, SDXL, SD3, Flux, ControlNets
   python tools/diffusers_tests.py /tmp/diffusers flux --when called  # optimised just before its first call
