@@ -64,4 +64,4 @@ class Definition:
         if self.step.guided:
             self.difference = with_prompt - without
             return (answer,)
-        return (torch.cat([with_prompt - self.difference * self.step.difference, with_prompt]),)
+        return (torch.cat([with_prompt - (self.difference if self.step.difference else 0), with_prompt]),)

@@ -102,7 +102,7 @@ class TransformerDefinition:
         if step.guided:
             kept.difference = with_prompt - without
             return answer
-        return torch.cat([with_prompt - kept.difference * step.difference, with_prompt])
+        return torch.cat([with_prompt - (kept.difference if step.difference else 0), with_prompt])
 
     def joined(self, kept, step, after, computed):
         """The picture's tokens as they leave the last block, or would leave it."""

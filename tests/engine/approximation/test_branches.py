@@ -64,6 +64,19 @@ def test_each_pipeline(tmp_path, name):
     check(tmp_path, name, SETTINGS["both"])
 
 
+@pytest.mark.parametrize(
+    ("name", "end"), [("sd15", 0.0), ("sd15-img2img", 0.2), ("sd15-controlnet", 0.0), ("sdxl-img2img", 0.2)]
+)
+@pytest.mark.parametrize("order", [0, 1])
+def test_a_picture_that_begins_behind_the_end_of_guidance(tmp_path, name, end, order):
+    skipping = Skipping(depth=2, every=2, order=order, guided_every=2, guidance_end=end)
+    ours, _ = check(tmp_path, name, skipping)
+    notes = " ".join(rocm_sd.report(ours).approximations)
+    assert "shallow" in notes
+    assert "no guidance" in notes
+    assert " guided" not in notes.partition("calls so far")[2], "none of its steps had guidance"
+
+
 @pytest.mark.parametrize("scheduler", ["euler", "dpm++", "pndm", "ancestral"])
 def test_schedulers(tmp_path, scheduler):
     check(tmp_path, "sd15", SETTINGS["both"], scheduler=scheduler)

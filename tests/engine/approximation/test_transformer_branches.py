@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -95,6 +96,13 @@ def test_other_pipelines(tmp_path, name, setting):
 @pytest.mark.parametrize("name", NAMES)
 def test_in_bfloat16(tmp_path, name):
     check(tmp_path, name, FIXED["extrapolated"], dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(("name", "end"), [("sd3", 0.0), ("sd3-img2img", 0.2)])
+@pytest.mark.parametrize("setting", [Skipping(depth=1, every=3, order=1), Skipping(first_block=0.3)], ids=str)
+def test_a_picture_that_begins_behind_the_end_of_guidance(tmp_path, name, end, setting):
+    _, right = check(tmp_path, name, replace(setting, guidance_end=end))
+    assert {*right.said} == {"W", "s"}
 
 
 @pytest.mark.parametrize(

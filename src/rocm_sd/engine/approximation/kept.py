@@ -37,10 +37,13 @@ class Kept:
 
     def keep(self, number: int, features: torch.Tensor, rows: slice, added: torch.Tensor | None = None) -> None:
         """Of a whole step that has computed these rows of the batch."""
-        if rows.start is not None and self.features:
-            # Of the half that was not computed, what there was before.
-            features = torch.cat([self.features[-1][1][: rows.start], features])
-            added = added if added is None or self.added is None else torch.cat([self.added[: rows.start], added])
+        if rows.start is not None:
+            # Of the half that was not computed, what there was before. Where a picture begins without guidance there is
+            # nothing, and nothing that will read it: the other half is as good there as any.
+            others = self.features[-1][1][: rows.start] if self.features else features
+            features = torch.cat([others, features])
+            if added is not None:
+                added = torch.cat([added if self.added is None else self.added[: rows.start], added])
         earlier = self.features[-1:] if self.skipping.order else []
         self.features, self.added = [*earlier, (number, features)], added
 
