@@ -27,10 +27,10 @@ from rocm_sd.engine.verdict_facts import facts_of
 from rocm_sd.errors import Unsupported, require_one_of
 from rocm_sd.ops.registry import require_named
 from rocm_sd.quality.budget import parse_budget
-from rocm_sd.rewrite import apply, forwards, undo
+from rocm_sd.rewrite import Change, apply, forwards, undo
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from rocm_sd.engine.calibration import Plan
     from rocm_sd.engine.model_ways import ModelWay
@@ -84,9 +84,11 @@ def require_quality(quality: Quality) -> None:
         require_one_of("quality", quality, QUALITIES)
 
 
-def optimize_with(target: Target, level: str, quality: Quality, parts: Parts) -> Target:
+def optimize_with(
+    target: Target, level: str, quality: Quality, parts: Parts, tried: approximation.Tried | None = None
+) -> Target:
     """`optimize` with some of its parts. What they leave to stock inside an op or a block is so within
-    `parts.in_force()` only.
+    `parts.in_force()` only. `tried`: what an `optimize` with the same options has found out by drawing.
     """
     _require_fitting(target, level, quality)
     if settings.current().emulate is not None:
@@ -95,6 +97,29 @@ def optimize_with(target: Target, level: str, quality: Quality, parts: Parts) ->
         emulated_device.start_if_asked()
     modules = _modules(target)
     restore(target)
+    tried = approximation.Tried() if tried is None else tried
+    installed: list[Installed] = []
+    try:
+        _OPTIMIZED[target] = _installed_on(target, modules, level, quality, parts, tried, installed)
+    except BaseException:
+        # Nobody else could: without a state, `restore` knows of nothing.
+        _take_back(installed)
+        raise
+    _OPTIMIZED[target].on_end.atexit = False
+    move_outside(target)
+    return target
+
+
+def _installed_on(
+    target: Any,
+    modules: dict[str, nn.Module],
+    level: str,
+    quality: Quality,
+    parts: Parts,
+    tried: approximation.Tried,
+    installed: list[Installed],
+) -> _State:
+    """`installed`: what has been put on the target so far, one by one: it counts where this fails half-way, too."""
     decision = levels.decide(target, level)
     device = decision.device
     architecture = arch.detect(device)
@@ -104,60 +129,49 @@ def optimize_with(target: Target, level: str, quality: Quality, parts: Parts) ->
     models = denoising.captured_models(target)
     approximated, left_exact = _approximated(target, models, quality, decision)
     # Before any rule looks at a layer.
-    coarse, not_coarse = approximation.install_eight_bits(target, models, approximated)
+    coarse, not_coarse = approximation.install_eight_bits(target, models, approximated, device, tried)
+    installed += coarse
     left_exact += not_coarse
     ways = {name: way_of(name, module, device, parts, graphs=graphs) for name, module in modules.items()}
-    changes = [
-        change
-        for name, module in modules.items()
-        for change in apply(module, ways[name].rules, prefix=name, not_channels_last=ways[name].why_layout_is_kept)
-    ]
-    installed = [*coarse, Installed(tuple, lambda: undo(changes))]
+    changes: list[Change] = []
+    installed.append(Installed(tuple, lambda: undo(changes)))
+    for name, module in modules.items():
+        changes += apply(module, ways[name].rules, prefix=name, not_channels_last=ways[name].why_layout_is_kept)
     installed += _relaid((module, ways[name]) for name, module in modules.items())
     if parts.convolution_library:
         installed.append(_convolution_library(modules, device))
     skipped = {model: settings for model, settings in approximated.items() if approximation.are_about_steps(settings)}
-    installed += [approximation.install_inside(model) for model in skipped]
+    installed += (approximation.install_inside(model) for model in skipped)
     mergings = [found for found in map(approximation.Merging.of, approximated, approximated.values()) if found]
-    installed += [merging.install_inside() for merging in mergings]
+    installed += (merging.install_inside() for merging in mergings)
     as_they_are = {model for name, module in modules.items() if not ways[name].captured for model in subjects(module)}
     replayed = [model for model in models if model not in as_they_are]
     installed += _replayed(target, replayed, parts, device, graphs=graphs)
-    lossy = [_following(target, merging.install_outside) for merging in mergings]
-    lossy += [_left_out(target, model, settings) for model, settings in skipped.items()]
-    installed += lossy
-    lossy += coarse
+    so_far = len(installed)
+    installed += (_following(target, merging.install_outside) for merging in mergings)
+    installed += (_left_out(target, model, settings) for model, settings in skipped.items())
+    lossy = [*installed[so_far:], *coarse]
     if parts.calibrated and parts.plan is None and parts.rules is None and calibration.counts(device):
         keys = (calibration.model_key(model) for model in models)
         had = {key: standing(key, device, graphs=graphs) for key in keys}
-        again = _Again(ref(target), level, quality, parts, device, graphs, had)
+        again = _Again(ref(target), level, quality, parts, device, graphs, had, tried)
         installed.append(calibration.install(models, device, again.first_call))
     notes = [*left_exact, *dict.fromkeys(note for way in ways.values() for note in way.notes)]
     if parts.hook_questions:
         installed.append(hook_questions.install(modules.values()))
     installed.append(levels.install(target, decision))
-    installed += [_planned_vae(module, decision.level) for name, module in modules.items() if is_vae(name, module)]
+    installed += (_planned_vae(module, decision.level) for name, module in modules.items() if is_vae(name, module))
     small = _small_decoder(target, approximated, device, parts if graphs else None)
     installed += small
     lossy += small[:1]
-    _OPTIMIZED[target] = _State(
-        Report(
-            architecture.name,
-            level,
-            quality,
-            tuple(changes),
-            tuple(notes),
-            tuple(left_exact),
-            facts_of(decision, ways.values(), parts, approximated.values(), graphs=graphs),
-        ),
+    facts = facts_of(decision, ways.values(), parts, approximated.values(), graphs=graphs)
+    return _State(
+        Report(architecture.name, level, quality, tuple(changes), tuple(notes), tuple(left_exact), facts),
         device,
         tuple(installed),
         tuple(lossy),
         finalize(target, _leave, [ref(module) for module in modules.values()], tuple(installed)),
     )
-    _OPTIMIZED[target].on_end.atexit = False
-    move_outside(target)
-    return target
 
 
 def _require_fitting(target: Any, level: str, quality: Quality) -> None:
@@ -194,7 +208,7 @@ def restore(target: Target) -> Target:
     return target
 
 
-def _take_back(several: tuple[Installed, ...]) -> None:
+def _take_back(several: Sequence[Installed]) -> None:
     for installed in reversed(several):
         installed.restore()
 
@@ -295,6 +309,7 @@ class _Again:
     device: torch.device
     graphs: bool
     had: Mapping[str, str | None]
+    tried: approximation.Tried
 
     def first_call(self, model: nn.Module, call: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Note it, and measure it where that is wanted. Whether the target was optimised anew."""
@@ -308,7 +323,7 @@ class _Again:
         target = self.target()
         if target is None or standing(key, self.device, graphs=self.graphs) == self.had.get(key):
             return False
-        optimize_with(target, self.level, self.quality, self.parts)
+        optimize_with(target, self.level, self.quality, self.parts, self.tried)
         return True
 
     def _note(self, subject: calibration.Subject) -> None:
@@ -405,7 +420,11 @@ def _left_out(target: Any, unet: nn.Module, settings: list[Setting]) -> Installe
 def _following(target: Any, install: Callable[[Callable[[], Any]], Installed]) -> Installed:
     """What asks which schedule the pipeline runs, for as long as it is installed."""
     run_of, stop = denoising.follow_schedule(target)
-    installed = install(run_of)
+    try:
+        installed = install(run_of)
+    except BaseException:
+        stop()
+        raise
 
     def restore() -> None:
         installed.restore()

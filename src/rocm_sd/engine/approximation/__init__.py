@@ -4,6 +4,7 @@ from rocm_sd.engine.approximation.branches import can_be_approximated
 from rocm_sd.engine.approximation.changes import evenly_changed, feature_changes
 from rocm_sd.engine.approximation.combined import Approximation
 from rocm_sd.engine.approximation.eight_bit_files import load_eight_bits, save_eight_bits
+from rocm_sd.engine.approximation.eight_bits import Tried
 from rocm_sd.engine.approximation.installing import has_halves, install_eight_bits, install_inside, install_outside
 from rocm_sd.engine.approximation.measured import known, known_with_plan, remember
 from rocm_sd.engine.approximation.merging import Merging
@@ -22,6 +23,7 @@ __all__ = [
     "PictureSteps",
     "Setting",
     "Skipping",
+    "Tried",
     "are_about_steps",
     "as_given",
     "can_be_approximated",

@@ -162,8 +162,8 @@ def load_eight_bits(target: Target, path: str | os.PathLike[str], device: str | 
             if len(linears) > 1:
                 lay_together(linears)
             waiting = Waiting(model, group)
-            waiting.replace(made)
             replaced.append(waiting)
+            waiting.replace(made)
     except BaseException:
         for waiting in replaced:
             waiting.bring_back()

@@ -30,12 +30,13 @@ from rocm_sd.rewrite.eight_bits import EightBitLayer, EightBitLinear, Origin, is
 from rocm_sd.rewrite.layers import is_plain
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
 __all__ = [
     "KEPT",
     "Group",
     "Kept",
+    "Tried",
     "Waiting",
     "digest_of",
     "eight_bit_layers",
@@ -82,10 +83,31 @@ class _Planned:
     square error over that of the results.
     """
 
-    group: Group
     x_scale: torch.Tensor | None
     smoothing: torch.Tensor | None
     error: float
+
+
+class Tried:
+    """What short pictures have told of models. A model that is optimised anew in the middle of a picture is not tried
+    on others meanwhile.
+    """
+
+    def __init__(self) -> None:
+        self._planned: WeakKeyDictionary[nn.Module, tuple[Any, list[_Planned]]] = WeakKeyDictionary()
+
+    def planned(
+        self, target: Any, model: nn.Module, every: Sequence[Group], to: torch.dtype, *, decoded: bool
+    ) -> list[_Planned]:
+        """Of each group. Raises NotObserved where nothing could be drawn."""
+        layers = {name: layer for group in every for name, layer in group.named()}
+        asked = to, tuple(layers)
+        known = self._planned.get(model)
+        if known is None or known[0] != asked:
+            seen = observe(target, layers, decoded=decoded)
+            known = asked, [_planned(group, seen[group.names[0]], to) for group in every]
+            self._planned[model] = known
+        return known[1]
 
 
 def format_of(eight_bits: str, device: torch.device) -> torch.dtype:
@@ -144,34 +166,35 @@ def _is_in_eight_bits(layer: Any) -> TypeGuard[nn.Linear | nn.Conv2d]:
     return isinstance(layer, nn.Module) and (is_eight_bit(layer) or is_eight_bit_convolution(layer))
 
 
-def install(target: Any, model: nn.Module, eight_bits: str) -> tuple[Installed, str | None]:
-    """And why it is not in 8 bits, in words, where it is not. Of a VAE it is the decoder."""
+def install(
+    target: Any, model: nn.Module, eight_bits: str, device: torch.device, tried: Tried
+) -> tuple[Installed, str | None]:
+    """And why it is not in 8 bits, in words, where it is not. Of a VAE it is the decoder. `device`: where it will
+    multiply, which its weights may not be on between its calls.
+    """
     kind, decodes = type(model).__name__, hasattr(model, "decoder")
-    device = next(model.parameters()).device
     to = format_of(eight_bits, device)
     every = [group for group in groups(model) if not decodes or group.names[0].startswith("decoder.")]
     if not every:
         return Installed(tuple, lambda: None), f"{kind} has no layers that can be put into {eight_bits}"
-    named = {name: layer for group in every for name, layer in group.named()}
     try:
-        seen = observe(target, named, decoded=decodes)
+        planned = tried.planned(target, model, every, to, decoded=decodes)
     except NotObserved as reason:
         return Installed(tuple, lambda: None), f"{kind} is not put into {eight_bits}: {reason}"
-    planned = [_planned(group, seen[group.names[0]], to) for group in every]
-    delicate = too_far({one.group.names[0]: one.error for one in planned})
-    converted = [one for one in planned if one.group.names[0] not in delicate]
-    waiting = [Waiting(model, one.group) for one in converted]
+    errors = {group.names[0]: one.error for group, one in zip(every, planned, strict=True)}
+    delicate = too_far(errors)
+    converted = [(group, one) for group, one in zip(every, planned, strict=True) if group.names[0] not in delicate]
+    waiting = [Waiting(model, group) for group, _ in converted]
     before = sum(p.numel() * p.element_size() for p in model.parameters())
-    for plan, one in zip(converted, waiting, strict=True):
-        one.replace(_in_eight_bits(plan, to))
+    _replace(waiting, (_in_eight_bits(group, one, to) for group, one in converted))
     after = sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers()))
-    layers = sum(len(one.group.names) for one in converted)
-    smoothed = sum(len(one.group.names) for one in converted if one.smoothing is not None)
+    layers = sum(len(group.names) for group, _ in converted)
+    smoothed = sum(len(group.names) for group, one in converted if one.smoothing is not None)
     KEPT[model] = {
-        name: Kept(f"too delicate for {eight_bits}", one.error if math.isfinite(one.error) else None)
-        for one in planned
-        if one.group.names[0] in delicate
-        for name in one.group.names
+        name: Kept(f"too delicate for {eight_bits}", errors[first] if math.isfinite(errors[first]) else None)
+        for first, *others in (group.names for group in every)
+        if first in delicate
+        for name in (first, *others)
     }
 
     def notes() -> Iterator[str]:
@@ -192,6 +215,17 @@ def install(target: Any, model: nn.Module, eight_bits: str) -> tuple[Installed, 
 
     approximated = Approximated(f"{layers} layers in {_name(to)}")
     return Installed(lambda: tuple(notes()), restore, approximated=lambda: (approximated,)), None
+
+
+def _replace(waiting: Sequence[Waiting], made: Iterable[Sequence[EightBitLayer]]) -> None:
+    try:
+        for one, layers in zip(waiting, made, strict=True):
+            one.replace(layers)
+    except BaseException:
+        # Whoever called has nothing yet to bring back the 16 bits with.
+        for one in waiting:
+            one.bring_back()
+        raise
 
 
 def _name(to: torch.dtype) -> str:
@@ -229,7 +263,7 @@ def _planned(group: Group, seen: Observed, to: torch.dtype) -> _Planned:
         weights = [w.double() * s.double().view(-1, *[1] * s.dim()) for w, s in _weights(group, to, factors)]
         ours = torch.cat([(q.double() * scale) @ weight.T for weight in weights], -1)
         error = (ours - exact).square().mean().sqrt() / exact.square().mean().sqrt().clamp_min(1e-30)
-        return _Planned(group, x_scale, factors, float(error))
+        return _Planned(x_scale, factors, float(error))
 
     plain = tried(None)
     if convolves:
@@ -250,8 +284,8 @@ def _weights(group: Group, to: torch.dtype, factors: torch.Tensor | None) -> lis
     return [(part.view(to), scale) for part in parts]
 
 
-def _in_eight_bits(planned: _Planned, to: torch.dtype) -> list[EightBitLayer]:
-    group, made = planned.group, []
+def _in_eight_bits(group: Group, planned: _Planned, to: torch.dtype) -> list[EightBitLayer]:
+    made = []
     for layer, (weight, scale) in zip(group.layers, _weights(group, to, planned.smoothing), strict=True):
         origin = Origin(group.names[0], digest_of(layer.weight), _name(layer.weight.dtype), planned.error)
         made.append(in_eight_bits(layer, weight, scale, planned.x_scale, planned.smoothing, origin))
@@ -319,6 +353,8 @@ class Waiting:
             old.weight.data = old.weight.data.to("cpu")
 
     def bring_back(self) -> None:
+        if not self._standing:
+            return
         for name, old, standing in zip(self._group.names, self._group.layers, self._standing, strict=True):
             old.weight.data = old.weight.data.to(standing.weight.device)
             # A LoRA or somebody else's layer may stand around ours by now.

@@ -17,6 +17,7 @@ from rocm_sd.rewrite import forwards
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
 
+    import torch
     from torch import nn
 
     from rocm_sd.engine.approximation.shipped import Setting
@@ -106,11 +107,32 @@ def _notes(kind: str, settings: list[Setting], branches: Branches, why_guided: s
 
 
 def install_eight_bits(
-    target: Any, models: Iterable[nn.Module], approximated: Mapping[nn.Module, list[Setting]]
+    target: Any,
+    models: Iterable[nn.Module],
+    approximated: Mapping[nn.Module, list[Setting]],
+    device: torch.device,
+    tried: eight_bits.Tried,
 ) -> tuple[list[Installed], list[str]]:
-    """Of each model that was in 8 bits before, or where all its settings agree on it; and in words why one is not."""
+    """Of each model that was in 8 bits before, or where all its settings agree on it; and in words why one is not.
+    `device`: where they compute.
+    """
     found: list[Installed] = []
-    notes: list[str] = []
+    try:
+        return found, list(_install_eight_bits(target, models, approximated, device, tried, found))
+    except BaseException:
+        for installed in reversed(found):
+            installed.restore()
+        raise
+
+
+def _install_eight_bits(
+    target: Any,
+    models: Iterable[nn.Module],
+    approximated: Mapping[nn.Module, list[Setting]],
+    device: torch.device,
+    tried: eight_bits.Tried,
+    found: list[Installed],
+) -> Iterator[str]:
     vae: Any = getattr(target, "vae", None)
     first = next(iter(approximated.values()), [])
     for model in models:
@@ -131,13 +153,12 @@ def install_eight_bits(
             # Weights are the same for every number of steps.
             each = ", ".join(f"{to or 'none'} from {steps} on" for steps, to in asked.items())
             search = "measure one of these numbers of steps again: rocm-sd tune --quality MODEL --steps ..."
-            notes.append(f"{kind} keeps its dtype: settings differ in eight bits ({each}); {search}")
+            yield f"{kind} keeps its dtype: settings differ in eight bits ({each}); {search}"
         if to is None:
             continue
-        installed, reason = eight_bits.install(target, known, to)
+        installed, reason = eight_bits.install(target, known, to, device, tried)
         found.append(installed)
         if reason is not None:
-            notes.append(reason)
+            yield reason
         elif min(asked) > 1:
-            notes.append(f"{kind}: pictures of fewer than {min(asked)} steps are in {to}, too: not measured")
-    return found, notes
+            yield f"{kind}: pictures of fewer than {min(asked)} steps are in {to}, too: not measured"

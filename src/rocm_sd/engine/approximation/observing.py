@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import statistics
 import sys
@@ -13,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from rocm_sd.errors import first_line
+from rocm_sd.rewrite import forwards
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -101,16 +103,37 @@ def observe(target: Any, layers: Mapping[str, nn.Module], *, decoded: bool = Fal
 
 def _draw(target: Any, output: str) -> None:
     """A picture from each prompt, by the pipeline's own parts and the same seed each time."""
-    # Whoever has a pipeline has imported it.
-    pipe = sys.modules["diffusers"].AutoPipelineForText2Image.from_pipe(target)
+    pipe, more = _drawing(target)
     pipe.set_progress_bar_config(disable=True)
-    timesteps = getattr(target.scheduler, "timesteps", None)
     try:
-        _pictures(pipe, [{"prompt": prompt} for prompt in _PROMPTS], output)
+        _pictures(pipe, [{"prompt": prompt, **more} for prompt in _PROMPTS], output)
     except Exception:  # noqa: BLE001 -- one that has no encoders of its own: whoever calls it brings embeddings along
-        _pictures(pipe, [_noise(pipe)], output)
-    if timesteps is not None and hasattr(pipe, "unet"):
-        target.scheduler.set_timesteps(len(timesteps))
+        _pictures(pipe, [_noise(pipe) | more], output)
+
+
+def _drawing(target: Any) -> tuple[Any, dict[str, Any]]:
+    """A pipeline of the same parts that draws from a prompt, and what else it is to be given.
+
+    Its scheduler is a copy: the pipeline's own may be in the middle of a picture. It has no ControlNet, which would ask
+    for a picture. A UNet that takes a picture beside the latents is given a grey one, of which all is to be painted.
+    """
+    # Whoever has a pipeline has imported it.
+    diffusers: Any = sys.modules["diffusers"]
+    parts: dict[str, Any] = {"scheduler": copy.deepcopy(target.scheduler)}
+    forwards.discard(parts["scheduler"])
+    if "controlnet" in target.components:
+        parts["controlnet"] = None
+    if not _is_given_a_picture(target):
+        return diffusers.AutoPipelineForText2Image.from_pipe(target, **parts), {}
+    pipe = diffusers.AutoPipelineForInpainting.from_pipe(target, **parts)
+    return pipe, {"image": torch.full((1, 3, _SIDE, _SIDE), 0.5), "mask_image": torch.ones(1, 1, _SIDE, _SIDE)}
+
+
+def _is_given_a_picture(target: Any) -> bool:
+    """Whether a UNet's channels are the latents, those of a picture, and a mask."""
+    channels = getattr(getattr(getattr(target, "unet", None), "config", None), "in_channels", None)
+    latents = getattr(getattr(getattr(target, "vae", None), "config", None), "latent_channels", None)
+    return channels is not None and latents is not None and channels == 2 * latents + 1
 
 
 def _pictures(pipe: Any, several: list[dict[str, Any]], output: str) -> None:
