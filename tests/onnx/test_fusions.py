@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import combinations
 
 import numpy as np
 import onnx.parser
@@ -13,6 +14,7 @@ from fused_parts import outputs
 from torch.nn import functional as F
 
 from rocm_sd.errors import InvalidOption
+from rocm_sd.onnx import providers
 from rocm_sd.onnx.fusions.editing import Editor
 from rocm_sd.onnx.fusions.float16 import to_half, widen_attention
 from rocm_sd.onnx.fusions.fusing import fuse
@@ -186,16 +188,30 @@ def test_outputs_keep_their_names():
     assert Counter(node.op_type for node in model.graph) == {"MultiHeadAttention": 1}
 
 
-def test_the_best_provider_is_the_one_that_is_installed(monkeypatch):
-    import onnxruntime
-
-    assert ops_of("migraphx").session_name == "MIGraphXExecutionProvider"
-    for available, expected in {
-        ("CPUExecutionProvider",): "cpu",
-        ("MIGraphXExecutionProvider", "CPUExecutionProvider"): "migraphx",
-        ("MIGraphXExecutionProvider", "ROCMExecutionProvider", "CPUExecutionProvider"): "rocm",
-    }.items():
-        monkeypatch.setattr(onnxruntime, "get_available_providers", lambda available=available: list(available))
-        assert resolve("auto") == expected
+def test_a_model_is_fused_for_the_provider_by_which_it_would_be_run(monkeypatch):
+    """For each set of providers that may be installed; MIGraphX before the provider that ONNX Runtime has dropped."""
+    names = [name for name in providers.PROVIDERS if name != "cpu"]
+    for count in range(len(names) + 1):
+        for some in combinations(names, count):
+            there = [providers.PROVIDERS[name] for name in ("cpu", *some)]
+            monkeypatch.setattr(providers.runtime(), "get_available_providers", lambda there=there: there)
+            assert resolve("auto") == providers.automatic()[0]
+            expected = next((name for name in ("migraphx", "rocm", "cuda") if name in some), "cpu")
+            assert ops_of("auto").name == expected
+    assert {ops.session_name for ops in PROVIDERS.values()} == {providers.PROVIDERS[name] for name in PROVIDERS}
     with pytest.raises(InvalidOption, match="tpu"):
         resolve("tpu")
+
+
+@pytest.mark.parametrize(
+    ("provider", "others"),
+    [
+        ("cpu", {"cpu", "cuda"}),
+        ("migraphx", {"cpu", "migraphx", "cuda"}),
+        ("rocm", {"rocm", "cuda"}),
+        ("cuda", {"cuda"}),
+    ],
+)
+def test_a_fused_model_runs_where_its_ops_have_kernels(provider, others):
+    """MIGraphX and ROCm would lose the masks of what was fused for others; ROCm refuses biases."""
+    assert {name for name, ops in PROVIDERS.items() if ops.runs(PROVIDERS[provider])} == others

@@ -15,7 +15,7 @@ pytest.importorskip("onnxruntime")
 import onnx_folders
 from onnx import TensorProto
 from rocm_sd.errors import CorruptModel, DeviceUnavailable, InvalidOption, MissingDependency, ModelNotFound, Unsupported
-from rocm_sd.onnx import ROCmOnnxPipeline, layout, providers
+from rocm_sd.onnx import ROCmOnnxPipeline, layout, providers, sessions
 from rocm_sd.onnx.providers import Provider
 from rocm_sd.onnx.sessions import Session
 
@@ -185,6 +185,53 @@ def test_auto_takes_the_first_that_works_and_by_name_says_that_it_does_not(made,
         ROCmOnnxPipeline.from_pretrained(made, "cuda")
 
 
+def fused_for(folder, provider):
+    optimized = {"provider": provider, "float16": False, "parts": []}
+    replace(layout.Manifest.load(folder), optimized=optimized).save(folder)
+    return folder
+
+
+@pytest.mark.parametrize("asked", ["auto", "cpu"])
+def test_a_model_fused_for_another_provider_says_how_to_fuse_it_for_this_one(folder, asked):
+    fused_for(folder, "rocm")
+    with pytest.raises(Unsupported, match=r"fused for rocm.*rocm-sd onnx optimize EXPORT .* --provider cpu"):
+        ROCmOnnxPipeline.from_pretrained(folder, asked)
+    fused_for(folder, "vulkan")
+    with pytest.raises(CorruptModel, match="fused for vulkan"):
+        ROCmOnnxPipeline.from_pretrained(folder, asked)
+
+
+def test_auto_passes_a_provider_over_that_cannot_run_what_was_fused_and_says_so(folder, monkeypatch, caplog):
+    there = ["MIGraphXExecutionProvider", "TensorrtExecutionProvider", "CPUExecutionProvider"]
+    monkeypatch.setattr(providers.runtime(), "get_available_providers", lambda: there)
+    with caplog.at_level("WARNING", "rocm_sd"):
+        assert ROCmOnnxPipeline.from_pretrained(fused_for(folder, "cpu")).provider.name == "cpu"
+    assert "--provider migraphx" in caplog.text
+    with pytest.raises(Unsupported, match="Run the plain export"):
+        ROCmOnnxPipeline.from_pretrained(folder, "tensorrt")
+
+
+def test_auto_leaves_out_what_a_provider_cannot_do_and_says_so(made, monkeypatch, caplog):
+    """MIGraphX captures no graphs: asked for by name that is an error, by auto it is still the best provider."""
+    tried = []
+
+    def opened(_file, provider, _threads):
+        tried.append((provider.name, provider.graphs))
+        if provider.is_gpu:
+            raise DeviceUnavailable("There is no card.")
+        return opened_here(_file, provider, _threads)
+
+    opened_here = sessions._opened
+    monkeypatch.setattr(sessions, "_opened", opened)
+    there = ["MIGraphXExecutionProvider", "ROCMExecutionProvider", "CPUExecutionProvider"]
+    monkeypatch.setattr(providers.runtime(), "get_available_providers", lambda: there)
+    with caplog.at_level("WARNING", "rocm_sd"):
+        ROCmOnnxPipeline.from_pretrained(made, graphs=True, tuning=True)
+    assert list(dict.fromkeys(tried)) == [("migraphx", False), ("rocm", True), ("cpu", False)]
+    assert "graphs has no effect: the provider cpu has none." in caplog.text
+    assert "tuning has no effect" in caplog.text
+
+
 def test_options_of_each_provider_have_the_names_of_its_version(monkeypatch, tmp_path):
     monkeypatch.setenv("ROCM_SD_CACHE", str(tmp_path))
     monkeypatch.setattr(providers.runtime(), "get_available_providers", lambda: list(providers.PROVIDERS.values()))
@@ -229,6 +276,21 @@ def test_bound_calls_and_replayed_ones_give_what_plain_ones_give(made, graphs):
     for given, one in zip(calls, found, strict=True):
         torch.testing.assert_close(one, plain(given, ["out_sample"])["out_sample"])
     assert len(bound._sizes) == (2 if graphs else 0)
+
+
+@pytest.mark.parametrize("size", [None, 1, "batch"])
+def test_timesteps_of_a_batch_are_never_cut_to_the_first(folder, size):
+    onnx_folders.unet(folder, timestep=(TensorProto.FLOAT, size))
+    session = Session(folder / "unet" / layout.MODEL, CPU)
+    alike, apart = ({**inputs_of(7), "timestep": torch.tensor(times)} for times in ([7, 7], [7, 8]))
+    text = {"encoder_hidden_states": alike["encoder_hidden_states"]}
+    one = session({**inputs_of(7), **text}, ["out_sample"])["out_sample"]
+    assert torch.equal(session(alike, ["out_sample"])["out_sample"], one)
+    if size == "batch":
+        session(apart, ["out_sample"])
+    else:
+        with pytest.raises(Unsupported, match="a timestep for each picture"):
+            session(apart, ["out_sample"])
 
 
 def test_what_an_export_cannot_do_is_said(made):

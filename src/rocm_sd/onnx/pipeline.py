@@ -24,6 +24,7 @@ from rocm_sd.errors import CorruptModel, DeviceUnavailable, ModelNotFound, Unsup
 from rocm_sd.onnx import layout, providers
 from rocm_sd.onnx.adapters import SafetyCheckerPart, TextEncoderPart, UNetPart, VaePart
 from rocm_sd.onnx.exporting import FINAL_NORM
+from rocm_sd.onnx.fusions import providers as fused_ops
 from rocm_sd.onnx.providers import AUTO, Provider
 from rocm_sd.onnx.sessions import Session
 from rocm_sd.plain_json import read_json
@@ -67,9 +68,14 @@ class ROCmOnnxPipeline:
         if provider != AUTO:
             return cls._with(made, made.provider(provider, graphs=graphs, tuning=tuning))
         names = providers.automatic()
-        for name in names:
+        fitting = [name for name in names if made.runs_on(name)]
+        if names and not fitting:
+            raise made.fused_for_another(names[0])
+        for name in fitting:
             found = cls._tried(made, name, graphs=graphs, tuning=tuning)
             if found is not None:
+                if name != names[0] and names[0] not in fitting:
+                    log.warning("%s computes, and not %s: %s", name, names[0], made.fused_for_another(names[0]))
                 return found
         raise DeviceUnavailable(
             f"None of the providers of the installed onnxruntime can be used: {', '.join(names) or 'it has none'}.",
@@ -78,13 +84,17 @@ class ROCmOnnxPipeline:
 
     @classmethod
     def _tried(cls, made: _Folder, name: str, *, graphs: bool, tuning: bool) -> ROCmOnnxPipeline | None:
-        """None where the provider is installed and its card or driver is not; of a CPU graphs are not asked for."""
-        on_gpu = name != "cpu"
+        """None where the provider is installed and its card or driver is not. What it cannot do is left out."""
+        able = {"graphs": graphs and name in providers.CAPTURING, "tuning": tuning and name in providers.TUNABLE}
         try:
-            return cls._with(made, made.provider(name, graphs=graphs and on_gpu, tuning=tuning and on_gpu))
+            found = cls._with(made, made.provider(name, **able))
         except DeviceUnavailable as error:
             log.info("%s", error.message)
             return None
+        for option, asked in {"graphs": graphs, "tuning": tuning}.items():
+            if asked and not able[option]:
+                log.warning("%s has no effect: the provider %s has none.", option, name)
+        return found
 
     @classmethod
     def _with(cls, made: _Folder, provider: Provider) -> ROCmOnnxPipeline:
@@ -155,7 +165,37 @@ class _Folder:
         self.parts = layout.require_parts(folder, self.manifest, self.index)
 
     def provider(self, name: str, *, graphs: bool, tuning: bool) -> Provider:
-        return providers.named(name, graphs=graphs, tuning=tuning)
+        found = providers.named(name, graphs=graphs, tuning=tuning)
+        if not self.runs_on(name):
+            raise self.fused_for_another(name)
+        return found
+
+    def runs_on(self, provider: str) -> bool:
+        """A plain export runs everywhere; a fused one where its ops have kernels."""
+        if self._fused_for is None:
+            return True
+        return provider in fused_ops.PROVIDERS and fused_ops.PROVIDERS[provider].runs(self._fused_for)
+
+    def fused_for_another(self, provider: str) -> Unsupported:
+        assert self._fused_for is not None
+        fuse = f"rocm-sd onnx optimize EXPORT {self.folder}-{provider} --provider {provider}"
+        return Unsupported(
+            f"The provider {provider}",
+            f"all ops of {self.folder}, which was fused for {self._fused_for.name}",
+            hint=f"Fuse the plain export for it: {fuse}"
+            if provider in fused_ops.PROVIDERS
+            else "Run the plain export.",
+        )
+
+    @cached_property
+    def _fused_for(self) -> fused_ops.Ops | None:
+        optimized = self.manifest.optimized if self.manifest is not None else None
+        if optimized is None:
+            return None
+        name = optimized.get("provider") if isinstance(optimized, dict) else None
+        if not isinstance(name, str) or name not in fused_ops.PROVIDERS:
+            raise CorruptModel(f"{self.folder} was fused for {name}, which is not known.", hint="Optimize it again.")
+        return fused_ops.PROVIDERS[name]
 
     def components(self, provider: Provider) -> tuple[str, dict[str, Any], dict[str, Any]]:
         """The family, the models and the rest by Diffusers' names, and what else the pipeline is told."""

@@ -40,7 +40,8 @@ PROVIDERS = {
     "tensorrt": "TensorrtExecutionProvider",
 }
 AUTO = "auto"
-# TensorRT builds engines for minutes before a first picture: it is used when asked for.
+# For which models are fused, and by which they are run. TensorRT builds engines for minutes before a first picture: it
+# is used when asked for.
 AUTOMATIC = ("migraphx", "rocm", "cuda", "cpu")
 _PACKAGES = {
     "cpu": "pip install onnxruntime",
@@ -90,7 +91,7 @@ def runtime() -> Any:
 
 
 def automatic() -> tuple[str, ...]:
-    """Of AUTOMATIC what is installed, in that order; a GPU's only where there is a GPU to see."""
+    """Of AUTOMATIC what is installed, in that order: whether there is a card, too, is known when it is tried."""
     there = runtime().get_available_providers()
     return tuple(name for name in AUTOMATIC if PROVIDERS[name] in there)
 

@@ -92,9 +92,12 @@ class Session:
         if len(wanted.shape) == 1 and value.dim() == 0:
             whole = next((len(v) for k, v in inputs.items() if k != name and v.dim()), 1)
             value = value.expand(1 if wanted.shape[0] == 1 else whole)
-        elif not wanted.shape and value.dim() == 1:
-            value = value[0]
-        return value.contiguous()
+        elif value.dim() == 1 and len(value) != 1 and wanted.shape in ([], [1]):
+            # On a card this waits for it; Diffusers' own pipelines give one timestep.
+            if not bool((value == value[0]).all()):
+                raise Unsupported("This model", f"a {name} for each picture", hint="Give all pictures one.")
+            value = value[:1]
+        return (value.reshape([]) if not wanted.shape and value.numel() == 1 else value).contiguous()
 
     def _first(self, key: Any, given: Tensors, outputs: Sequence[str]) -> Tensors:
         """Outputs by way of the host: how large they are is known afterwards."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rocm_sd.errors import optional_module, require_one_of
+from rocm_sd.errors import require_one_of
+from rocm_sd.onnx.providers import AUTO, automatic
 
 __all__ = ["PROVIDERS", "Ops", "ops_of", "resolve"]
 
@@ -17,7 +18,8 @@ class Ops:
     kernels take; others are left to functions. `split_weights`: a gated feed-forward is two products.
     `masked`: its attention hides what a mask hides. `qkv_bias`: it adds the biases of Q, K and V. `shared_guidance`: a
     UNet repeats what both halves of guidance share; of values on a card nobody can tell that they are equal without
-    waiting for it. `note`: who chooses the layout of convolutions, where it is not chosen here.
+    waiting for it. `slower`: ops with a kernel that takes longer than their function. `note`: who chooses the layout of
+    convolutions, where it is not chosen here.
     """
 
     name: str
@@ -31,7 +33,15 @@ class Ops:
     bias_add: frozenset[int] = frozenset()
     split_weights: bool = False
     shared_guidance: bool = False
+    slower: frozenset[str] = frozenset()
     note: str = ""
+
+    def runs(self, fused: Ops) -> bool:
+        """Whether it computes graphs that were fused for another provider, to the same result."""
+        kernels = fused.native <= self.native | self.slower
+        widths = fused.split_gelu <= self.split_gelu and fused.bias_add <= self.bias_add
+        heeded = (self.masked or not fused.masked) and (self.qkv_bias or not fused.qkv_bias)
+        return kernels and widths and heeded
 
     def why_not(self, fusion: str, part: str) -> str:
         """Why this provider has none of a fusion in a part; "" of one that it should have."""
@@ -62,6 +72,7 @@ PROVIDERS = {
         frozenset({"MultiHeadAttention", "QuickGelu"}),
         masked=True,
         qkv_bias=True,
+        slower=frozenset({"SkipLayerNormalization"}),
         split_weights=True,
         shared_guidance=True,
         note="the CPU provider lays convolutions out itself (NCHWc)",
@@ -97,18 +108,12 @@ PROVIDERS = {
         bias_add=_BIAS_ADD,
     ),
 }
-# The first that is there is meant.
-_PREFERRED = ("cuda", "rocm", "migraphx", "cpu")
 
 
 def resolve(provider: str) -> str:
-    """The name of a provider; of "auto", the best that the installed ONNX Runtime has."""
-    require_one_of("--provider", provider, ("auto", *PROVIDERS))
-    if provider != "auto":
-        return provider
-    runtime = optional_module("onnxruntime", "onnxruntime", "onnx")
-    available = set(runtime.get_available_providers())
-    return next(name for name in _PREFERRED if name == "cpu" or PROVIDERS[name].session_name in available)
+    """The name of a provider; of "auto", the one by which a pipeline is run first."""
+    require_one_of("--provider", provider, (AUTO, *PROVIDERS))
+    return provider if provider != AUTO else next(iter(automatic()), "cpu")
 
 
 def ops_of(provider: str) -> Ops:
