@@ -102,6 +102,21 @@ def test_an_engine_that_cannot_run_here_says_what_to_install(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["onnxruntime", "onnxruntime_fused"])
+def test_onnxruntime_is_timed_on_a_gpu_only_where_it_computes_on_one(monkeypatch, name):
+    runtime = pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    gpu = torch.device("cuda")
+    why_not = engines()[name].why_not
+    monkeypatch.setattr(runtime, "get_available_providers", lambda: ["CPUExecutionProvider"])
+    assert why_not(CPU) is None
+    assert "onnxruntime-migraphx" in why_not(gpu)
+    for provider in ("MIGraphX", "ROCM", "CUDA"):
+        there = [f"{provider}ExecutionProvider", "CPUExecutionProvider"]
+        monkeypatch.setattr(runtime, "get_available_providers", lambda there=there: there)
+        assert why_not(gpu) is None
+
+
+@pytest.mark.parametrize("name", ["onnxruntime", "onnxruntime_fused"])
 def test_onnxruntime_draws_what_stock_draws(tmp_path, name):
     pytest.importorskip("onnxruntime")
     pytest.importorskip("onnxscript")

@@ -104,7 +104,8 @@ def _onnxruntime(pipe: Any, *, fused: bool = False) -> Any:
     from rocm_sd.onnx.optimizing import optimize_folder  # noqa: PLC0415
     from rocm_sd.onnx.pipeline import ROCmOnnxPipeline  # noqa: PLC0415
 
-    provider = "cpu" if pipe.unet.device.type == "cpu" else "auto"
+    on_gpu = pipe.unet.device.type != "cpu"
+    provider = "auto" if on_gpu else "cpu"
     with tempfile.TemporaryDirectory(prefix="rocm-sd-onnx-") as place:
         folder = Path(place) / "plain"
         export_pipeline(pipe, folder, source="bench", check=False)
@@ -115,13 +116,27 @@ def _onnxruntime(pipe: Any, *, fused: bool = False) -> Any:
         for part in (pipe.unet, pipe.vae):
             part.to("meta")
         exported = ROCmOnnxPipeline.from_pretrained(folder, provider)
+    if on_gpu and not exported.provider.is_gpu:
+        # Installed, and unable to use the card: a comparison would be of a GPU with a CPU.
+        raise Unsupported("onnxruntime", "this card", hint="Type: rocm-sd doctor, to see the card and its driver.")
     exported.set_progress_bar_config(disable=True)
     return exported
 
 
-def _onnxruntime_why_not(_device: torch.device) -> str | None:
+def _onnxruntime_why_not(device: torch.device) -> str | None:
     missing = [name for name in ("onnx", "onnxruntime", "onnxscript") if find_spec(name) is None]
-    return f"{', '.join(missing)} not installed: pip install 'rocm-sd[onnx]'" if missing else None
+    if missing:
+        return f"{', '.join(missing)} not installed: pip install 'rocm-sd[onnx]'"
+    if device.type == "cpu":
+        return None
+    from rocm_sd.onnx.providers import automatic  # noqa: PLC0415
+
+    if set(automatic()) - {"cpu"}:
+        return None
+    return (
+        "the installed onnxruntime computes on the CPU alone: install AMD's onnxruntime-migraphx for your ROCm, or "
+        "onnxruntime-gpu for CUDA"
+    )
 
 
 def _version_of(package: str) -> Callable[[], str]:
