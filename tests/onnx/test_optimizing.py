@@ -77,13 +77,25 @@ def test_found_and_sites_are_equal_or_the_difference_is_explained(plain, tmp_pat
     assert all(each.found == each.sites for each in rows if not each.reason)
 
 
-def test_a_vae_that_overflows_stays_in_float32(plain, tmp_path):
+@pytest.mark.parametrize("force_upcast", [True, False, None])
+@pytest.mark.parametrize("is_sdxl", [True, False])
+def test_a_vae_that_overflows_stays_in_float32(plain, tmp_path, force_upcast, is_sdxl):
+    """As Diffusers has it: by default, and of SDXL alone."""
     config = plain / "vae_decoder" / "config.json"
-    config.write_text(json.dumps({**json.loads(config.read_text()), "force_upcast": True}))
+    told = {name: value for name, value in json.loads(config.read_text()).items() if name != "force_upcast"}
+    config.write_text(json.dumps(told | ({} if force_upcast is None else {"force_upcast": force_upcast})))
+    if is_sdxl:
+        shutil.copytree(plain / "text_encoder", plain / "text_encoder_2")
+        (plain / layout.MANIFEST).unlink()
+        shutil.copytree(plain / "text_encoder", plain / "unet")
+        index = {"_class_name": "StableDiffusionXLPipeline", "text_encoder_2": ["transformers", "CLIPTextModel"]}
+        (plain / "model_index.json").write_text(json.dumps(index))
+        (plain / "unet" / "config.json").unlink()
     result = optimize_folder(plain, tmp_path / "fused", float16=True, provider="cpu")
     by_name = {part.name: part for part in result.parts}
-    assert (by_name["text_encoder"].float16, by_name["vae_decoder"].float16) == (True, False)
-    assert "force_upcast" in by_name["vae_decoder"].note
+    wide = is_sdxl and force_upcast is not False
+    assert (by_name["text_encoder"].float16, by_name["vae_decoder"].float16) == (True, not wide)
+    assert ("force_upcast" in by_name["vae_decoder"].note) == wide
 
 
 def test_what_is_no_export_is_refused(tmp_path):

@@ -67,8 +67,7 @@ def export_pipeline(
     """
     for module, name in (("onnx", "onnx"), ("onnxscript", "onnxscript"), ("onnxruntime", "onnxruntime")):
         optional_module(module, name, "onnx")
-    flavour(pipe)
-    _as_diffusers_runs_it(pipe)
+    _as_diffusers_runs_it(pipe, flavour(pipe))
     modules = exported_modules(pipe)
     export = _Export(out, single, check, progress or (lambda *_: None), len(modules) * STEPS_OF_A_PART)
     wanted = layout.Manifest(source, type(pipe).__name__, _made_by(), extra={"single": single, "made_of": {}})
@@ -89,13 +88,14 @@ def export_pipeline(
     return manifest
 
 
-def _as_diffusers_runs_it(pipe: Any) -> None:
+def _as_diffusers_runs_it(pipe: Any, family: str) -> None:
     # Module by module: a pipeline warns that float16 will not run on a CPU, where it is only traced.
     for part in pipe.components.values():
         if isinstance(part, torch.nn.Module):
             part.to("cpu")
-    if pipe.vae.dtype is torch.float16 and pipe.vae.config.force_upcast:
-        # SDXL's own VAE overflows in float16: Diffusers computes it in float32.
+    if family == "sdxl" and pipe.vae.dtype is torch.float16 and pipe.vae.config.force_upcast:
+        # SDXL's own VAE overflows in float16: Diffusers computes it in float32. Others have that option by default, and
+        # their pipelines heed it not.
         pipe.vae.float()
 
 

@@ -63,9 +63,10 @@ def optimize_folder(
         try:
             _copy_rest(source, unfinished)
             made = []
+            family = "sdxl" if layout.is_listed(index, "text_encoder_2") else "sd"
             for number, (name, model) in enumerate(parts.items()):
                 tell(number, len(parts), name)
-                made.append(_optimize_part(name, model, unfinished / name, ops, float16=float16))
+                made.append(_optimize_part(name, model, unfinished / name, ops, family=family, float16=float16))
             tell(len(parts), len(parts), "done")
             result = Optimized(ops.name, float16, tuple(made))
             told = manifest or layout.Manifest(source.name, str(index.get("_class_name", "")), {})
@@ -118,7 +119,7 @@ def _copy_rest(source: Path, target: Path) -> None:
             shutil.copyfile(path, target / path.name)
 
 
-def _optimize_part(name: str, model: Path, target: Path, ops: Ops, *, float16: bool) -> OptimizedPart:
+def _optimize_part(name: str, model: Path, target: Path, ops: Ops, *, family: str, float16: bool) -> OptimizedPart:
     import onnx_ir as ir  # noqa: PLC0415 -- optional, and asked for in optimize_folder
 
     from rocm_sd.onnx.fusions import float16 as precision  # noqa: PLC0415
@@ -129,7 +130,7 @@ def _optimize_part(name: str, model: Path, target: Path, ops: Ops, *, float16: b
     config = _config(model.parent)
     loaded = _loaded(model)
     is_half = _weights_are_half(loaded)
-    note = _why_wide(name, config) if float16 and not is_half else ""
+    note = _why_wide(name, config, family) if float16 and not is_half else ""
     half = is_half or (float16 and not note)
     upcast = bool(config is not None and config.get("upcast_attention")) and half
     if upcast:
@@ -214,12 +215,13 @@ def _weights_are_half(model: onnx_ir.Model) -> bool:
     return sizes[ir.DataType.FLOAT16] > sizes[ir.DataType.FLOAT]
 
 
-def _why_wide(name: str, config: dict[str, Any] | None) -> str:
+def _why_wide(name: str, config: dict[str, Any] | None, family: str) -> str:
     """Why a part stays float32 whatever was asked for; "" where it does not."""
     if name == "safety_checker":
         return "it compares scores at three decimals"
-    if name.startswith("vae") and (config is None or config.get("force_upcast", True)):
-        return "force_upcast in its config: its activations pass 65504"
+    # What Diffusers' pipelines of SDXL do, where its default is the config's. Those of others heed it not.
+    if family == "sdxl" and name.startswith("vae") and (config is None or config.get("force_upcast", True)):
+        return "force_upcast: activations of SDXL's VAE pass 65504"
     return ""
 
 
