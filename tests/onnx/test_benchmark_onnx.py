@@ -102,12 +102,26 @@ def test_what_is_missing_is_said_with_what_to_type(run, made, tmp_path):
     assert not (tmp_path / "benchmark_result.csv").exists()
 
 
-def test_a_file_with_other_columns_is_left_as_it_is(run, made, tmp_path):
-    (tmp_path / "benchmark_result.csv").write_text("mine\n1\n")
+@pytest.mark.parametrize(
+    ("there", "words"), [(b"mine\n1\n", "has other columns"), (b"\xff\xfe no text", "cannot be read")]
+)
+def test_a_file_of_something_else_is_left_as_it_is_before_anything_is_timed(
+    run, made, tmp_path, monkeypatch, there, words
+):
+    (tmp_path / "benchmark_result.csv").write_bytes(there)
+    monkeypatch.setattr(benchmark, "benchmark", lambda *_: pytest.fail("It was timed."))
     code, _, said = run("-p", made, *SMALL)
     assert code == 1
+    assert words in said
     assert "--result" in said
-    assert (tmp_path / "benchmark_result.csv").read_text() == "mine\n1\n"
+    assert (tmp_path / "benchmark_result.csv").read_bytes() == there
+
+
+def test_a_file_that_may_not_be_read_is_no_empty_file(run, made, tmp_path):
+    (tmp_path / "benchmark_result.csv").mkdir()
+    code, _, said = run("-p", made, *SMALL)
+    assert code == 1
+    assert "cannot be read" in said
 
 
 def test_torch_is_timed_by_the_same_command(run, tmp_path):

@@ -28,8 +28,8 @@ from rocm_sd.bench import engines
 from rocm_sd.bench.machine import PeakMemory
 from rocm_sd.bench.subjects import PROMPTS
 from rocm_sd.cli.terminal import bar
-from rocm_sd.errors import INTERRUPTED, InvalidOption, RocmSdError, Unsupported, explained
-from rocm_sd.files import read_text, write_text
+from rocm_sd.errors import INTERRUPTED, InvalidOption, RocmSdError, Unsupported, explained, first_line
+from rocm_sd.files import write_text
 from rocm_sd.integrations.diffusers import load_pipeline, set_scheduler
 from rocm_sd.integrations.diffusers.loading import default_device, default_dtype, hush
 from rocm_sd.measuring import Stopwatch
@@ -262,20 +262,34 @@ def _memory(asked: argparse.Namespace) -> Iterator[Callable[[], float | None]]:
 
 
 def append(row: dict[str, Any], file: Path) -> None:
-    """One more row, under a header that stands there once; a file with other columns is left as it is."""
-    before = read_text(file)
-    header = ",".join(COLUMNS)
-    if before and before.splitlines()[0] != header:
-        raise RocmSdError(f"{file} has other columns.", hint="Give another file with --result.")
+    """One more row, under a header that stands there once."""
+    before = rows_of(file)
     text = io.StringIO()
     csv.DictWriter(text, COLUMNS, lineterminator="\n").writerow(row)
-    write_text(file, f"{before or header}\n{text.getvalue()}")
+    write_text(file, f"{before}\n{text.getvalue()}")
+
+
+def rows_of(file: Path) -> str:
+    """What is there already, or else the header. A file that cannot be read or has other columns is left as it is."""
+    other = "Give another file with --result."
+    header = ",".join(COLUMNS)
+    try:
+        before = file.read_text(encoding="utf-8").strip()
+    except FileNotFoundError:
+        return header
+    except (OSError, UnicodeError) as error:
+        raise RocmSdError(f"{file} cannot be read ({first_line(error)}).", hint=other) from error
+    if before and before.splitlines()[0] != header:
+        raise RocmSdError(f"{file} has other columns.", hint=other)
+    return before or header
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     asked = parsed(arguments)
     hush()
     try:
+        # Before minutes are spent on a row that has no place.
+        rows_of(asked.result)
         with bar("starting") as update:
             row = benchmark(asked, lambda done, total, what: update(completed=done, total=total, description=what))
         append(row, asked.result)
