@@ -14,6 +14,7 @@ pytest.importorskip("onnxruntime")
 
 import onnx_folders
 from onnx import TensorProto
+from rocm_sd.arch import FoundGpu, Vendor
 from rocm_sd.errors import CorruptModel, DeviceUnavailable, InvalidOption, MissingDependency, ModelNotFound, Unsupported
 from rocm_sd.onnx import ROCmOnnxPipeline, layout, providers, sessions
 from rocm_sd.onnx.providers import Provider
@@ -252,6 +253,36 @@ def test_options_of_each_provider_have_the_names_of_its_version(monkeypatch, tmp
     assert providers.named("migraphx").options == {}
     built = {"trt_engine_cache_enable", "trt_engine_cache_path", "trt_timing_cache_enable", "trt_timing_cache_path"}
     assert set(providers.named("tensorrt").options) == built
+
+
+def test_it_computes_on_the_card_where_torchs_tensors_are(monkeypatch):
+    monkeypatch.setattr(providers.runtime(), "get_available_providers", lambda: list(providers.PROVIDERS.values()))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    found = providers.named("cuda")
+    assert (found.device, found.options) == (torch.device("cuda:1"), {"device_id": "1"})
+    assert providers.named("rocm").options["device_id"] == "1"
+    assert "device_id" not in providers.named("cpu").options
+    # Which is chosen once: a session and its tensors stay together.
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    assert found.device == torch.device("cuda:1")
+
+
+def test_without_a_gpu_torch_what_was_compiled_is_kept_by_the_drivers_cards_and_rocm(monkeypatch, tmp_path):
+    """Each of these is another folder: another card, a second card, another version of ROCm."""
+    monkeypatch.setenv("ROCM_SD_CACHE", str(tmp_path))
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(providers, "_ROCM_VERSION", tmp_path / "version")
+    seen = []
+    for version, cards in (("7.0.0", ["gfx1100"]), ("7.0.0", ["gfx942"]), ("7.0.0", []), ("7.1.0", ["gfx1100"])):
+        (tmp_path / "version").write_text(version)
+        gpus = tuple(FoundGpu(Vendor.AMD, None, None, arch_name=card, node=1) for card in cards)
+        monkeypatch.setattr(providers.arch, "find_gpus", lambda gpus=gpus: gpus)
+        seen.append(providers.cache_folder("migraphx"))
+    assert len(set(seen)) == 4
+    assert [folder.parent.name for folder in seen] == ["gfx1100", "gfx942", "unknown", "gfx1100"]
 
 
 def test_without_onnxruntime_it_says_what_to_install(made, monkeypatch):

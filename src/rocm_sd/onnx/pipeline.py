@@ -12,9 +12,10 @@ Schedulers, seeds, guidance and callbacks are Diffusers' own.
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import diffusers
 import transformers
@@ -25,9 +26,12 @@ from rocm_sd.onnx import layout, providers
 from rocm_sd.onnx.adapters import SafetyCheckerPart, TextEncoderPart, UNetPart, VaePart
 from rocm_sd.onnx.exporting import FINAL_NORM
 from rocm_sd.onnx.fusions import providers as fused_ops
-from rocm_sd.onnx.providers import AUTO, Provider
+from rocm_sd.onnx.providers import AUTO
 from rocm_sd.onnx.sessions import Session
 from rocm_sd.plain_json import read_json
+
+if TYPE_CHECKING:
+    from rocm_sd.onnx.providers import Provider
 
 __all__ = ["ROCmOnnxPipeline"]
 
@@ -201,7 +205,7 @@ class _Folder:
         """The family, the models and the rest by Diffusers' names, and what else the pipeline is told."""
         flavour = "sdxl" if "text_encoder_2" in self.index else "sd"
         # What runs once a picture is not worth a graph.
-        plain = Provider(provider.name, _without_graphs(provider), graphs=False)
+        plain = replace(provider, options=_without_graphs(provider), graphs=False)
         found: dict[str, Any] = {
             "unet": UNetPart(self._session("unet", provider), self._config("unet")),
             "vae": VaePart(

@@ -17,6 +17,7 @@ import torch
 
 from rocm_sd import arch, settings
 from rocm_sd.errors import DeviceUnavailable, InvalidOption, optional_module
+from rocm_sd.files import read_text
 
 __all__ = [
     "AUTO",
@@ -51,6 +52,8 @@ _PACKAGES = {
     "tensorrt": "pip install onnxruntime-gpu tensorrt",
 }
 _MIGRAPHX_CACHES_FROM = (1, 23)
+# Where ROCm's packages write theirs, for a torch that was built for something else.
+_ROCM_VERSION = Path("/opt/rocm/.info/version")
 # What captures calls as graphs, and the option by which it does.
 CAPTURING = {"cuda": "enable_cuda_graph", "rocm": "enable_hip_graph", "tensorrt": "trt_cuda_graph_enable"}
 TUNABLE = ("cuda", "rocm")
@@ -58,11 +61,15 @@ TUNABLE = ("cuda", "rocm")
 
 @dataclass(frozen=True)
 class Provider:
-    """`options`: as ONNX Runtime takes them. `graphs`: calls are captured, and later ones replay them."""
+    """`options`: as ONNX Runtime takes them. `graphs`: calls are captured, and later ones replay them.
+
+    `card`: the number by which torch and ONNX Runtime know the GPU.
+    """
 
     name: str
     options: dict[str, str]
     graphs: bool = False
+    card: int = 0
 
     @property
     def runtime_name(self) -> str:
@@ -75,7 +82,7 @@ class Provider:
     @property
     def device(self) -> torch.device:
         """Where its inputs and outputs lie: with a torch that sees no GPU they come from the host and go back."""
-        return torch.device("cuda" if self.is_gpu and torch.cuda.is_available() else "cpu")
+        return torch.device("cuda", self.card) if self.is_gpu and torch.cuda.is_available() else torch.device("cpu")
 
     @property
     def binding_device(self) -> str:
@@ -97,7 +104,7 @@ def automatic() -> tuple[str, ...]:
 
 
 def named(name: str, *, graphs: bool = False, tuning: bool = False) -> Provider:
-    """The provider asked for by name, with its options; raises where it is not known or not installed.
+    """The provider asked for by name, on torch's current GPU; raises where it is not known or not installed.
 
     `graphs` and `tuning`: raise where it cannot.
     """
@@ -114,7 +121,12 @@ def named(name: str, *, graphs: bool = False, tuning: bool = False) -> Provider:
         raise InvalidOption("graphs", "on", [], hint=f"{name} captures none: use one of {', '.join(CAPTURING)}.")
     if tuning and name not in TUNABLE:
         raise InvalidOption("tuning", "on", [], hint=f"{name} has no tunable ops: use one of {', '.join(TUNABLE)}.")
-    return Provider(name, _options(name, graphs=graphs, tuning=tuning), graphs)
+    options = _options(name, graphs=graphs, tuning=tuning)
+    if name == "cpu" or not torch.cuda.is_available():
+        return Provider(name, options, graphs)
+    # Of the same card as torch's tensors: ONNX Runtime's own choice is the first.
+    card = torch.cuda.current_device()
+    return Provider(name, options | {"device_id": str(card)}, graphs, card)
 
 
 def _options(name: str, *, graphs: bool, tuning: bool) -> dict[str, str]:
@@ -150,10 +162,17 @@ def _migraphx() -> dict[str, str]:
 
 def cache_folder(name: str) -> Path:
     """For what a provider compiles: another card or another version has another folder."""
-    versions = f"{runtime().__version__} {torch.version.hip or torch.version.cuda}"
-    card = arch.detect(torch.device("cuda")).name if torch.cuda.is_available() else "cpu"
+    card = arch.detect(torch.device("cuda")).name if torch.cuda.is_available() else _cards_without_torch()
+    libraries = torch.version.hip or torch.version.cuda or read_text(_ROCM_VERSION)
+    versions = f"{runtime().__version__} {libraries}"
     chosen = settings.current().cache_dir or Path(platformdirs.user_cache_dir("rocm-sd", appauthor=False))
     return chosen / "onnx" / name / card / hashlib.sha256(versions.encode()).hexdigest()[:16]
+
+
+def _cards_without_torch() -> str:
+    """AMD's cards by the driver, in its order: which of them computes, is known to ONNX Runtime alone."""
+    amd = sorted((gpu for gpu in arch.find_gpus() if gpu.arch_name), key=lambda gpu: gpu.node or 0)
+    return "-".join(dict.fromkeys(str(gpu.arch_name) for gpu in amd)) or "unknown"
 
 
 def _made(folder: Path) -> Path:
