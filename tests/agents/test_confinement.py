@@ -24,7 +24,7 @@ from pathlib import Path
 import pytest
 
 from rocm_sd.agents import confinement
-from rocm_sd.agents.confinement import LIMITS, Ended, confined, walls
+from rocm_sd.agents.confinement import LIMITS, Ended, confined, missing, walls
 from rocm_sd.agents.walls import WALLS
 from rocm_sd.errors import MissingDependency, RocmSdError
 
@@ -133,9 +133,11 @@ def works_as_it_should(outside):
     outside.chmod(0o777)  # seems to succeed; the test looks at it afterwards
     with tempfile.TemporaryDirectory() as folder:
         assert Path(folder).parent == Path.cwd()
-    with subprocess.Popen(["sleep", "1000"]) as started:
-        started.kill()
-    assert started.returncode == -signal.SIGKILL
+    landlock = ctypes.CDLL(None).syscall(444, None, 0, 1)
+    if landlock >= 6:  # else all signals to others are refused, also to what it started
+        with subprocess.Popen(["sleep", "1000"]) as started:
+            started.kill()
+        assert started.returncode == -signal.SIGKILL
     done = subprocess.run([sys.executable, "-c", "print(1)"], stdout=subprocess.PIPE, check=True, text=True)
     assert done.stdout == "1\n"
     Path("/dev/null").write_text("nothing")
@@ -176,6 +178,11 @@ def write_a_giant(job):
     with Path("giant").open("wb") as file:
         while True:
             file.write(bytes(2**20))
+
+
+def write_many(job):
+    for number in range(10**6):
+        Path(f"file-{number}").write_bytes(bytes(2**20))
 
 
 def leave_behind(job):
@@ -428,6 +435,7 @@ def test_walls_are_found_once_and_said_in_words():
     assert set(walls()) <= set(WALLS.values())
     assert "limits of memory, of processor time and of the size of files" in walls()
     assert walls() is walls()
+    assert set(missing()) == set(WALLS.values()) - set(walls())
 
 
 @pytest.fixture
@@ -435,11 +443,11 @@ def patient(monkeypatch):
     """A process has begun before its seconds are counted: a busy machine takes many to start Python. Since when."""
     began, listen = [], confinement._listen
 
-    def once_it_speaks(process, pipes, seconds):
+    def once_it_speaks(process, pipes, seconds, look):
         _answers, prints = pipes
         assert select.select([prints.descriptor], [], [], 180)[0]
         began.append(time.monotonic())
-        listen(process, pipes, seconds)
+        listen(process, pipes, seconds, look)
 
     monkeypatch.setattr(confinement, "_listen", once_it_speaks)
     return began
@@ -484,6 +492,60 @@ def test_memory_is_limited():
 def test_a_file_is_limited():
     with pytest.raises(Ended, match=r"^wrote a file of more than 8 MiB and was ended"):
         run(write_a_giant, limits=limited(file_bytes=2**23))
+
+
+def test_all_files_together_are_limited(monkeypatch):
+    with pytest.raises(Ended, match=r"^wrote more than 16 MiB or 100000 files and was ended"):
+        run(write_many, limits=limited(folder_bytes=2**24))
+    monkeypatch.setattr(confinement, "_MOST_FILES", 5)
+    with pytest.raises(Ended, match=r"^wrote more than 2 GiB or 5 files and was ended"):
+        run(write_many)
+
+
+@pytest.mark.parametrize("wall", ["capset", "Landlock's walls", "the filter of system calls"])
+def test_a_wall_that_does_not_rise_ends_the_process(wall, monkeypatch):
+    if wall != "capset" and len(walls()) < len(WALLS):
+        pytest.skip("this system may lack it, and then it is left out")
+    served = "from rocm_sd.agents.walls import serve"
+    failing = f"w._done = lambda result, what, done=w._done: done(-1 if {wall!r} in what else result, what)"
+    broken = confinement._SERVE.replace(served, f"import rocm_sd.agents.walls as w; {failing}; {served}")
+    assert broken != confinement._SERVE
+    monkeypatch.setattr(confinement, "_SERVE", broken)
+    # The function would answer.
+    with pytest.raises(Ended, match=rf"^raised a wall of this system could not be raised: .*{wall}"):
+        run(echo)
+
+
+def test_without_landlocks_own_wall_signals_to_others_are_refused():
+    script = """
+import ctypes, os, signal, sys
+from rocm_sd.agents import walls
+libc = ctypes.CDLL(None, use_errno=True)
+libc.prctl(38, 1, 0, 0, 0)
+walls._filter_calls(libc, device=False, signals=True)
+refused = []
+for pid in (os.getppid(), 1, -1):
+    try:
+        os.kill(pid, 0)
+    except PermissionError:
+        refused.append(pid)
+assert refused == [os.getppid(), 1, -1], refused
+os.kill(os.getpid(), 0)
+os.kill(0, 0)
+for number in (walls._SIGNALS["tgkill"], walls._REFUSED_SIGNALS["rt_sigqueueinfo"]):
+    column = walls._MACHINES[os.uname().machine][0]
+    assert libc.syscall(number[column], os.getppid(), os.getppid(), 0) == -1
+    assert ctypes.get_errno() == 1
+signal.raise_signal(signal.SIGUSR1)
+"""
+    if os.uname().machine not in ("x86_64", "aarch64"):
+        pytest.skip("calls are filtered on x86-64 and ARM")
+    places = os.pathsep.join(filter(None, sys.path))
+    done = subprocess.run(
+        [sys.executable, "-c", script], env={**os.environ, "PYTHONPATH": places}, capture_output=True, text=True,
+        check=False, start_new_session=True,
+    )  # fmt: skip
+    assert done.returncode == -signal.SIGUSR1, done.stderr
 
 
 def test_no_process_is_left_behind():

@@ -2,12 +2,14 @@
 
     confined("rocm_sd.agents.trials:judge", {"op": "attention"}, files={"proposal.py": text})      # the answer, a dict
     walls()                                             # which walls this system has: ("no network", ...)
+    missing()                                           # and which it lacks, for whoever is asked to go on without
 
 What a proposal holds is read before it comes here; these walls are for what that reading overlooks. They are raised
-before the function is imported, and hold for every process that it starts. A wall that the system lacks is left out:
+before the function is imported, and hold for every process that it starts. A wall that the system lacks is left out,
+and one that it has and that does not rise ends the process:
 
     an empty environment and folder     no keys, no settings, none of the user's caches
-    limits of the system (setrlimit)    memory, processor time, the size of a file
+    limits of the system (setrlimit)    memory, processor time, the size of a file; its whole folder is watched
     namespaces                          no network, no shared memory, and no rights where root runs this
     Landlock                            files: read what Python imports and drivers need, write its own folder
     a filter of system calls (seccomp)  no socket, nothing that leaves the group of processes that is ended with it
@@ -29,7 +31,7 @@ import tempfile
 import time
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -45,9 +47,9 @@ except ImportError:  # Windows
     resource = None  # type: ignore[assignment]
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping
 
-__all__ = ["LIMITS", "Ended", "Limits", "confined", "walls"]
+__all__ = ["LIMITS", "Ended", "Limits", "confined", "missing", "walls"]
 
 
 @dataclass(frozen=True)
@@ -58,13 +60,15 @@ class Limits:
     cpu_seconds: int = 240
     memory_bytes: int | None = 12 * 2**30  # of addresses. Drivers of GPUs reserve terabytes: with one it is not set.
     file_bytes: int = 256 * 2**20
+    folder_bytes: int = 2 * 2**30  # of all files together, looked at while it runs
     said_bytes: int = 64 * 2**10  # the last ones are kept; who prints 64 times as much is ended
     answer_bytes: int = 4 * 2**20
 
 
 LIMITS = Limits()
 _SAID_AT_MOST = 64  # times what is kept of it
-_LOOK_S = 0.02
+_LOOK_S, _LOOK_AT_FILES_S = 0.02, 1.0
+_MOST_FILES = 100_000
 _END_S = 5.0
 _PIECE = 2**16
 _NONE: Mapping[str, str] = MappingProxyType({})
@@ -133,6 +137,12 @@ def walls() -> tuple[str, ...]:
     return tuple(sentence for name, sentence in WALLS.items() if held.get(name) is True)
 
 
+def missing() -> tuple[str, ...]:
+    """Sentences: the walls that this system lacks. Raises Ended where no process can be started at all."""
+    there = walls()
+    return tuple(sentence for sentence in WALLS.values() if sentence not in there)
+
+
 def _environment(folder: Path, more: Mapping[str, str], *, device: bool) -> dict[str, str]:
     passed = {name: os.environ[name] for name in _OF_DEVICES if name in os.environ} if device else {}
     caches = {name: str(folder / ".cache") for name in ("ROCM_SD_CACHE", "TRITON_CACHE_DIR", "XDG_CACHE_HOME")}
@@ -186,7 +196,7 @@ def _answer(order: bytes, folder: Path, environment: Mapping[str, str], limits: 
                 raise Ended(f"no process could be started: {error}") from error
             resources.callback(_end, process)
         try:
-            _listen(process, (answers, prints), limits.seconds)
+            _listen(process, (answers, prints), limits.seconds, partial(_require_room, folder, limits.folder_bytes))
             # Also what it started: none of those can add to the answer any more.
             _end(process)
             for heard in (answers, prints):
@@ -233,9 +243,25 @@ def _pipe(resources: ExitStack, verb: str, kept: int, most: int) -> tuple[_Heard
     return _Heard(ours, verb, kept, most), os.fdopen(theirs, "wb", buffering=0)
 
 
-def _listen(process: subprocess.Popen[bytes], pipes: Iterable[_Heard], seconds: float) -> None:
+def _require_room(folder: Path, most: int) -> None:
+    """Raises _Stopped. What is open and has no name any more is not counted."""
+    size = files = 0
+    for place, _, names in os.walk(folder):
+        for name in names:
+            with suppress(OSError):
+                # Of a file with holes what it takes on the disk.
+                size += os.lstat(os.path.join(place, name)).st_blocks * 512  # noqa: PTH118 -- of many
+        files += len(names) + 1
+        if size > most or files > _MOST_FILES:
+            raise _Stopped(f"wrote more than {_size(most)} or {_MOST_FILES} files and was ended")
+
+
+def _listen(
+    process: subprocess.Popen[bytes], pipes: Iterable[_Heard], seconds: float, look: Callable[[], None]
+) -> None:
     """Until the first process ends; a pipe may stay open for longer, in one that it started."""
     end = time.monotonic() + seconds
+    next_look = time.monotonic() + _LOOK_AT_FILES_S
     with selectors.DefaultSelector() as selector:
         for heard in pipes:
             selector.register(heard.descriptor, selectors.EVENT_READ, heard)
@@ -243,6 +269,9 @@ def _listen(process: subprocess.Popen[bytes], pipes: Iterable[_Heard], seconds: 
             left = end - time.monotonic()
             if left <= 0:
                 raise _Stopped(f"took more than {seconds:.3g} s and was ended")
+            if time.monotonic() >= next_look:
+                look()
+                next_look = time.monotonic() + _LOOK_AT_FILES_S
             for key, _ in selector.select(min(left, _LOOK_S)):
                 if not key.data.read():
                     selector.unregister(key.fd)

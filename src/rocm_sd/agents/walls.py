@@ -10,7 +10,7 @@ import socket
 import struct
 import traceback
 from contextlib import suppress
-from errno import ENOSYS, EPERM
+from errno import EINVAL, ENOSYS, EPERM
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,8 +33,13 @@ def serve(asked: int, answering: int) -> None:
     with os.fdopen(asked, "rb") as file:
         order = json.load(file)
     os.set_inheritable(answering, False)
-    _raise_walls(order)
-    answer = _call(order["function"], order["job"])
+    try:
+        _raise_walls(order)
+    except OSError as error:
+        # Without it nothing is run.
+        answer = json.dumps({"raised": f"a wall of this system could not be raised: {error}"}).encode()
+    else:
+        answer = _call(order["function"], order["job"])
     with os.fdopen(answering, "wb") as pipe:
         pipe.write(answer)
     # Neither threads that the function left behind nor what is registered for the end of Python may hold it up.
@@ -63,19 +68,27 @@ def _raise_walls(order: dict[str, Any]) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     libc.syscall.restype = ctypes.c_long
     abi = _landlock(libc, _LANDLOCK_CREATE, None, 0, 1)
+    # Systems may refuse these to users; the filter of calls then keeps it from the network alone.
     own_user = libc.unshare(_NEW_USER | _NEW_NETWORK | _NEW_IPC) == 0
     if not own_user:
         libc.unshare(_NEW_NETWORK | _NEW_IPC)
-    libc.prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+    _done(libc.prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL), "its end with the one that started it")
     if os.getppid() != order["parent"]:
         os._exit(1)
     _limit(order["limits"], device=order["device"], processes=own_user and abi >= _LANDLOCK_LEAST)
     # Root's rights, and those that a namespace of its own gives: an empty set of them, of version 3.
-    libc.capset(struct.pack("=Ii", 0x20080522, 0), bytes(24))
-    libc.prctl(_SET_NO_NEW_PRIVILEGES, 1, 0, 0, 0)
+    _done(libc.capset(struct.pack("=Ii", 0x20080522, 0), bytes(24)), "no rights (capset)")
+    _done(libc.prctl(_SET_NO_NEW_PRIVILEGES, 1, 0, 0, 0), "no new rights (prctl)")
     if abi >= _LANDLOCK_LEAST:
         _restrict_files(libc, abi, order)
-    _filter_calls(libc, device=order["device"])
+    _filter_calls(libc, device=order["device"], signals=abi < _LANDLOCK_SIGNALS)
+
+
+def _done(result: int, what: str) -> None:
+    """Raises OSError for what this system has, and refused."""
+    if result < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{what}: {os.strerror(number)}")
 
 
 def _limit(limits: dict[str, Any], *, device: bool, processes: bool) -> None:
@@ -106,6 +119,7 @@ _SET_PARENT_DEATH_SIGNAL, _SET_SECCOMP, _SET_NO_NEW_PRIVILEGES = 1, 22, 38
 
 # Landlock, as in linux/landlock.h. Its first version lets no file move into another folder, which Triton's cache needs.
 _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT, _LANDLOCK_LEAST = 444, 445, 446, 2
+_LANDLOCK_SIGNALS = 6
 _READ = 0b1101  # execute, read a file, read a folder
 _OF_FILES = 0xC007  # execute, write, read, truncate, talk to a device
 _SYSTEM = ("usr", "lib*", "bin", "sbin", "nix/store", "opt/rocm*", "opt/amdgpu*", "etc/ld.so.*", "proc", "sys")
@@ -123,6 +137,7 @@ def _restrict_files(libc: ctypes.CDLL, abi: int, order: dict[str, Any]) -> None:
     # TCP since version 4; since 6 also signals, and sockets without a file, to whom is outside.
     handled = struct.pack("=QQQ", everything, 3, 3)[: 8 if abi < 4 else 16 if abi < 6 else 24]
     rules = _landlock(libc, _LANDLOCK_CREATE, handled, len(handled), 0)
+    _done(rules, "Landlock's rules")
     readable = [*map(Path, order["readable"]), *_matching(_SYSTEM)]
     devices, writable = _matching(_DEVICES), [Path(order["folder"])]
     if order["device"]:
@@ -135,9 +150,10 @@ def _restrict_files(libc: ctypes.CDLL, abi: int, order: dict[str, Any]) -> None:
             with suppress(OSError):
                 descriptor = os.open(place, os.O_PATH | os.O_CLOEXEC)
                 allowed = rights & everything & (-1 if place.is_dir() else _OF_FILES)
+                # One that is not added opens nothing.
                 _landlock(libc, _LANDLOCK_ADD, rules, 1, struct.pack("=Qi", allowed, descriptor), 0)
                 os.close(descriptor)
-    _landlock(libc, _LANDLOCK_RESTRICT, rules, 0)
+    _done(_landlock(libc, _LANDLOCK_RESTRICT, rules, 0), "Landlock's walls")
     os.close(rules)
 
 
@@ -165,19 +181,34 @@ _REFUSED_WITH = {
     "clone": ((56, 220), _IF_ANY_BIT, 0x10008000), "kill": ((62, 129), _IF_AT_LEAST, 2**31),
     "prlimit64": ((302, 261), _IF_AT_LEAST, 1), "prctl": ((157, 167), _IF_EQUAL, _SET_PARENT_DEATH_SIGNAL),
 }  # fmt: skip
+# Where Landlock keeps no signal back: all but those to its own group and to itself. Who ends a program that it started
+# is refused, too, and the program ends with the first process.
+_SIGNALS = {"kill": (62, 129), "tkill": (200, 130), "tgkill": (234, 131)}
+_REFUSED_SIGNALS = {
+    "rt_sigqueueinfo": (129, 138), "rt_tgsigqueueinfo": (297, 240), "pidfd_send_signal": (424, 424),
+}  # fmt: skip
 # Its flags are where no filter can look; C libraries then do without it, as on an old system.
 _MISSING = {"clone3": (435, 435)}
 _NEWER = 452  # from here on calls are unknown to this table, and as good as missing
 _ALLOW, _KILL, _ERROR = 0x7FFF0000, 0x80000000, 0x00050000
 
 
-def _filter_calls(libc: ctypes.CDLL, *, device: bool) -> None:
+def _filter_calls(libc: ctypes.CDLL, *, device: bool, signals: bool) -> None:
+    """`signals`: also of those to others."""
     column, architecture = _MACHINES.get(os.uname().machine, (0, 0))
     if not architecture:
         return
     lines = [(_LOAD, 0, 0, 4), (_IF_EQUAL, 1, 0, architecture), (_RETURN, 0, 0, _KILL), (_LOAD, 0, 0, 0)]
     lines += [(_IF_AT_LEAST, 0, 1, _NEWER), (_RETURN, 0, 0, _ERROR | ENOSYS)]
     refused = _REFUSED if device else {**_REFUSED, **_REFUSED_WITHOUT_DEVICE}
+    if signals:
+        refused = {**refused, **_REFUSED_SIGNALS}
+        for name, both in _SIGNALS.items():
+            # A thread is known by a number of its own, and no other has that of this first one.
+            own = [os.getpid(), *([0] if name == "kill" else [])]
+            lines += [(_IF_EQUAL, 0, len(own) + 3, both[column]), (_LOAD, 0, 0, 16)]
+            lines += [(_IF_EQUAL, len(own) - at, 0, pid) for at, pid in enumerate(own)]
+            lines += [(_RETURN, 0, 0, _ERROR | EPERM), (_RETURN, 0, 0, _ALLOW)]
     for table, answer in ((refused, EPERM), (_PRETENDED, 0), (_MISSING, ENOSYS)):
         for numbers in table.values():
             if (number := numbers[column]) is not None:
@@ -187,7 +218,9 @@ def _filter_calls(libc: ctypes.CDLL, *, device: bool) -> None:
         lines += [(_RETURN, 0, 0, _ERROR | EPERM), (_RETURN, 0, 0, _ALLOW)]
     lines.append((_RETURN, 0, 0, _ALLOW))
     code = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *line) for line in lines))
-    libc.prctl(_SET_SECCOMP, 2, struct.pack("@HP", len(lines), ctypes.addressof(code)))
+    result = libc.prctl(_SET_SECCOMP, 2, struct.pack("@HP", len(lines), ctypes.addressof(code)))
+    if result == 0 or ctypes.get_errno() != EINVAL:  # which says that this kernel has no filters
+        _done(result, "the filter of system calls")
 
 
 WALLS = {
