@@ -273,16 +273,15 @@ class Judge:
             limits=self._limits,
         )
         found = typed_json.read(_Interpreted, answer, RULES, top="the process's answer")
-        _require_rungs(found.rungs, [(2, HOST), (2, MANY)] if climb else [])
-        return found
+        return replace(found, rungs=_climbed(found.rungs, [(2, HOST), (2, MANY)] if climb else []))
 
     def _compiled(self, proposal: Proposal, files: Mapping[str, str], *, climb: bool) -> _Compiled:
         job = self._job(proposal, climb=climb)
         answer = confined(f"{_TRYING}:compile_and_execute", job, files=files, limits=self._limits)
         found = typed_json.read(_Compiled, answer, RULES, top="the process's answer")
         emulated = [(4, arch) for arch in self.architectures if arch in EMULATED]
-        _require_rungs(found.rungs, [*((3, arch) for arch in self.architectures), *emulated] if climb else [])
-        return found
+        wanted = [*((3, arch) for arch in self.architectures), *emulated]
+        return replace(found, rungs=_climbed(found.rungs, wanted if climb else []))
 
     def _job(self, proposal: Proposal, *, climb: bool) -> dict[str, Any]:
         return {
@@ -299,14 +298,24 @@ def _has_failed(rungs: Sequence[Rung]) -> bool:
     return any(each.state == "failed" for each in rungs)
 
 
-def _require_rungs(found: Sequence[Rung], wanted: Sequence[tuple[int, str]]) -> None:
-    """All that were to be climbed, or those to the first that failed: nothing is passed by leaving it out."""
+def _climbed(found: Sequence[Rung], wanted: Sequence[tuple[int, str]]) -> tuple[Rung, ...]:
+    """All that were to be climbed, or those to the first that failed: nothing is passed by leaving it out. Their words
+    may be those of a proposal, and no terminal obeys them.
+    """
     climbed = [(each.rung, each.arch) for each in found]
     failed = [number for number, each in enumerate(found, 1) if each.state == "failed"]
     whole = failed == [len(found)] if failed else len(found) == len(wanted)
     if not whole or climbed != list(wanted)[: len(climbed)]:
         shown = ", ".join(f"{rung} on {arch}" for rung, arch in wanted) or "none"
         raise RocmSdError(f"The process answered with other rungs than were to be climbed ({shown}).")
+    figures = [{name: _plain(value) for name, value in each.figures.items()} for each in found]
+    return tuple(
+        replace(each, finding=_plain(each.finding), figures=values) for each, values in zip(found, figures, strict=True)
+    )
+
+
+def _plain(value: Any) -> Any:
+    return "".join(each if each.isprintable() else " " for each in value) if isinstance(value, str) else value
 
 
 def _ratio(work: _Work, shipped: _Work) -> dict[str, float]:

@@ -11,6 +11,7 @@ import shlex
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
+from unicodedata import category
 
 import typer
 from rich.console import Console
@@ -96,8 +97,16 @@ def status(console: Console, text: str) -> Status:
 
 
 def literal(text: str) -> str:
-    """The text where Rich reads markup, such as a cell of a table: it shows as it is."""
-    return escape(printable(text))
+    """The text where Rich reads markup, such as a cell of a table: it shows as it is, and what a terminal would obey
+    (colours, the cursor, the direction of writing) as escapes, since a stranger may have written it.
+    """
+    return escape("".join(_shown(each) for each in text))
+
+
+def _shown(character: str) -> str:
+    """Joiners are parts of emojis and of words."""
+    obeyed = category(character) in {"Cc", "Cf", "Cs", "Zl", "Zp"} and character not in "\n\t\u200c\u200d"
+    return character.encode("unicode_escape").decode() if obeyed else character
 
 
 def printable(text: str) -> str:

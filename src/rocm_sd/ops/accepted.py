@@ -134,7 +134,7 @@ def plug_ins(ops: Mapping[str, OpCandidates]) -> Iterable[PlugIn]:
 def _plug_in(ops: Mapping[str, OpCandidates], entry: Accepted) -> PlugIn:
     op = ops.get(entry.op)
     if op is None or op.verification is None or op.tuning is None:
-        raise _Unusable(f"there is no op {entry.op} that it could be for")
+        raise _Unusable(f"there is no op {entry.op!r} that it could be for")
     own = _own(op, entry)
     if entry.kernel != _hash_of(op, own):
         raise _Unusable(
