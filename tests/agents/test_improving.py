@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 import fcntl
+import io
 import json
 import os
 import subprocess
 import sys
 import textwrap
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from scripted_endpoint import Status, Truncated, scripted
 
-from rocm_sd.agents import keeping, page
+from rocm_sd.agents import confinement, keeping, page, proposers
+from rocm_sd.agents.endpoint import EndpointFailed, LimitReached, Reply
 from rocm_sd.agents.improving import accept, improve, run_of
 from rocm_sd.agents.judging import OFFERED, REFUSED, SLOWER, Judge, Judged, Rung
+from rocm_sd.agents.keeping import Round
 from rocm_sd.agents.proposals import NoProposal, Proposal, from_answer, functions_text
 from rocm_sd.agents.proposers import LanguageModel, Mutations, Replayed
 from rocm_sd.agents.roster import Agent
+from rocm_sd.agents.walls import WALLS
+from rocm_sd.cli import improve as command
 from rocm_sd.cli import main
+from rocm_sd.cli.terminal import literal
 from rocm_sd.errors import RocmSdError
 from rocm_sd.ops import OPS, accepted, plugins
 
@@ -170,7 +177,7 @@ def test_what_is_offered_is_accepted_by_name_and_guarded(told, tmp_path, monkeyp
     name = keeping.named("geglu", rounds["right and better"].proposal[0])
     with pytest.raises(RocmSdError, match="named 'geglu-00000000'"):
         accept("geglu-00000000", [folder])
-    path = accept(name, [folder])
+    path = accept(name, [folder], BesideASlowerOne)
     plugins.installed.cache_clear()
     try:
         found = plugins.find("geglu", name)
@@ -289,6 +296,126 @@ def test_killed_at_random_ten_times_nothing_is_lost(tmp_path):
     assert tree(tmp_path / "killed", rounds + 5) == tree(tmp_path / "whole", rounds + 5)
 
 
+def test_what_a_record_offers_is_proven_again_before_it_is_accepted(tmp_path, monkeypatch):
+    monkeypatch.setenv("ROCM_SD_CACHE", str(tmp_path / "cache"))
+    claimed = Judged(OFFERED, (Rung(1, "any", "passed", ""),), ratio={"gfx1100": 0.5})
+    proposal = Proposal("kernel", "from a stranger", text=OWN)
+    with keeping.keeping(tmp_path, run_of(GEGLU, ("gfx1100",), "stranger")) as kept:
+        kept.add(Round(1, 0, "stranger", "", "", (), claimed))
+        kept.add(Round(2, 0, "stranger", "", "", (proposal,), claimed))
+    name, judged = keeping.named("geglu", proposal), []
+
+    def judge_as(found):
+        def judge(op, architectures):
+            judged.append((op.name, architectures))
+            return lambda _proposal: found
+
+        return judge
+
+    wrong = Judged(REFUSED, (Rung(2, "cpu", "failed", "1 of 2 elements"),))
+    with pytest.raises(RocmSdError, match=r"refused when it was proven again.* 1 of 2 elements"):
+        accept(name, [tmp_path], judge_as(wrong))
+    assert list(accepted.accepted()) == []
+    proven = Judged(OFFERED, (Rung(1, "any", "passed", "seen here"),), ratio={"gfx1100": 0.9})
+    accept(name, [tmp_path], judge_as(proven))
+    assert judged == [("geglu", ("gfx1100",))] * 2
+    assert [each.evidence["rungs"][0]["finding"] for each in accepted.accepted()] == ["seen here"]
+
+
+class Questioned:
+    """In place of an endpoint: each answer is text, or an error; each question takes tokens."""
+
+    def __init__(self, answers):
+        self.answers = list(answers)
+
+    def __call__(self, agent, spent):
+        self.agent, self.spent = agent, spent
+        return self
+
+    def ask(self, _messages):
+        answer = self.answers.pop(0)
+        if isinstance(answer, LimitReached):
+            raise answer
+        self.spent.add(10, 5, 0.25)
+        if isinstance(answer, BaseException):
+            raise answer
+        return Reply(answer, 10, 5, 0.25, False)
+
+
+class Offering:
+    def __call__(self, _proposal):
+        return Judged(OFFERED, (Rung(1, "any", "passed", ""),), ratio={"gfx1100": 0.9})
+
+
+def reviewed(folder, monkeypatch, answers, rounds):
+    questioned = Questioned(answers)
+    monkeypatch.setattr(proposers, "Endpoint", questioned)
+    with keeping.keeping(folder, run_of(GEGLU, ("gfx1100",), "mutations")) as kept:
+        reviewer = proposers.Reviewer(Agent("careful", "http://127.0.0.1:1/v1", "m", "reviewer"), kept.rounds)
+        spent = questioned.spent.tokens
+        named = {"seconds": 600.0, "rounds": rounds, "reviewer": reviewer}
+        with suppress(KeyboardInterrupt):
+            improve(GEGLU, kept, Mutations(GEGLU, ("gfx1100",)), Offering(), **named)
+        return spent, kept.rounds
+
+
+def test_what_is_offered_is_kept_whatever_becomes_of_its_review(tmp_path, monkeypatch):
+    answers = ["fine", EndpointFailed("no answer"), LimitReached("Agent careful has used all.")]
+    spent, rounds = reviewed(tmp_path, monkeypatch, answers, 3)
+    assert spent == 0
+    assert [each.review for each in rounds] == [
+        "fine", "no review: no answer", "no review: Agent careful has used all.",
+    ]  # fmt: skip
+    assert [each.review_tokens_in for each in rounds] == [10, 10, 0]
+    # Its limits are those of the whole run, also of a question that failed.
+    spent, rounds = reviewed(tmp_path, monkeypatch, [KeyboardInterrupt()], 4)
+    assert spent == 30
+    assert len(rounds) == 4
+    assert len(keeping.read(next(tmp_path.glob("*.json"))).rounds) == 4
+
+
+def test_questions_that_failed_count_and_the_third_ends_the_run(tmp_path, monkeypatch):
+    questioned = Questioned([EndpointFailed("no answer")] * 3)
+    monkeypatch.setattr(proposers, "Endpoint", questioned)
+    agent = Agent("local", "http://127.0.0.1:1/v1", "m", "kernel_writer")
+    run = run_of(GEGLU, ("gfx1100",), "local")
+    with keeping.keeping(tmp_path, run) as kept, pytest.raises(EndpointFailed, match="no answer"):
+        improve(GEGLU, kept, LanguageModel(GEGLU, ("gfx1100",), agent), Offering(), seconds=600.0)
+    with keeping.keeping(tmp_path, run) as kept:
+        assert [each.tokens_in + each.tokens_out for each in kept.rounds] == [15, 15, 15]
+        LanguageModel(GEGLU, ("gfx1100",), agent, kept.rounds)
+        assert (questioned.spent.tokens, questioned.spent.money) == (45, 0.75)
+
+
+def test_a_fence_before_a_line_of_a_mebibyte_is_read_at_once():
+    with pytest.raises(NoProposal, match="0 blocks of JSON"):
+        from_answer("```" + "a" * 2**20)
+
+
+def test_what_a_stranger_wrote_is_nothing_that_a_terminal_obeys():
+    evil = "\x1b]0;title\x07\x1b[2J\u202ereversed\x9b1m"
+    judged = Judged(REFUSED, (Rung(2, "cpu", "failed", evil),))
+    shown = command._line(Round(1, 0, "m", "", "", (Proposal("kernel", evil),), judged))
+    assert "\\x1b" in shown
+    assert all(each.isprintable() or each == "\n" for each in shown)
+    assert literal("[b] \u3042\u3000\U0001f469\u200d\U0001f680\n") == "\\[b] \u3042\u3000\U0001f469\u200d\U0001f680\n"
+
+
+def test_walls_that_are_missing_are_told_and_open_ones_need_consent(monkeypatch, capsys):
+    def ask(lacking, answer):
+        monkeypatch.setattr(confinement, "missing", lambda: tuple(WALLS[each] for each in lacking))
+        monkeypatch.setattr(sys, "stdin", io.StringIO(answer))
+        command._require_walls()
+        return capsys.readouterr().err
+
+    assert ask((), "") == ""
+    assert WALLS["signals"] in ask(("signals",), "")
+    assert "Go on?" in ask(("network",), "y\n")
+    for answer in ("n\n", ""):
+        with pytest.raises(RocmSdError, match="Nothing was tried"):
+            ask(("writes", "signals"), answer)
+
+
 def test_two_at_once_and_a_damaged_record(tmp_path, caplog):
     run = run_of(GEGLU, ("gfx1100",), "mutations")
     with keeping.keeping(tmp_path, run), pytest.raises(keeping.InUse), keeping.keeping(tmp_path, run):
@@ -297,6 +424,15 @@ def test_two_at_once_and_a_damaged_record(tmp_path, caplog):
     with keeping.keeping(tmp_path, run) as kept:
         assert kept.rounds == ()
     assert "begun anew" in caplog.text
+    # Rounds that took hours are not written over, also where Triton is another since.
+    with keeping.keeping(tmp_path, replace(run, versions={})) as kept:
+        kept.add(Round(1, 0, "m", "", "", (), Judged(REFUSED, ())))
+    with keeping.keeping(tmp_path, run) as kept:
+        kept.write()
+    old = [tmp_path / f"{Path(run.file_name).stem}.{number}.old" for number in (1, 2)]
+    assert old[0].read_text() == "{"
+    assert len(keeping.read(old[1]).rounds) == 1
+    assert old[1].name in caplog.text
     with pytest.raises(keeping.UnreadableRun, match="no such file"):
         keeping.read(tmp_path / "none.json")
 

@@ -8,24 +8,24 @@ with keeping(folder(), run_of(op, architectures, "mutations")) as kept:
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
 import torch
 
 from rocm_sd.agents import keeping
-from rocm_sd.agents.judging import OFFERED, REFUSED, Judged, Rung
+from rocm_sd.agents.judging import OFFERED, REFUSED, Judge, Judged, Rung
 from rocm_sd.agents.keeping import Round, Run
-from rocm_sd.errors import RocmSdError
+from rocm_sd.errors import RocmSdError, require_known
 from rocm_sd.ops import OPS
 from rocm_sd.ops.accepted import FORMAT, Accepted, keep
+from rocm_sd.verify.proofs import EMULATED
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from rocm_sd.agents.judging import Judge
     from rocm_sd.agents.keeping import Kept
     from rocm_sd.agents.proposals import Proposal
     from rocm_sd.agents.proposers import Proposer, Reviewer
@@ -75,9 +75,11 @@ def improve(
             () if proposed.proposal is None else (proposed.proposal,), judged,
             proposed.tokens_in, proposed.tokens_out, proposed.money, round(time.monotonic() - begun, 2),
         )  # fmt: skip
-        if reviewer is not None and judged.verdict == OFFERED:
-            done = replace(done, review=reviewer.review(op, done))
+        # Before anybody is asked about it: what was proven is not lost with the question.
         kept.add(done)
+        if reviewer is not None and judged.verdict == OFFERED:
+            done = reviewer.review(op, done)
+            kept.replace_last(done)
         told(done)
     return "all rounds were made"
 
@@ -90,37 +92,60 @@ def _again(rounds: Sequence[Round], proposal: Proposal) -> Judged | None:
     return None
 
 
-def accept(name: str, places: Sequence[Path]) -> Path:
-    """Make the offered proposal of that name a candidate on this machine; where it lies from now on."""
+def accept(
+    name: str, places: Sequence[Path], judge: Callable[[Op, Sequence[str]], Callable[[Proposal], Judged]] = Judge
+) -> Path:
+    """Make the offered proposal of that name a candidate on this machine; where it lies from now on.
+
+    A record may come from a stranger: what it says of a proposal is proven again, here, and that is kept.
+    """
     names: list[str] = []
     for file in sorted(each for place in places for each in place.glob("*.json")):
         try:
             record = keeping.read(file)
         except RocmSdError:
             continue
+        if record.run.op not in OPS:
+            continue
         for each in record.rounds:
-            if each.judged.verdict != OFFERED:
+            if each.judged.verdict != OFFERED or not each.proposal:
                 continue
-            proposal = each.proposal[0]
-            names.append(keeping.named(record.run.op, proposal))
+            names.append(keeping.named(record.run.op, each.proposal[0]))
             if names[-1] == name:
-                return keep(_accepted(name, record.run, each))
+                _require_same_kernel(name, record.run, each.proposal[0])
+                return keep(_accepted(name, record.run, each, _proven(name, record.run, each, judge)))
     there = f"These are: {', '.join(names)}." if names else "None is yet. Type: rocm-sd improve geglu"
     raise RocmSdError(f"Nothing that is offered is named {name!r}.", hint=there)
 
 
-def _accepted(name: str, run: Run, done: Round) -> Accepted:
-    proposal, op = done.proposal[0], OPS[run.op]
-    own = next((each.name for each in op.implementations if each.kernels is not None), None)
-    kernel = op.kernel_hash(own) if proposal.kind == "hip" else op.kernel_hash()
-    if proposal.kind != "hip" and kernel != run.versions.get("kernel"):
+def _proven(
+    name: str, run: Run, done: Round, judge: Callable[[Op, Sequence[str]], Callable[[Proposal], Judged]]
+) -> Judged:
+    require_known("architecture", run.architectures, EMULATED)
+    judged = judge(OPS[run.op], run.architectures)(done.proposal[0])
+    if judged.verdict != OFFERED:
+        raise RocmSdError(
+            f"{name} is offered by its record, and was {judged.verdict} when it was proven again. {judged.finding}",
+            hint=f"Type: rocm-sd improve {run.op}",
+        )
+    return judged
+
+
+def _require_same_kernel(name: str, run: Run, proposal: Proposal) -> None:
+    if proposal.kind != "hip" and OPS[run.op].kernel_hash() != run.versions.get("kernel"):
         raise RocmSdError(
             f"{name} was proven beside another kernel of {run.op} than the one that is installed.",
             hint=f"Type: rocm-sd improve {run.op}",
         )
+
+
+def _accepted(name: str, run: Run, done: Round, judged: Judged) -> Accepted:
+    proposal, op = done.proposal[0], OPS[run.op]
+    own = next((each.name for each in op.implementations if each.kernels is not None), None)
+    kernel = op.kernel_hash(own) if proposal.kind == "hip" else op.kernel_hash()
     # Of a space, the config that was the best.
     kind = "config" if proposal.kind == "space" else proposal.kind
     return Accepted(
-        FORMAT, name, run.op, kind, run.architectures, kernel, proposal.text, proposal.source, done.judged.config,
-        proposal.bucket, done.proposer, proposal.why, asdict(done.judged),
+        FORMAT, name, run.op, kind, run.architectures, kernel, proposal.text, proposal.source, judged.config,
+        proposal.bucket, done.proposer, proposal.why, asdict(judged),
     )  # fmt: skip

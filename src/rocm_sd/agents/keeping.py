@@ -13,11 +13,13 @@ import json
 import logging
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from rocm_sd import typed_json
-from rocm_sd.agents.judging import OFFERED, Judged
-from rocm_sd.agents.proposals import RULES, Proposal
+from rocm_sd.agents.judging import OFFERED, RULES, Judged
+from rocm_sd.agents.proposals import RULES as OF_PROPOSALS
+from rocm_sd.agents.proposals import Proposal
 from rocm_sd.errors import RocmSdError
 from rocm_sd.files import alone, write_text
 from rocm_sd.plain_json import read_json
@@ -32,7 +34,7 @@ __all__ = ["FORMAT", "Improvement", "InUse", "Kept", "Round", "Run", "folder", "
 
 log = logging.getLogger("rocm_sd")
 FORMAT = "rocm-sd-improve/1"
-_RULES: Rules = {**RULES, "Improvement.format": {"enum": [FORMAT]}}
+_RULES: Rules = {**RULES, **OF_PROPOSALS, "Improvement.format": {"enum": [FORMAT]}}
 
 
 class InUse(RocmSdError):
@@ -66,7 +68,7 @@ class Run:
 class Round:
     """`parent`: the round whose kernel was changed, 0 for the shipped one. `proposal` is empty where there was none.
 
-    `review`: what a reviewer said of one that is offered.
+    `review`: what a reviewer said of one that is offered, and what that took of the reviewer's limits.
     """
 
     number: int
@@ -81,6 +83,9 @@ class Round:
     money: float = 0.0
     seconds: float = 0.0
     review: str = ""
+    review_tokens_in: int = 0
+    review_tokens_out: int = 0
+    review_money: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -155,6 +160,10 @@ class Kept:
         self.rounds = (*self.rounds, done)
         self.write()
 
+    def replace_last(self, done: Round) -> None:
+        self.rounds = (*self.rounds[:-1], done)
+        self.write()
+
     def write(self) -> None:
         write_text(self.file, json.dumps(asdict(Improvement(FORMAT, self.run, self.rounds)), indent=1) + "\n")
 
@@ -168,5 +177,15 @@ def keeping(place: Path, run: Run, *, fresh: bool = False) -> Iterator[Kept]:
             file.unlink(missing_ok=True)
         kept = Kept(file, run)
         if kept.forgot:
-            log.warning("%s is begun anew: %s", file.name, kept.forgot)
+            aside = _aside(file)
+            log.warning("%s is begun anew: %s. What was there is %s now", file.name, kept.forgot, aside.name)
         yield kept
+
+
+def _aside(file: Path) -> Path:
+    """Another name for a record of hours, which the new one would overwrite."""
+    for number in count(1):
+        other = file.with_name(f"{file.stem}.{number}.old")
+        if not other.exists():
+            return file.rename(other)
+    raise AssertionError

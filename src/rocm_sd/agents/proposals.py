@@ -47,7 +47,7 @@ RULES: Rules = {
     "Proposal.bucket": {"maxLength": 200},
     "Proposal.source": {"maxLength": 100},
 }
-_FENCED = re.compile(r"^```[ \t]*([\w+-]*)[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
+_FENCE = re.compile(r"```[ \t]*([\w+-]*)")
 FORMAT = """\
 Answer with one block of JSON, and for a kernel with one block of code:
 
@@ -107,7 +107,7 @@ class Proposal:
 
 def from_answer(answer: str) -> Proposal:
     """Of a language model's answer; raises NoProposal."""
-    blocks = _FENCED.findall(answer)
+    blocks = list(_blocks(answer))
     described = [body for language, body in blocks if language.lower() == "json"]
     code = [body for language, body in blocks if language.lower() in {"python", "py", "cpp", "c++", "hip"}]
     if len(described) != 1:
@@ -123,6 +123,23 @@ def from_answer(answer: str) -> Proposal:
         return read(Proposal, values, RULES, top="the proposal")
     except (NotPlain, Misfit) as error:
         raise NoProposal(f"The answer's JSON is not a proposal: {error}.", hint=FORMAT) from None
+
+
+def _blocks(answer: str) -> Iterator[tuple[str, str]]:
+    """(language, text) of each fenced block that ends. Line by line: the time grows as the answer does."""
+    language = ""
+    body: list[str] | None = None
+    for line in answer.split("\n"):
+        if not line.startswith("```"):
+            if body is not None:
+                body.append(line)
+        elif body is None:
+            found = _FENCE.match(line)
+            assert found is not None
+            language, body = found[1], []
+        else:
+            yield language, "".join(f"{each}\n" for each in body)
+            body = None
 
 
 def module_of(op: Op, proposal: Proposal) -> str:

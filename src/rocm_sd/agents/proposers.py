@@ -10,7 +10,7 @@ import random
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
-from rocm_sd.agents.endpoint import Endpoint, EndpointFailed, Message, Spent
+from rocm_sd.agents.endpoint import Endpoint, EndpointFailed, LimitReached, Message, Spent
 from rocm_sd.agents.judging import REFUSED
 from rocm_sd.agents.mutations import config_mutations, kernel_mutations
 from rocm_sd.agents.proposals import FORMAT, NoProposal, Proposal, from_answer, functions_text, reference_text
@@ -128,17 +128,25 @@ class LanguageModel:
             )
         self.op, self.architectures, self.name, self._agent = op, tuple(architectures), agent.name, agent
         self._endpoint = Endpoint(agent, spent_in(rounds))
+        self._failures: list[EndpointFailed] = []
 
     def propose(self, rounds: Sequence[Round]) -> Proposed | None:
+        # After the round of the last one was kept, with the tokens that it took.
+        if len(self._failures) >= _MOST_FAILURES:
+            raise self._failures[-1]
         number, parent = _parent(rounds)
         prompt = self._prompt(rounds, parent)
+        before = replace(self._endpoint.spent)
         try:
             reply = self._endpoint.ask((Message("system", self._agent.duty.system), Message("user", prompt)))
         except EndpointFailed as error:
-            failed = [each for each in rounds[-_MOST_FAILURES + 1 :] if not each.answer and each.prompt]
-            if len(failed) >= _MOST_FAILURES - 1:
-                raise
-            return Proposed(number, prompt, "", None, error.message)
+            self._failures.append(error)
+            spent = self._endpoint.spent
+            return Proposed(
+                number, prompt, "", None, error.message,
+                spent.tokens_in - before.tokens_in, spent.tokens_out - before.tokens_out, spent.money - before.money,
+            )  # fmt: skip
+        self._failures.clear()
         read = _read(number, prompt, reply.text)
         if reply.truncated:
             read = replace(read, proposal=None, fault="The answer was cut off before its end.")
@@ -194,9 +202,27 @@ class Reviewer:
 
     def __init__(self, agent: Agent, rounds: Sequence[Round] = ()) -> None:
         self.name, self._agent = agent.name, agent
-        self._endpoint = Endpoint(agent, spent_in(rounds))
+        spent = Spent(
+            sum(each.review_tokens_in for each in rounds),
+            sum(each.review_tokens_out for each in rounds),
+            sum(each.review_money for each in rounds),
+        )
+        self._endpoint = Endpoint(agent, spent)
 
-    def review(self, op: Op, done: Round) -> str:
+    def review(self, op: Op, done: Round) -> Round:
+        """The round with the review, or with why there is none: nothing of the round hangs on it."""
+        before = replace(self._endpoint.spent)
+        text = self._said(op, done)
+        spent = self._endpoint.spent
+        return replace(
+            done,
+            review=text,
+            review_tokens_in=spent.tokens_in - before.tokens_in,
+            review_tokens_out=spent.tokens_out - before.tokens_out,
+            review_money=spent.money - before.money,
+        )
+
+    def _said(self, op: Op, done: Round) -> str:
         asked = (
             f"A proposal for the op {op.name} passed every rung of the proof ladder. Say in at most five sentences "
             f"what could still be wrong with it, at which sizes, strides or values.\n\n"
@@ -204,7 +230,7 @@ class Reviewer:
         )
         try:
             reply = self._endpoint.ask((Message("system", self._agent.duty.system), Message("user", asked)))
-        except EndpointFailed as error:
+        except (EndpointFailed, LimitReached) as error:
             return f"no review: {error.message}"
         return reply.text[:4000]
 

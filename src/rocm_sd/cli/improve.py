@@ -14,6 +14,9 @@ from rocm_sd.cli.terminal import bar, budget_seconds, literal, parts, say
 from rocm_sd.errors import InvalidOption, RocmSdError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rocm_sd.agents.judging import Judge
     from rocm_sd.agents.keeping import Improvement, Kept, Round
     from rocm_sd.agents.proposers import Proposer, Reviewer
     from rocm_sd.agents.roster import Agent
@@ -120,6 +123,7 @@ def _improve(
 
     op, architectures = _op(name), _architectures(arch)
     writer, careful = _agents(*asked)
+    _require_walls()
     run = run_of(op, architectures, writer.name if writer else Mutations.name, seed)
     with keeping.keeping(out or keeping.folder(), run, fresh=fresh) as kept:
         proposer: Proposer = (
@@ -193,6 +197,30 @@ def _tell(console: Console, kept: Kept, why: str, *, as_json: bool) -> None:
     say(console, f"To see the rounds as a page, type: rocm-sd improve --show {kept.file}")
 
 
+def _require_walls() -> None:
+    """Tell which walls this system lacks, and ask where a proposal could reach the network or the user's files."""
+    from rocm_sd.agents import confinement
+    from rocm_sd.agents.walls import WALLS
+
+    lacking, errors = confinement.missing(), Console(stderr=True)
+    if not lacking:
+        return
+    say(errors, f"This system lacks walls around what is proposed, and cannot hold it to: {'; '.join(lacking)}.")
+    if not {WALLS["network"], WALLS["writes"]} & set(lacking):
+        return
+    try:
+        agreed = typer.confirm(
+            "Only the reading of a proposal stands before your files or the network. Go on?", err=True
+        )
+    except typer.Abort:
+        agreed = False
+    if not agreed:
+        raise RocmSdError(
+            "Nothing was tried: a proposal could reach the network or your files.",
+            hint="Use Linux 5.19 or later with Landlock and seccomp, or a machine that you can do without, and say y.",
+        )
+
+
 def _op(name: str) -> Op:
     from rocm_sd.errors import require_one_of
     from rocm_sd.ops import OPS
@@ -246,8 +274,15 @@ def _analyse(console: Console, path: Path, *, as_json: bool) -> None:
 def _accept(console: Console, name: str, out: Path | None) -> None:
     from rocm_sd.agents import keeping
     from rocm_sd.agents.improving import accept
+    from rocm_sd.agents.judging import Judge
 
-    path = accept(name, [out or keeping.folder()])
+    _require_walls()
+    with bar(f"{name}: proven again", console=Console(stderr=True)) as update:
+
+        def judge(op: Op, architectures: Sequence[str]) -> Judge:
+            return Judge(op, architectures, lambda what: update(description=f"{name}: proven again, {what}"))
+
+        path = accept(name, [out or keeping.folder()], judge)
     say(console, f"{name} is a candidate from now on ({path}). It is used where it is measured to be faster.")
     say(console, f"Type: rocm-sd tune, or take it away: rocm-sd improve --remove {name}")
 
@@ -283,6 +318,7 @@ def _replay(console: Console, path: Path, out: Path | None, *, as_json: bool) ->
 
     before = keeping.read(path)
     op = _op(before.run.op)
+    _require_walls()
     run = run_of(op, before.run.architectures, f"{Replayed.name}-{before.run.agent}", before.run.seed)
     with keeping.keeping(out or keeping.folder(), run, fresh=True) as kept:
         why = _rounds(console, op, kept, Replayed(before.rounds), 7 * 86400.0, None, None, quiet=as_json)
