@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 import pytest
@@ -95,3 +96,20 @@ def test_devices_that_are_not_there(device_ids):
 def test_heads_that_do_not_divide():
     with pytest.raises(Unsupported, match="d_model 10 with 4 heads"):
         ModelParallelAttention(10, 4, ["cpu"])
+
+
+def test_an_error_leaves_what_waits_undrawn():
+    begun, failed = [], threading.Event()
+
+    def draw(model, item):
+        begun.append(item)
+        if model == "broken":
+            failed.set()
+            raise ValueError("it does not fit")
+        failed.wait(10)
+        # The other's error is on its way.
+        time.sleep(0.2)
+
+    with pytest.raises(ValueError, match="does not fit"):
+        MultiGPUCoordinator(["cpu", "cpu"]).run(["broken", "right"], range(50), draw)
+    assert len(begun) <= 3

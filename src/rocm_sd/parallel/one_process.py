@@ -95,7 +95,12 @@ class MultiGPUCoordinator:
                     place, item = waiting.pop()
                 except IndexError:
                     return
-                done[place] = draw(model, item)
+                try:
+                    done[place] = draw(model, item)
+                except BaseException:
+                    # The others end with what they are at: nobody would get what they draw after that.
+                    waiting.clear()
+                    raise
 
         with ThreadPoolExecutor(len(models)) as pool:
             for finished in [pool.submit(one_after_the_other, model) for model in models]:
