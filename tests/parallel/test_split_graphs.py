@@ -8,6 +8,9 @@ import graph_cases
 import pytest
 import torch
 from jobs import Job
+from torch import nn
+
+from rocm_sd.parallel.graphs import install_graphs
 
 
 @pytest.fixture(scope="module")
@@ -76,3 +79,29 @@ def test_a_rank_whose_graph_is_not_used_goes_on_with_the_others(two, how, why):
             assert torch.equal(picture, answers[0]["pictures"][0])
     assert f"6 calls without a graph, because {why}" in answers[0]["said"]
     assert "replayed 6 times" in answers[1]["said"]
+
+
+class Dropping(nn.Module):
+    device = torch.device("cpu")
+
+    def __init__(self):
+        super().__init__()
+        self.dropout = nn.Dropout()
+
+    def forward(self, x):
+        return (self.dropout(x) * 2,)
+
+
+@torch.no_grad()
+def test_a_model_that_draws_random_numbers_runs_as_it_is():
+    model, x = Dropping(), torch.ones(2, 64)
+
+    def pictures():
+        torch.manual_seed(0)
+        return torch.stack([model(x)[0] for _ in range(12)])
+
+    alone = pictures()
+    installed = install_graphs(model)
+    assert torch.equal(pictures(), alone)
+    # The first call of a kind is counted by nobody.
+    assert "11 calls without a graph, because it draws random numbers" in "".join(installed.notes())

@@ -29,6 +29,7 @@ from rocm_sd.engine.capture import (
     flatten,
     running,
 )
+from rocm_sd.engine.capture.randomness import REASON, Drawn
 from rocm_sd.errors import first_line
 from rocm_sd.measuring import Stopwatch
 from rocm_sd.rewrite import forwards
@@ -119,11 +120,18 @@ class _SplitCalls:
         """Of the second call: its own answer, whatever comes of the graph."""
         exchanged, (args, kwargs) = Exchanged(), given
         self._captures[flat.key] += 1
+        drawn = Drawn(model.device)
         with exchanged.written_down():
             right = whole(*args, **kwargs)
+        draws = bool(drawn)
         kind.why_not = exchanged.why_not
         if self._captures[flat.key] > _MOST_CAPTURES:
-            kind.why_not = "the model keeps changing"
+            kind.why_not = REASON if draws else "the model keeps changing"
+        if draws:
+            # Trials would draw more, and this rank's numbers would be ahead of the others'. Another thread may have
+            # drawn meanwhile: the next calls will tell.
+            self.eager[REASON] += 1
+            return right
         try:
             if kind.why_not is None:
                 with capturing(model.device):
