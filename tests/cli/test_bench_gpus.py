@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from datetime import timedelta
 
 import pytest
 import torch
@@ -222,3 +223,18 @@ def test_help_has_an_example(capsys):
     shown = capsys.readouterr().out
     assert "rocm-sd bench sdxl-1024 --gpus 2 --parallel cfg" in shown
     assert "--parallel" in shown
+
+
+def test_ranks_wait_for_a_slow_card_that_draws_in_float64(monkeypatch):
+    """With the rest of what a rank does left out: how long it waits for another."""
+    waits = []
+
+    def join(_device, *, patience):
+        waits.append(patience)
+        raise InterruptedError
+
+    monkeypatch.setattr("rocm_sd.parallel.join", join)
+    asked = bench_gpus.AskedOfGpus("emoji", 2, "auto", None, 1, 1, False, "cpu", None)
+    with pytest.raises(InterruptedError):
+        real_measure(torch.device("cpu"), asked, None)
+    assert waits[0] >= timedelta(hours=1)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +36,11 @@ if TYPE_CHECKING:
     # Latents of every seed, and their pictures.
     Drawn = tuple[torch.Tensor, torch.Tensor]
 
-__all__ = ["JobStopwatch", "judged", "measure"]
+__all__ = ["PATIENCE", "JobStopwatch", "judged", "measure"]
+
+# The others wait while rank 0 draws in float64, by layers where there is no room: on a slow card that takes hours. A
+# rank that is gone ends the job all the same.
+PATIENCE = timedelta(hours=12)
 
 # Compared together, as many as the tests of the strategies draw: the largest error of one picture alone is by chance up
 # to 2.1 times stock's where the rms is at most 1.4 times (a small model, 24 seeds of each plan on two ranks).

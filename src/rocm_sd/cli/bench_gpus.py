@@ -109,7 +109,7 @@ def measure_on_rank(device: torch.device, asked: AskedOfGpus, file: Path) -> Non
     from torch import distributed as dist
 
     from rocm_sd.bench.runner import default_repeats
-    from rocm_sd.bench.several_gpus import measure
+    from rocm_sd.bench.several_gpus import PATIENCE, measure
     from rocm_sd.bench.workloads import make
     from rocm_sd.integrations.diffusers.loading import hush
     from rocm_sd.parallel import join
@@ -117,7 +117,7 @@ def measure_on_rank(device: torch.device, asked: AskedOfGpus, file: Path) -> Non
     handler = RichHandler(console=Console(stderr=True), show_time=False, show_path=False)
     logging.basicConfig(level=settings.current().log_level, format="%(message)s", handlers=[handler])
     # Ranks that cannot find one another say so before they load a model.
-    join(device)
+    join(device, patience=PATIENCE)
     leads = dist.get_rank() == 0
     errors = Console(stderr=True, quiet=not leads)
     hush()
