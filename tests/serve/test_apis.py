@@ -12,7 +12,7 @@ import pytest
 from fakes import FakeDrawer, as_base64, client, drawn, png
 from PIL import Image
 
-from rocm_sd.serve import Limits, logs
+from rocm_sd.serve import Limits, logs, openai_api, page_api, pictures
 
 
 @pytest.fixture(scope="module")
@@ -27,6 +27,10 @@ def red(image):
 
 def generate(api, **body):
     return api.post("/v1/images/generations", json={"prompt": "a frog", "seed": 7, "steps": 2, **body})
+
+
+def generation(**body):
+    return openai_api.Generation(prompt="a frog", **body)
 
 
 def test_generations(api):
@@ -107,6 +111,7 @@ def test_edits_by_mask_by_transparency_and_by_strength(api):
         ({"n": 99}, "n:"),
         ({"size": "9x9"}, "multiple of 8"),
         ({"size": "big"}, "WIDTHxHEIGHT"),
+        ({"size": "0x64"}, "multiple of 8"),
         ({"size": "4096x4096"}, "pixels"),
         ({"steps": 900}, "steps"),
         ({"model": "nosuch"}, "small, other"),
@@ -163,12 +168,109 @@ def test_txt2img(api):
         ({"sampler_name": "Euler", "scheduler": "Beta"}, "scheduler"),
         ({"width": 63}, "multiple of 8"),
         ({"override_settings": {"sd_model_checkpoint": "nosuch"}}, "model"),
+        ({"eta": 0.5}, "eta 0.5"),
+        ({"eta": 0, "sampler_name": "Euler a"}, "eta 0"),
+        ({"s_churn": 1}, "s_churn"),
+        ({"s_noise": 1.1}, "s_noise"),
+        ({"s_tmax": {"\ud800": 1}}, "s_tmax"),
+        ({"refiner_checkpoint": "x"}, "refiner_checkpoint"),
+        ({"resize_mode": 1}, "resize_mode"),
+        ({"inpainting_fill": 2}, "inpainting_fill"),
+        ({"mask_blur": 9}, "mask_blur"),
+        ({"override_settings": {"CLIP_stop_at_last_layers": 2}}, "CLIP_stop_at_last_layers 2"),
+        ({"override_settings": {"nosuch": 1}}, "nosuch"),
+        ({"scheduler": "Karras"}, "sampler"),
+        ({"prompt": "a <lora:style:1>"}, "lora"),
+        ({"prompt": "a <lora:style:x>"}, "WEIGHT"),
+        ({"prompt": "a <lora:style:1><lora:style:1>"}, "once"),
+        ({"prompt": "a <hypernet:style:1>"}, "hypernet"),
+        ({"negative_prompt": "a <lora:style:1>"}, "negative"),
     ],
 )
 def test_what_would_change_the_picture_is_refused_and_not_left_out(api, body, words):
-    answer = api.post("/sdapi/v1/txt2img", json={"steps": 1, **body})
+    content = json.dumps({"steps": 1, **body})
+    answer = api.post("/sdapi/v1/txt2img", content=content, headers={"content-type": "application/json"})
     assert answer.status_code == 422
     assert words in answer.json()["detail"]
+
+
+def test_loras_of_a_prompt_are_used(api):
+    body = {
+        "prompt": "a frog <lora:style:0.5> in ink",
+        "steps": 1,
+        "override_settings": {"sd_model_checkpoint": "other"},
+    }
+    said = api.post("/sdapi/v1/txt2img", json=body).json()
+    drawing = api.drawer.drawings[-1][1]
+    assert (drawing.prompt, drawing.loras) == ("a frog  in ink", (("style", 0.5),))
+    assert json.loads(said["info"])["prompt"] == body["prompt"], "so that it can be asked for again"
+
+
+def test_what_clients_of_automatic1111_send_for_nothing_passes(api):
+    nothing = {
+        "eta": 1.0, "s_churn": 0, "s_tmax": 0, "s_tmin": 0, "s_noise": 1, "seed_resize_from_h": 0, "styles": [],
+        "seed_resize_from_w": -1, "refiner_checkpoint": "", "refiner_switch_at": 0.8, "hr_scale": 2, "subseed": -1,
+        "alwayson_scripts": {}, "override_settings": {"CLIP_stop_at_last_layers": 1, "sd_vae": "Automatic"},
+        "override_settings_restore_afterwards": True, "script_args": [], "sampler_name": "Euler a", "scheduler": None,
+        "denoising_strength": 0.7, "firstphase_width": 0, "initial_noise_multiplier": 1, "mask_blur": 4,
+        "inpaint_full_res": True, "inpainting_fill": 0, "resize_mode": 0, "image_cfg_scale": 1.5, "steps": 2,
+    }  # fmt: skip
+    assert api.post("/sdapi/v1/txt2img", json=nothing).status_code == 200
+    images = {"init_images": [as_base64(Image.new("RGB", (8, 8)))]}
+    assert api.post("/sdapi/v1/img2img", json=nothing | images).status_code == 200
+
+
+def test_a_picture_is_read_beside_the_event_loop(api, monkeypatch):
+    read_by = []
+
+    def slow(image, *_rest):
+        read_by.append(threading.current_thread())
+        return pictures.read(image, Limits())
+
+    monkeypatch.setattr(openai_api, "read", slow)
+    sent = {"image": ("a.png", png(Image.new("RGB", (8, 8))), "image/png")}
+    assert api.post("/v1/images/edits", data={"prompt": "a frog", "steps": "2"}, files=sent).status_code == 200
+    assert "asyncio_" in read_by[0].name, "a thread that the loop has for what blocks"
+
+
+def test_few_pictures_are_read_at_once(monkeypatch):
+    at_once, most, lock = [0], [0], threading.Lock()
+
+    def slow(text, limits):
+        with lock:
+            at_once[0] += 1
+            most[0] = max(most[0], at_once[0])
+        time.sleep(0.02)
+        with lock:
+            at_once[0] -= 1
+        return pictures.from_base64(text, limits)
+
+    monkeypatch.setattr(page_api, "from_base64", slow)
+    body = {"prompt": "a frog", "steps": 2, "image": as_base64(Image.new("RGB", (8, 8)))}
+    with client() as api:
+        threads = [threading.Thread(target=api.post, args=("/api/jobs",), kwargs={"json": body}) for _ in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert most == [2]
+
+
+@pytest.mark.parametrize("field", [{"lora": '{"style": 0.5}'}, {"lora[style]": "0.5"}])
+def test_edits_take_loras_and_refuse_what_is_none(api, field):
+    sent = {"image": ("a.png", png(Image.new("RGB", (8, 8))), "image/png")}
+    form = {"prompt": "a frog", "steps": "2", "model": "other"}
+    assert api.post("/v1/images/edits", data=form | field, files=sent).status_code == 200
+    assert api.drawer.drawings[-1][1].loras == (("style", 0.5),)
+    for wrong in ({"lora": "style"}, {"lora[style]": "much"}, {"lora": '{"nosuch": 1}'}, {"background": "transparent"}):
+        answer = api.post("/v1/images/edits", data=form | wrong, files=sent)
+        assert answer.status_code == 400
+        assert next(iter(wrong))[:4] in answer.json()["error"]["message"]
+
+
+def test_compression_0_is_not_what_it_is_if_nothing_is_said():
+    assert generation(output_compression=0).compression == 0
+    assert generation().compression == generation(output_compression=None).compression == 90
 
 
 def test_img2img_with_a_mask_and_the_mask_inverted(api):

@@ -1,12 +1,18 @@
 """Automatic1111's API, as far as its clients need it: txt2img, img2img, progress, interrupt, samplers and models.
 
-What changes a picture and is not there (hires fix, faces, tiling, scripts, variations) is refused and not left out.
+What changes a picture and is not there (hires fix, refiner, faces, tiling, scripts, variations) is refused and not left
+out. Clients send a value for everything: those that ask for nothing pass, and so do those of masks that webui has if
+nothing is said, although a mask is neither blurred nor drawn at a higher resolution here. `<lora:NAME:WEIGHT>` in a
+prompt is a LoRA that the server has.
 """
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
+import math
+import re
 import time
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,7 +24,7 @@ from rocm_sd.serve.pictures import BadPicture, encode, from_base64
 from rocm_sd.serve.requests import Asked, client_of, files_of, server_of, submit
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
     from rocm_sd.serve.jobs import Job
 
@@ -39,10 +45,25 @@ SAMPLERS = {
 }
 _KARRAS = {"karras"}
 _AUTOMATIC = {"", "automatic", "uniform", "normal"}
+# What asks for nothing, by field: webui's own defaults, those of its clients, and 0 and none where they mean the same.
+_OFF: tuple[Any, ...] = (None, False, 0, "", [], {})
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "eta": (None, 0, 1), "s_churn": _OFF, "s_tmin": _OFF, "s_tmax": (*_OFF, math.inf), "s_noise": (None, 1),
+    "s_min_uncond": _OFF, "refiner_checkpoint": (*_OFF, "None"), "seed_resize_from_h": (*_OFF, -1),
+    "seed_resize_from_w": (*_OFF, -1), "firstphase_width": _OFF, "firstphase_height": _OFF,
+    "initial_noise_multiplier": (None, 1), "resize_mode": _OFF, "inpainting_fill": (None, 0, 1),
+    "mask_blur": (None, 0, 4), "mask_blur_x": (None, 0, 4), "mask_blur_y": (None, 0, 4),
+}  # fmt: skip
+_SETTINGS: dict[str, tuple[Any, ...]] = {
+    "CLIP_stop_at_last_layers": (None, 1), "sd_vae": (*_OFF, "Automatic", "None"), "eta_noise_seed_delta": _OFF,
+    "samples_format": (None, "png"), "samples_save": (None, True, False), "grid_save": (None, True, False),
+}  # fmt: skip
+_MODEL = "sd_model_checkpoint"
+_NETWORK = re.compile(r"<(\w+):([^>]*)>")
 
 
 class _Common(BaseModel):
-    model_config = ConfigDict(extra="ignore", protected_namespaces=())
+    model_config = ConfigDict(extra="allow", protected_namespaces=())
 
     prompt: str = ""
     negative_prompt: str = ""
@@ -72,17 +93,28 @@ class _Common(BaseModel):
             if getattr(self, name):
                 yield name
         yield from (f"the script {name}" for name in self.alwayson_scripts or {})
+        yield from _beyond(self.model_extra or {}, _NEUTRAL)
+        settings = {name: value for name, value in (self.override_settings or {}).items() if name != _MODEL}
+        yield from (name for name in settings if name not in _SETTINGS)
+        yield from _beyond(settings, _SETTINGS)
+        if (self.model_extra or {}).get("eta") == 0 and "a" in (self.sampler or "").lower().split():
+            yield f"eta 0 with {self.sampler}"
+        yield from (f"{found[0]} in a negative prompt" for found in _NETWORK.finditer(self.negative_prompt))
+
+    @property
+    def sampler(self) -> str | None:
+        return self.sampler_name or self.sampler_index
 
     def asked(self, **more: Any) -> Asked:
         refused = next(self.unsupported(), None)
         if refused is not None:
             raise Unsupported("This server", refused, hint="Leave it out of the request.")
-        settings = self.override_settings or {}
-        model = settings.get("sd_model_checkpoint")
+        model = (self.override_settings or {}).get(_MODEL)
+        prompt, loras = _with_loras(self.prompt)
         return Asked(
-            self.prompt, self.negative_prompt, None if model is None else str(model), self.batch_size * self.n_iter,
+            prompt, self.negative_prompt, None if model is None else str(model), self.batch_size * self.n_iter,
             self.steps, self.cfg_scale, None if self.seed == -1 else self.seed, self.width, self.height,
-            _sampler(self.sampler_name or self.sampler_index, self.scheduler), **more,
+            _sampler(self.sampler, self.scheduler), loras=loras, **more,
         )  # fmt: skip
 
 
@@ -106,8 +138,32 @@ class Drawn(BaseModel):
     info: str
 
 
+def _beyond(given: Mapping[str, Any], neutral: Mapping[str, tuple[Any, ...]]) -> Iterator[str]:
+    for name, passes in neutral.items():
+        if given.get(name) not in passes:
+            yield f"{name} {ascii(given[name])[:40]}"
+
+
+def _with_loras(prompt: str) -> tuple[str, tuple[tuple[str, float], ...]]:
+    """The prompt without its `<lora:NAME:WEIGHT>`, and what they say."""
+    found: dict[str, float] = {}
+    for kind, rest in _NETWORK.findall(prompt):
+        name, _, weight = rest.partition(":")
+        try:
+            number = float(weight or 1)
+        except ValueError:
+            number = math.nan
+        if kind != "lora" or name in found or not -10 <= number <= 10:
+            hint = "It takes <lora:NAME:WEIGHT>, each name once, with a weight from -10 to 10."
+            raise InvalidOption("prompt", f"<{kind}:{rest}>", [], hint=hint)
+        found[name] = number
+    return (_NETWORK.sub("", prompt).strip() if found else prompt), tuple(sorted(found.items()))
+
+
 def _sampler(name: str | None, scheduler: str | None) -> str | None:
     if name is None:
+        if (scheduler or "").lower() not in _AUTOMATIC:
+            raise InvalidOption("scheduler", scheduler, ["Automatic"], hint="Give a sampler with it.")
         return None
     known = {each.lower(): short for each, short in SAMPLERS.items()}
     found = known.get(name.lower())
@@ -131,34 +187,39 @@ async def img2img(request: Request, body: ImageToImage) -> Drawn:
     limits = server_of(request).config.limits
     if not body.init_images or len(body.init_images) != 1:
         raise BadPicture(f"{len(body.init_images or ())} pictures were sent: it takes one.", hint="Send init_images.")
-    image, mask = from_base64(body.init_images[0], limits), None
-    if body.mask:
-        mask = from_base64(body.mask, limits).convert("L")
-        if body.inpainting_mask_invert:
-            mask = mask.point(lambda value: 255 - value)
-    return await _drawn(request, body, body.asked(image=image, mask=mask, strength=body.denoising_strength))
+    (text,) = body.init_images
+
+    def asked() -> Asked:
+        image, mask = from_base64(text, limits), None
+        if body.mask:
+            mask = from_base64(body.mask, limits).convert("L")
+            if body.inpainting_mask_invert:
+                mask = mask.point(lambda value: 255 - value)
+        return body.asked(image=image, mask=mask, strength=body.denoising_strength)
+
+    return await _drawn(request, body, asked)
 
 
-async def _drawn(request: Request, body: _Common, asked: Asked) -> Drawn:
-    job = submit(request, asked, _API, preview_every=max(1, asked.steps // 8))
+async def _drawn(request: Request, body: _Common, asked: Asked | Callable[[], Asked]) -> Drawn:
+    job = await submit(request, asked, _API, preview_every=max(1, body.steps // 8))
     files = await files_of(request, job)
     pictures = [base64.b64encode(raw).decode() for raw in files] if body.send_images else None
-    skipped = {"init_images", "mask"}
-    parameters = {name: value for name, value in body.model_dump().items() if name not in skipped}
+    # Pictures are not sent back, nor is what nobody here knows.
+    parameters = body.model_dump(include={*type(body).model_fields} - {"init_images", "mask"})
     return Drawn(images=pictures, parameters=parameters, info=json.dumps(_info(body, job)))
 
 
 def _info(body: _Common, job: Job) -> dict[str, Any]:
     seeds = [drawing.seed for drawing in job.drawings]
     first = job.drawings[0]
-    sampler = body.sampler_name or body.sampler_index or "Automatic"
+    sampler = body.sampler or "Automatic"
     texts = [
-        f"{first.prompt}\nNegative prompt: {first.negative}\nSteps: {first.steps}, Sampler: {sampler}, "
+        f"{body.prompt}\nNegative prompt: {first.negative}\nSteps: {first.steps}, Sampler: {sampler}, "
         f"CFG scale: {first.guidance:g}, Seed: {seed}, Size: {first.width}x{first.height}, Model: {job.model}"
         for seed in seeds
     ]
     return {
-        "prompt": first.prompt, "all_prompts": [first.prompt] * len(seeds), "negative_prompt": first.negative,
+        "prompt": body.prompt, "all_prompts": [body.prompt] * len(seeds), "negative_prompt": first.negative,
         "all_negative_prompts": [first.negative] * len(seeds), "seed": seeds[0], "all_seeds": seeds,
         "width": first.width, "height": first.height, "sampler_name": sampler, "cfg_scale": first.guidance,
         "steps": first.steps, "batch_size": body.batch_size, "sd_model_name": job.model, "infotexts": texts,
@@ -188,7 +249,9 @@ async def progress(request: Request, skip_current_image: bool = False) -> dict[s
     left = 0.0
     if job.started is not None and 0 < job.progress < 1:
         left = (time.monotonic() - job.started) * (1 - job.progress) / job.progress
-    shown = None if skip_current_image or job.preview is None else base64.b64encode(encode(job.preview)).decode()
+    preview, shown = job.preview, None
+    if preview is not None and not skip_current_image:
+        shown = base64.b64encode(await asyncio.to_thread(encode, preview)).decode()
     return {
         "progress": round(job.progress, 4), "eta_relative": round(left, 2), "state": state, "current_image": shown,
         "textinfo": "waiting" if job.state == "queued" else None,

@@ -7,6 +7,7 @@ guidance, seed, scheduler, strength and lora.
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
 import time
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from fastapi import APIRouter, File, Form, Request, UploadFile
 from fastapi.responses import StreamingResponse
 from PIL import Image as Images
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from rocm_sd.errors import InvalidOption
 from rocm_sd.serve.jobs import words_of
@@ -24,8 +25,7 @@ from rocm_sd.serve.pictures import FORMATS, BadPicture, encode, read
 from rocm_sd.serve.requests import Asked, facts_of, files_of, prepared, server_of
 
 if TYPE_CHECKING:
-    import asyncio
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator, Callable, Mapping
 
     from PIL.Image import Image
     from starlette.types import Receive, Scope, Send
@@ -39,6 +39,9 @@ router = APIRouter(prefix="/v1", tags=["OpenAI"])
 _QUALITIES = {"medium": "high", "low": "balanced", "balanced": "balanced"}
 Quality = Literal["auto", "standard", "hd", "high", "medium", "low", "exact", "balanced"]
 Format = Literal["png", "jpeg", "webp"]
+Background = Literal["auto", "opaque", "transparent"]
+Loras = dict[str, Annotated[float, Field(ge=-10, le=10)]]
+_LORAS: TypeAdapter[dict[str, float]] = TypeAdapter(Loras)
 _Count = Annotated[int, Field(ge=1, le=10)]
 _Steps = Annotated[int, Field(ge=1, le=1000)]
 _Seed = Annotated[int, Field(ge=0, le=2**63 - 1)]
@@ -57,7 +60,7 @@ class Generation(BaseModel):
     response_format: Literal["url", "b64_json"] | None = None
     output_format: Format | None = "png"
     output_compression: Annotated[int, Field(ge=0, le=100)] | None = 90
-    background: Literal["auto", "opaque", "transparent"] | None = None
+    background: Background | None = None
     stream: bool | None = False
     partial_images: Annotated[int, Field(ge=0, le=3)] | None = 0
     user: str | None = None
@@ -66,7 +69,11 @@ class Generation(BaseModel):
     guidance: Annotated[float, Field(ge=0, le=100)] | None = None
     seed: _Seed | None = None
     scheduler: str | None = None
-    lora: dict[str, Annotated[float, Field(ge=-10, le=10)]] = {}
+    lora: Loras = {}
+
+    @property
+    def compression(self) -> int:
+        return 90 if self.output_compression is None else self.output_compression
 
     def asked(self, **more: Any) -> Asked:
         if self.background == "transparent":
@@ -132,22 +139,38 @@ async def edits(
     seed: Annotated[int | None, Form(ge=0, le=2**63 - 1)] = None,
     scheduler: Annotated[str | None, Form()] = None,
     strength: Annotated[float, Form(gt=0, le=1)] = 0.75,
+    background: Annotated[Background | None, Form()] = None,
+    lora: Annotated[str | None, Form(description='As JSON, such as {"name": 0.8}.')] = None,
 ) -> Any:
     """A picture drawn anew: where the mask, or the picture itself, is transparent; or all of it, by `strength`."""
     limits = server_of(request).config.limits
     given = [*(image or ()), *(images or ())]
     if len(given) != 1:
         raise BadPicture(f"{len(given)} pictures were sent: it takes one.", hint="Send one, as `image`.")
-    source = read(await given[0].read(), limits)
-    drawn_anew = read(await mask.read(), limits) if mask is not None else source
+    source, drawn_anew = await given[0].read(), None if mask is None else await mask.read()
     body = Generation(
         prompt=prompt, model=model, n=n, size=size, quality=quality, response_format=response_format,
         output_format=output_format, output_compression=output_compression, stream=stream,
         partial_images=partial_images, negative_prompt=negative_prompt, steps=steps, guidance=guidance, seed=seed,
-        scheduler=scheduler,
+        scheduler=scheduler, background=background, lora=_loras(lora, await request.form()),
     )  # fmt: skip
-    more = {"image": source, "mask": _transparent(drawn_anew, mask is not None), "strength": strength}
-    return await _drawn(request, body, "openai edits", body.asked(**more))
+
+    def asked() -> Asked:
+        image = read(source, limits)
+        hole = _transparent(image, False) if drawn_anew is None else _transparent(read(drawn_anew, limits), True)
+        return body.asked(image=image, mask=hole, strength=strength)
+
+    return await _drawn(request, body, "openai edits", asked)
+
+
+def _loras(text: str | None, form: Mapping[str, Any]) -> dict[str, float]:
+    """Of JSON; or of fields such as `lora[name]`, which is how OpenAI's client sends it."""
+    found = {name[5:-1]: value for name, value in form.items() if name.startswith("lora[") and name.endswith("]")}
+    try:
+        return _LORAS.validate_json(text) if text else _LORAS.validate_python(found)
+    except ValidationError as error:
+        hint = 'It takes JSON, such as {"name": 0.8}, with numbers from -10 to 10.'
+        raise InvalidOption("lora", text or next(iter(found)), [], hint=hint) from error
 
 
 def _transparent(image: Image, asked_for: bool) -> Image | None:
@@ -170,16 +193,16 @@ async def list_models(request: Request) -> dict[str, Any]:
     return {"object": "list", "data": [{"id": name, "object": "model", "owned_by": "rocm-sd"} for name in known]}
 
 
-async def _drawn(request: Request, body: Generation, api: str, asked: Asked) -> Any:
+async def _drawn(request: Request, body: Generation, api: str, asked: Asked | Callable[[], Asked]) -> Any:
     # So that the last of the partial pictures is still one.
-    every = max(1, asked.steps // (body.partial_images + 1)) if body.stream and body.partial_images else 0
-    job = prepared(request, asked, api, preview_every=every)
+    every = max(1, body.steps // (body.partial_images + 1)) if body.stream and body.partial_images else 0
+    job = await prepared(request, asked, api, preview_every=every)
     queue = job.listen() if body.stream else None
     server_of(request).ready.submit(job)
     if queue is not None:
         kind = "image_edit" if api.endswith("edits") else "image_generation"
         return _Stream(_events(request, body, job, queue, kind), partial(_leave, request, job, queue))
-    files = await files_of(request, job, body.output_format or "png", body.output_compression or 90)
+    files = await files_of(request, job, body.output_format or "png", body.compression)
     return Pictures(created=int(time.time()), data=[_picture(request, body, raw) for raw in files], **_said(body, job))
 
 
@@ -207,11 +230,12 @@ async def _events(
         event = await queue.get()
         common = {**_said(body, job), "background": "opaque", "created_at": int(time.time())}
         if event.kind == "step" and event.image is not None and shown < (body.partial_images or 0):
-            raw = encode(event.image, media)
+            raw = await asyncio.to_thread(encode, event.image, media)
             yield _sse(f"{kind}.partial_image", raw, common | {"partial_image_index": shown})
             shown += 1
         elif event.kind == "picture" and event.image is not None:
-            raw = encode(event.image, media, facts_of(server, job, event.picture), body.output_compression or 90)
+            facts = facts_of(server, job, event.picture)
+            raw = await asyncio.to_thread(encode, event.image, media, facts, body.compression)
             none = {"input_tokens": 0, "output_tokens": 0, "total_tokens": 0}
             usage = none | {"input_tokens_details": {"image_tokens": 0, "text_tokens": 0}}
             yield _sse(f"{kind}.completed", raw, common | {"usage": usage})

@@ -9,6 +9,7 @@ import asyncio
 import base64
 import json
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 from fastapi import APIRouter, HTTPException, Request
@@ -93,12 +94,13 @@ async def status(request: Request) -> dict[str, Any]:
 @router.post("/jobs", status_code=202)
 async def begin(request: Request, body: Wanted) -> dict[str, Any]:
     limits = server_of(request).config.limits
-    image = None if body.image is None else from_base64(body.image, limits)
+    image = body.image
     asked = Asked(
         body.prompt, body.negative, body.model, body.n, body.steps, body.guidance, body.seed, body.width, body.height,
-        body.scheduler, body.quality, image, None, body.strength, tuple(sorted(body.lora.items())),
+        body.scheduler, body.quality, None, None, body.strength, tuple(sorted(body.lora.items())),
     )  # fmt: skip
-    job = submit(request, asked, "page", preview_every=body.preview_every, for_later=True)
+    given = asked if image is None else lambda: replace(asked, image=from_base64(image, limits))
+    job = await submit(request, given, "page", preview_every=body.preview_every, for_later=True)
     return job.describe() | {"seeds": [drawing.seed for drawing in job.drawings]}
 
 
@@ -137,7 +139,7 @@ async def _events(request: Request, job: Job) -> AsyncIterator[str]:
         preview = job.preview if len(job.drawings) == 1 else None
         for number, step in enumerate(job.steps):
             if step and number not in job.finished:
-                yield _sse("step", _step(Event("step", number, step, job.drawn_steps[number], preview)))
+                yield _sse("step", await _step(Event("step", number, step, job.drawn_steps[number], preview)))
         while True:
             for number in sorted(job.finished - told):
                 told.add(number)
@@ -153,7 +155,7 @@ async def _events(request: Request, job: Job) -> AsyncIterator[str]:
                 continue
             is_over = event.kind == "over"
             if event.kind == "step":
-                yield _sse("step", _step(event))
+                yield _sse("step", await _step(event))
             elif event.kind == "state":
                 yield _sse("state", {"state": job.state})
         took = (job.ended or time.monotonic()) - job.created
@@ -162,10 +164,11 @@ async def _events(request: Request, job: Job) -> AsyncIterator[str]:
         job.leave(queue)
 
 
-def _step(event: Event) -> dict[str, Any]:
+async def _step(event: Event) -> dict[str, Any]:
     said: dict[str, Any] = {"picture": event.picture, "step": event.step, "steps": event.steps}
     if event.image is not None:
-        said["preview"] = "data:image/webp;base64," + base64.b64encode(encode(event.image, "webp", None, 70)).decode()
+        raw = await asyncio.to_thread(encode, event.image, "webp", None, 70)
+        said["preview"] = "data:image/webp;base64," + base64.b64encode(raw).decode()
     return said
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from rocm_sd.errors import InvalidOption, RocmSdError, require_known, require_one_of
@@ -13,6 +13,8 @@ from rocm_sd.serve.jobs import Job, NotDrawn
 from rocm_sd.serve.pictures import Kept, encode
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from fastapi import Request as HttpRequest
     from PIL.Image import Image
 
@@ -27,6 +29,7 @@ __all__ = [
 ]  # fmt: skip
 
 _LOOK_S = 0.5  # for a client that is gone
+_READ_AT_ONCE = 2
 
 
 class NotReady(NotDrawn):
@@ -51,6 +54,7 @@ class Server:
     kept: Kept
     service: Service | None = None
     failed: BaseException | None = None
+    reading: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_READ_AT_ONCE))
 
     @property
     def ready(self) -> Service:
@@ -93,15 +97,34 @@ class Asked:
     loras: tuple[tuple[str, float], ...] = ()
 
 
-def submit(request: HttpRequest, asked: Asked, api: str, *, preview_every: int = 0, for_later: bool = False) -> Job:
+async def submit(
+    request: HttpRequest,
+    asked: Asked | Callable[[], Asked],
+    api: str,
+    *,
+    preview_every: int = 0,
+    for_later: bool = False,
+) -> Job:
     """The job, in the queue; raises a RocmSdError for what cannot be drawn, and Busy."""
-    job = prepared(request, asked, api, preview_every=preview_every)
+    job = await prepared(request, asked, api, preview_every=preview_every)
     job.for_later = for_later
     return server_of(request).ready.submit(job)
 
 
-def prepared(request: HttpRequest, asked: Asked, api: str, *, preview_every: int = 0) -> Job:
-    """The job, to be put into the queue: whoever listens before that misses nothing."""
+async def prepared(
+    request: HttpRequest, asked: Asked | Callable[[], Asked], api: str, *, preview_every: int = 0
+) -> Job:
+    """The job, to be put into the queue: whoever listens before that misses nothing. A function reads pictures: that
+    is done beside the event loop, and for few requests at once, since each may have as many pixels as are taken.
+    """
+    if isinstance(asked, Asked):
+        return _job(request, asked, api, preview_every)
+    read, server = asked, server_of(request)
+    async with server.reading:
+        return await asyncio.to_thread(lambda: _job(request, read(), api, preview_every))
+
+
+def _job(request: HttpRequest, asked: Asked, api: str, preview_every: int) -> Job:
     server = server_of(request)
     limits, known = server.config.limits, server.ready.drawer.models()
     name = next(iter(known)) if asked.model is None else asked.model

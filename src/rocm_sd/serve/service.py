@@ -251,8 +251,10 @@ class Service:
         self.metrics.requests.labels(job.api, job.state).inc()
         if job.state == "done":
             self.metrics.latency.labels(job.model).observe(took)
-        facts = {"job": job.id, "request": job.request, "model": job.model, "api": job.api, "state": job.state}
-        facts["seconds"] = round(took, 3)
+        facts = {
+            "job": job.id, "request": job.request, "model": job.model, "api": job.api, "state": job.state,
+            "seconds": round(took, 3),
+        }  # fmt: skip
         if job.error is None or isinstance(job.error, (Cancelled, TooLate)):
             log.info("over", extra=facts)
         elif isinstance(job.error, (RocmSdError, Lost)):
