@@ -18,7 +18,7 @@ from rocm_sd.kernels.hip import toolchain
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "founding-names.md").read_text(encoding="utf-8")
-PYTHON = ("Operators, profiling, pipelines", "Several GPUs, every host, tuning")
+PYTHON = ("Operators, profiling, pipelines", "Several GPUs, every host, tuning", "Agents")
 ROW = re.compile(r"^\| `(?P<line>.+?)` \| (?P<gives>.+) \|$", re.MULTILINE)
 
 
@@ -88,6 +88,14 @@ HOLDS = {
         found[0] is not names["model"] and found[0].model is names["model"].model
     ),
     'FindOptimalConfig("linear_residual", {"m": 512, "n": 512, "k": 512, "dtype": "float16"}, "gfx1100")': is_config,
+    "from rocm_sd.agents import roster": names_in(["roster"]),
+    "roster.find_roster()": lambda found, _: found == Path("config", "agents.yaml"),
+    'roster.ROLES["meaningful_work"].work': lambda found, _: found == "analyst",
+    'roster.ROLES["implementation"].work': lambda found, _: found == "kernel_writer",
+    'roster.ROLES["vae_optimization"].ops': lambda found, _: "upsample" in found and "attention" not in found,
+    'roster.ROLES["advanced_optimization"].ops': lambda found, _: "attention" in found and "linear_residual" in found,
+    'roster.ROLES["final_integration"].work': lambda found, _: found == "reviewer",
+    'roster.read_roster(roster.find_roster()).agent("implementation")': lambda found, _: found.role == "implementation",
 }
 # What the lines of a table stand on, in the words of the documents that they come from.
 GIVEN = """
@@ -104,6 +112,7 @@ def names(tmp_path, monkeypatch):
 
     fake_comfyui.install(monkeypatch)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.chdir(ROOT)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     found = dict(zip("qkv", torch.randn(3, 1, 64, 512).requires_grad_().unbind(), strict=True))
     found |= {"pipe": CASES["sd15"].build(tmp_path), "model": fake_comfyui.patcher()}

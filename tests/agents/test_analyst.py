@@ -10,14 +10,18 @@ from pathlib import Path
 import pytest
 import torch
 from rich.console import Console
+from scripted_endpoint import scripted
 
 from rocm_sd import arch
 from rocm_sd.agents.analyst import Analysis, Chance, Unanalysable, analyse, as_table, improvable, to_dict
+from rocm_sd.agents.proposers import LanguageModel, Reviewer
+from rocm_sd.agents.roster import Agent
 from rocm_sd.bench import ops
 from rocm_sd.bench.profiling import Analysis as Profile
 from rocm_sd.bench.profiling import TimePart
 from rocm_sd.bench.records import Machine, Measurement, Record, WorkloadFacts
-from rocm_sd.errors import RocmSdError
+from rocm_sd.cli import main
+from rocm_sd.errors import InvalidOption, RocmSdError
 from rocm_sd.ops import OPS
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -48,6 +52,45 @@ def stored(tmp_path, *families: TimePart, **more) -> Path:
     profile = Profile(families=(*families, TimePart("idle", 1.0, 0.1, 0)), **given)
     (tmp_path / "profile.json").write_text(json.dumps(profile.to_dict()))
     return tmp_path / "profile.json"
+
+
+def test_an_analyst_is_told_the_table_and_its_comment_is_printed(tmp_path, capsys):
+    pytest.importorskip("openai")
+    roster, record = (
+        tmp_path / "roster.yaml",
+        stored(tmp_path, TimePart("attention", 6.0, 0.6, 60, None, 3.0, 6.0, "compute")),
+    )
+    with scripted(["Fuse \x1b[31mit."] * 2) as server:
+        entries = {
+            name: {"endpoint": server.url, "model": "m", "role": name}
+            for name in ("meaningful_work", "analyst", "implementation")
+        }
+        roster.write_text(json.dumps({"agents": entries}))
+        for name in ("meaningful_work", "analyst"):
+            main.app(
+                ["improve", "--analyse", str(record), "--agent", name, "--agents", str(roster)], standalone_mode=False
+            )
+            shown = capsys.readouterr().out
+            assert f"{name} says, and nobody has checked it:" in shown
+            assert "Fuse \\x1b[31mit." in shown
+        told = server.asked[0]["messages"][-1]["content"]
+        assert '"gain_ms": 3.0' in told
+        assert str(tmp_path) not in told
+        with pytest.raises(InvalidOption, match="Its role implementation comments on no record"):
+            main.app(
+                ["improve", "--analyse", str(record), "--agent", "implementation", "--agents", str(roster)],
+                standalone_mode=False,
+            )
+        assert len(server.asked) == 2
+
+
+@pytest.mark.parametrize("role", ["analyst", "meaningful_work"])
+def test_an_analyst_neither_writes_kernels_nor_reviews(role):
+    agent = Agent("a", "http://127.0.0.1:1/v1", "m", role)
+    with pytest.raises(InvalidOption, match=f"Its role {role} writes no kernels. An analyst takes --analyse"):
+        LanguageModel(OPS["geglu"], ("gfx1100",), agent)
+    with pytest.raises(InvalidOption, match=f"Its role {role} reviews nothing"):
+        Reviewer(agent)
 
 
 def op_record(us: float, call: str = "512x5120, float16", **more) -> dict:

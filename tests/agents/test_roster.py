@@ -17,7 +17,10 @@ from rocm_sd.agents.roster import ROLES, Agent, InvalidRoster, find_roster, read
 from rocm_sd.errors import InvalidOption, MissingDependency, RocmSdError
 from rocm_sd.ops import OPS
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "agents.yaml"
+EXAMPLE = Path(__file__).parents[2] / "config" / "agents.yaml"
+COORDINATORS = (
+    "meaningful_work", "implementation", "vae_optimization", "advanced_optimization", "final_integration",
+)  # fmt: skip
 LEAST = {"endpoint": "http://127.0.0.1:8000/v1", "model": "qwen2.5-coder", "role": "kernel_writer"}
 
 
@@ -55,7 +58,8 @@ def fault(read):
 
 def test_the_example_is_read():
     roster = read_roster(EXAMPLE)
-    assert [each.name for each in roster.agents] == ["local", "elsewhere", "vae"]
+    assert [each.name for each in roster.agents] == ["local", "elsewhere", *COORDINATORS]
+    assert all(roster.agent(name).role == name for name in COORDINATORS)
     assert roster.path == EXAMPLE
     local = roster.agent("local")
     assert local.duty is ROLES["kernel_writer"]
@@ -63,7 +67,7 @@ def test_the_example_is_read():
     assert not roster.agent("elsewhere").is_here
     assert roster.agent("elsewhere").key_variable == "MY_KEY"
     assert roster.agent("elsewhere").cost(1_000_000, 2_000_000) == 3.5
-    assert roster.agent("vae").duty.ops == ("group_norm_silu", "upsample", "upsample_conv2d", "conv2d")
+    assert roster.agent("vae_optimization").duty.ops == ("group_norm_silu", "upsample", "upsample_conv2d", "conv2d")
 
 
 def test_the_example_shows_every_field_but_the_one_that_weakens():

@@ -6,9 +6,10 @@ rounds and the same seed give the same proposal, so that a run that was killed g
 
 from __future__ import annotations
 
+import json
 import random
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rocm_sd.agents.endpoint import Endpoint, EndpointFailed, LimitReached, Message, Spent
 from rocm_sd.agents.judging import REFUSED
@@ -18,19 +19,20 @@ from rocm_sd.errors import InvalidOption
 from rocm_sd.tuning.choice import lookup
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from rocm_sd.agents.keeping import Round
     from rocm_sd.agents.roster import Agent
     from rocm_sd.ops.registry import Op
 
-__all__ = ["LanguageModel", "Mutations", "Proposed", "Proposer", "Replayed", "Reviewer"]
+__all__ = ["LanguageModel", "Mutations", "Proposed", "Proposer", "Replayed", "Reviewer", "commented"]
 
 # Of the rounds before, so many findings are told.
 _TOLD = 6
 # A proposal that costs a little may be one step from one that wins.
 _WORTH_GOING_ON = 1.02
 _MOST_FAILURES = 3
+_TOLD_CHANCES, _LONGEST_WORD = 12, 4000
 
 
 @dataclass(frozen=True)
@@ -119,8 +121,8 @@ class LanguageModel:
     def __init__(self, op: Op, architectures: Sequence[str], agent: Agent, rounds: Sequence[Round] = ()) -> None:
         if agent.duty.work != "kernel_writer":
             raise InvalidOption(
-                "--agent", agent.name, [], hint=f"Its role {agent.role} writes no kernels. Name it with --reviewer, or "
-                "give it the role kernel_writer in agents.yaml.",
+                "--agent", agent.name, [], hint=f"Its role {agent.role} writes no kernels. An analyst takes --analyse, "
+                "a reviewer --reviewer; or give it the role kernel_writer in agents.yaml.",
             )  # fmt: skip
         if not agent.duty.takes(op.name):
             raise InvalidOption(
@@ -201,6 +203,11 @@ class Reviewer:
     """Another agent's word on what is offered: people read it, nothing is decided by it."""
 
     def __init__(self, agent: Agent, rounds: Sequence[Round] = ()) -> None:
+        if agent.duty.work != "reviewer":
+            raise InvalidOption(
+                "--reviewer", agent.name, [], hint=f"Its role {agent.role} reviews nothing. Give it the role reviewer "
+                "or final_integration in agents.yaml.",
+            )  # fmt: skip
         self.name, self._agent = agent.name, agent
         spent = Spent(
             sum(each.review_tokens_in for each in rounds),
@@ -232,7 +239,25 @@ class Reviewer:
             reply = self._endpoint.ask((Message("system", self._agent.duty.system), Message("user", asked)))
         except (EndpointFailed, LimitReached) as error:
             return f"no review: {error.message}"
-        return reply.text[:4000]
+        return reply.text[:_LONGEST_WORD]
+
+
+def commented(agent: Agent, analysis: Mapping[str, Any]) -> str:
+    """An analyst's words on the table of `agents.analyst`, as plain values."""
+    if agent.duty.work != "analyst":
+        raise InvalidOption(
+            "--agent", agent.name, [], hint=f"Its role {agent.role} comments on no record. Give it the role analyst or "
+            "meaningful_work in agents.yaml.",
+        )  # fmt: skip
+    # Where the file lies is none of a server's business.
+    told = {name: value for name, value in analysis.items() if name != "source"}
+    told["chances"] = list(told["chances"])[:_TOLD_CHANCES]
+    asked = (
+        "Here is what was measured, and how far from its floor each part is. Say in at most eight sentences what to "
+        f"try first, and why.\n\n```json\n{json.dumps(told, indent=1)}\n```"
+    )
+    system = Message("system", agent.duty.system)
+    return Endpoint(agent, Spent()).ask((system, Message("user", asked))).text[:_LONGEST_WORD]
 
 
 class Replayed:

@@ -84,7 +84,7 @@ def improve(
             hint="Name one op, or one of --analyse, --replay, --show, --accept, --remove, --list.",
         )
     if analyse is not None:
-        _analyse(console, analyse, as_json=as_json)
+        _analyse(console, analyse, agent, agents, as_json=as_json)
     elif accept is not None:
         _accept(console, accept, out)
     elif remove is not None:
@@ -250,18 +250,22 @@ def _agents(name: str | None, reviewer: str | None, file: Path | None) -> tuple[
 
     path = file or find_roster()
     if path is None:
-        hint = "Copy examples/agents.yaml here, and name your server in it (docs/improve.md)."
+        hint = "Copy config/agents.yaml of the repository here, and name your server in it (docs/improve.md)."
         raise RocmSdError("There is no agents.yaml that could name an agent.", hint=hint)
     roster = read_roster(path)
     return (roster.agent(name) if name else None), (roster.agent(reviewer) if reviewer else None)
 
 
-def _analyse(console: Console, path: Path, *, as_json: bool) -> None:
+def _analyse(console: Console, path: Path, name: str | None, file: Path | None, *, as_json: bool) -> None:
     from rocm_sd.agents import analyst
+    from rocm_sd.agents.proposers import commented
 
+    agent, _ = _agents(name, None, file)
     found = analyst.analyse(path)
+    comment = None if agent is None else commented(agent, analyst.to_dict(found))
     if as_json:
-        typer.echo(json.dumps(analyst.to_dict(found), indent=2))
+        told = analyst.to_dict(found) | ({} if comment is None else {"comment": comment})
+        typer.echo(json.dumps(told, indent=2))
         return
     console.print(analyst.as_table(found))
     for note in found.notes:
@@ -269,6 +273,8 @@ def _analyse(console: Console, path: Path, *, as_json: bool) -> None:
     chance = analyst.improvable(found)
     if chance is not None:
         say(console, f"To let its kernel be improved, type: rocm-sd improve {chance.op}")
+    if agent is not None and comment is not None:
+        console.print(f"\n{literal(agent.name)} says, and nobody has checked it:\n{literal(comment)}", highlight=False)
 
 
 def _accept(console: Console, name: str, out: Path | None) -> None:
