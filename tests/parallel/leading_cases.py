@@ -127,16 +127,25 @@ def rows_case(folder):
 
 
 def unet_case(folder):
-    """A UNet by rows, called by rank 0 alone."""
+    """A UNet by rows, and a VAE that decodes on rank 1, called by rank 0 alone."""
     from rocm_sd.parallel.patch_models import install_patches
+    from rocm_sd.parallel.stages import install_owned
+    from tiny_models import vae_of
 
     join(CPU)
     traffic = Traffic()
     model, given = model_of("sdxl"), inputs_of("sdxl", 9, 8)
+    torch.manual_seed(3)
+    vae = vae_of()
     with torch.no_grad():
-        alone = model(**given, return_dict=False)[0]
+        alone = model(**given, return_dict=False)[0], vae.decode(given["sample"], return_dict=False)[0]
+        install_owned(vae, "decode", 1, Ranks("pipeline", dist.group.WORLD, traffic), unread=vae.decoder)
         install_patches(model, Ranks("patch", dist.group.WORLD, traffic), [1.0] * dist.get_world_size())
         if dist.get_rank():
             dist.barrier()
-        found = _ranks(folder, [model], [traffic], lambda _leader: model(**given, return_dict=False)[0])
+
+        def lead(_leader):
+            return model(**given, return_dict=False)[0], vae.decode(given["sample"], return_dict=False)[0]
+
+        found = _ranks(folder, [model, vae], [traffic], lead)
     return alone, found

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import socket
+from datetime import timedelta
+
 import pytest
 import torch
 from torch import distributed as dist
@@ -47,6 +50,38 @@ def test_two_ranks_with_one_card_are_told_so(cards):
     with pytest.raises(JobFailed, match=r"Ranks 0 and 1 have the same card.*LOCAL_RANK"):
         cards(1, "cuda:0")
     assert done == ["set cuda:0", "nccl", "destroyed"]
+
+
+@pytest.fixture
+def by_itself(monkeypatch):
+    """joins(rank): as that rank of two, of which the other does not come."""
+    for name in ("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+
+    def joins(rank, port):
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("MASTER_PORT", str(port))
+        join(torch.device("cpu"), patience=timedelta(seconds=1))
+
+    return joins
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_peer_that_does_not_come_is_said_when_patience_ends(by_itself, rank):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with pytest.raises(JobFailed, match=rf"did not find each other at 127.0.0.1:{port} .*MASTER_PORT"):
+        by_itself(rank, port)
+    assert not dist.is_initialized()
+
+
+def test_a_port_that_is_taken_is_said(by_itself):
+    with socket.create_server(("", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(JobFailed, match=rf"did not find each other at 127.0.0.1:{port} .*Is the port free"):
+            by_itself(0, port)
 
 
 @pytest.mark.parametrize(

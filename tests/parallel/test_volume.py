@@ -14,10 +14,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from rocm_sd.bench.architectures import _UNETS, _VAE, unet_inputs
 from rocm_sd.errors import InvalidOption, Unsupported
-from rocm_sd.parallel import stages as pipeline
+from rocm_sd.parallel.answers import kinds
 from rocm_sd.parallel.layers import decoder_call, unet_call
 from rocm_sd.parallel.patch_models import install_patches
 from rocm_sd.parallel.ranks import Traffic, along
+from rocm_sd.parallel.stages import ranges
 from rocm_sd.parallel.volume import STRATEGIES, CountedRanks, stages, volume
 from tiny_models import vae_of
 
@@ -62,7 +63,7 @@ def answers_of_blocks(model, given):
 
         def seen(_, __, answer):
             leaves, tree = pytree.tree_flatten(answer)
-            found.append((pipeline._kinds(leaves), tree))
+            found.append((kinds(leaves), tree))
 
         undo.append(block.register_forward_hook(seen))
     model(**given)
@@ -163,7 +164,7 @@ def test_blocks_belong_to_the_ranks_that_the_pipeline_gives_them(real, family):
     call = unet_call(_UNETS[family], 2, SIDES[family], SIDES[family])
     for size in (2, 4, 7):
         costs = [sum(each.numel() for each in dict(real.named_modules())[block].parameters()) for block in call.blocks]
-        assert list(stages(call, size).values()) == pipeline.ranges(costs, [1.0] * size)
+        assert list(stages(call, size).values()) == ranges(costs, [1.0] * size)
 
 
 def test_data_sends_nothing_and_neither_does_one_rank():

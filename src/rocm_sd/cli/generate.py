@@ -176,7 +176,9 @@ def _draw_on_rank(device: torch.device, drawing: _Drawing, plan: str) -> None:
     pipe = drawing.load(console, device)
     parameters = drawing.parameters(pipe)
     pictures = drawing.request.batch
-    pipe = parallelize(pipe, plan=plan, level=drawing.level, quality=drawing.quality, pictures=pictures)
+    pipe = parallelize(
+        pipe, plan, drawing.level, drawing.quality, pictures, guided=(drawing.request.guidance or 0.0) > 1
+    )
     by_picture = pictures > 1 and "data" in parallel_report(pipe).plan.dims
     draw = _share_out if by_picture else run_with_progress
     ours = draw(console, pipe, drawing.request, "rocm-sd")

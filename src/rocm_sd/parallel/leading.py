@@ -149,7 +149,7 @@ class Leader:
                 finally:
                     self._is_last()
 
-        return forwards.surround(module, answer)
+        return forwards.surround(module, answer, name=_method(module))
 
     def _described(
         self, number: int, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -246,7 +246,12 @@ def _call(module: nn.Module, said: _Call, ranks: Ranks, device: torch.device) ->
     args, kwargs = pytree.tree_map(received, said.given, is_leaf=lambda leaf: isinstance(leaf, _Tensor))
     if said.dtype is not None and said.dtype != _dtype(module):
         module.to(said.dtype)
-    module(*args, **kwargs)
+    getattr(module, _method(module))(*args, **kwargs)
+
+
+def _method(module: nn.Module) -> str:
+    """What is split of it: of a VAE its `decode`, as its own forward would encode, too."""
+    return "decode" if hasattr(module, "decode") and hasattr(module, "decoder") else "forward"
 
 
 def _dtype(module: nn.Module) -> torch.dtype | None:

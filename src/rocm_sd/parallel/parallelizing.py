@@ -15,8 +15,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakKeyDictionary, ref
 
 import torch
-from torch import distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
 from rocm_sd.arch.host import pci_address
 from rocm_sd.arch.links import Link, slowest_link
@@ -32,10 +30,14 @@ from rocm_sd.engine import (
     restore,
 )
 from rocm_sd.engine.approximation import PictureSteps, known_with_plan
+from rocm_sd.engine.levels import reckon_with
+from rocm_sd.engine.vae import decode_together
 from rocm_sd.errors import Unsupported
 from rocm_sd.parallel import sharing
 from rocm_sd.parallel.batch import install_batch
 from rocm_sd.parallel.graphs import install_graphs
+from rocm_sd.parallel.groups import mesh_of, neighbours
+from rocm_sd.parallel.inputs import install_check
 from rocm_sd.parallel.patch_models import Staleness, can_be_patched, install_patches
 from rocm_sd.parallel.plans import Facts, Plan, choose, parse
 from rocm_sd.parallel.ranks import Ranks, Traffic, along, join
@@ -102,12 +104,14 @@ def parallelize(
     pictures: int = 1,
     *,
     served: bool = False,
+    guided: bool = True,
 ) -> Target:
     """Have a pipeline drawn by all processes of this job, and return it. `level` and `quality` are as in `optimize`.
 
     `plan`: data, cfg, pipeline, patch, tensor, a mesh of them (`cfg=2,patch=2`), or `auto`. Each process loads the
     pipeline, calls this, and then draws the same: what comes is the same picture on all of them. `pictures`: how many
-    are to be drawn, by which `auto` chooses. `served`: many callers share each call, and nothing is measured in one.
+    are to be drawn, and `guided`: whether with guidance, by which `auto` chooses. `served`: many callers share each
+    call, and nothing is measured in one.
     """
     target: Any = pipe
     if not hasattr(target, "components"):
@@ -118,29 +122,52 @@ def parallelize(
     world = everybody()
     model: Any = getattr(target, "unet", None) or getattr(target, "transformer", None)
     link = _link_speed(world, device)
-    chosen = parse(plan, world.size) if plan != "auto" else _best(world, device, model, link, pictures, served=served)
+    if plan != "auto":
+        chosen = parse(plan, world.size)
+    else:
+        chosen = _best(world, device, model, link, pictures, served=served, guided=guided)
     traffic = Traffic()
     said = ParallelReport(chosen, world.rank, world.size, link, traffic, _wired(world, device))
+    # Before anything is split: what fails half-way is undone.
+    _PARALLEL[target] = said
+    try:
+        _put_to_work(target, model, said, world, device, level, quality, served=served)
+    except BaseException:
+        unparallelize(pipe)
+        raise
+    return pipe
+
+
+def _put_to_work(
+    pipe: Any, model: Any, said: ParallelReport, world: Ranks, device: torch.device, level: str, quality: Any, *,
+    served: bool,
+) -> None:  # fmt: skip
+    chosen = said.plan
     inside = [name for name in chosen.dims if name in _INSIDE]
     if inside and quality != "exact" and "pipeline" in inside:
         raise Unsupported("pipeline", f"quality {quality}: what is left out runs through every block")
     stale = _stale_settings(model, quality, chosen)
     parts = _STOCK if inside else replace(EVERYTHING, calibrated=not served)
+    if set(chosen.dims) - {"data"}:
+        # A level with halved batches has other exchanges: it is chosen alike, by the fullest card.
+        free = [each for each in world.agree(free_memory(device)) if each is not None]
+        said.installed.append(Installed(tuple, reckon_with(pipe, min(free, default=None))))
     optimize_with(pipe, level, _without_stale(quality) if stale else quality, parts)
     if chosen.dims:
         speeds = _speeds(world, device)
-        mesh = init_device_mesh(device.type, tuple(chosen.dims.values()), mesh_dim_names=tuple(chosen.dims))
-        said.picture = _picture_ranks(world, world.size // chosen.dims.get("data", 1), traffic)
-        as_stock = bool(inside) or not (graphs_wanted(device) or report(pipe).replaced)
+        mesh = mesh_of(device.type, chosen.dims)
+        said.picture = Ranks("vae", neighbours(world.size // chosen.dims.get("data", 1)), said.traffic)
+        as_stock = all(world.agree(bool(inside) or not (graphs_wanted(device) or report(pipe).replaced)))
         # What goes by the number of a step cannot be baked into a graph, nor can blocks of other ranks.
         graphs = bool(inside) and quality == "exact" and "pipeline" not in inside and graphs_wanted(device)
         for module, each in _installed(
-            target, model, chosen, mesh, speeds, said.picture, stale, as_stock=as_stock, graphs=graphs
+            pipe, model, chosen, mesh, speeds, said.picture, stale, as_stock=as_stock, graphs=graphs
         ):
             said.installed.append(each)
             said.split += [module] if module not in said.split else []
-    _PARALLEL[target] = said
-    return pipe
+        # Where rank 0 leads, the others have its inputs.
+        if said.picture.size > 1 and model is not None and not served:
+            said.installed.append(install_check(pipe, model, said.picture))
 
 
 def unparallelize(pipe: Target) -> Target:
@@ -173,14 +200,17 @@ def share_out(count: int, draw: Callable[[int], R], pipe: Any = None) -> list[R]
 
 
 def _best(
-    world: Ranks, device: torch.device, model: nn.Module | None, link: float | None, pictures: int, *, served: bool
+    world: Ranks, device: torch.device, model: Any, link: float | None, pictures: int, *, served: bool, guided: bool
 ) -> Plan:
     weights = sum(each.numel() * each.element_size() for each in model.parameters()) if model is not None else 0
     free = free_memory(device) if device.type != "cpu" else None
     # The same on every rank: by the fullest card, and the slowest link.
     known = [each for each in world.agree(free) if each is not None]
     is_unet = model is not None and type(model).__name__ == "UNet2DConditionModel"
-    return choose(Facts(world.size, weights, min(known) + weights if known else None, link, is_unet, pictures, served))
+    # A model that takes the scale of guidance as an input computes one half.
+    guided = guided and getattr(getattr(model, "config", None), "time_cond_proj_dim", None) is None
+    free_in_all = min(known) + weights if known else None
+    return choose(Facts(world.size, weights, free_in_all, link, is_unet, pictures, served, guided))
 
 
 def _installed(
@@ -208,6 +238,7 @@ def _installed(
     decoder = getattr(getattr(pipe, "vae", None), "decoder", None)
     # Where it is answered from a graph, or one rank has it, there are no rows to be taken from it.
     if decoder is not None and picture.size > 1 and can_be_patched(decoder) and as_stock and "pipeline" not in names:
+        yield decoder, Installed(tuple, decode_together(pipe.vae))
         yield decoder, install_patches(decoder, picture, [speeds[rank] for rank in picture.members])
 
 
@@ -247,19 +278,13 @@ def _placed(pipe: Any, ranks: Ranks) -> Iterator[tuple[nn.Module, Installed]]:
             yield module, install_owned(module, "forward", 0, ranks)
     vae = getattr(pipe, "vae", None)
     if vae is not None and hasattr(vae, "decoder"):
-        yield vae.decoder, install_owned(vae.decoder, "forward", ranks.size - 1, ranks)
+        # And not the decoder: how a picture is decoded goes by the memory that is free.
+        yield vae, install_owned(vae, "decode", ranks.size - 1, ranks, unread=vae.decoder)
 
 
 def _controlnets(pipe: Any) -> list[Any]:
     found = getattr(pipe, "controlnet", None)
     return [] if found is None else list(getattr(found, "nets", [found]))
-
-
-def _picture_ranks(world: Ranks, together: int, traffic: Traffic) -> Ranks:
-    """The ranks that draw one picture: neighbours. Every rank takes part in the making of every group."""
-    groups = [list(range(first, first + together)) for first in range(0, world.size, together)]
-    made = [dist.new_group(members) if together > 1 else None for members in groups]
-    return Ranks("vae", made[world.rank // together], traffic)
 
 
 def _link_speed(world: Ranks, device: torch.device) -> float | None:

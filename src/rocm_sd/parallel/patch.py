@@ -234,12 +234,21 @@ class PatchMode(TorchFunctionMode):
         columns = torch.arange(width, device=x.device) * x.shape[3] // width
         return self._note(tall.index_select(3, columns), result)
 
+    def entries_set(self, x: torch.Tensor, index: Any, value: Any) -> None:
+        """Halves of a batch that were computed one after the other, put together."""
+        rows = self._rows_of(value)
+        if not isinstance(index, slice) or rows is None:
+            raise _refused("__setitem__")
+        x[index] = value
+        self._note(x, rows)
+
 
 _RULES: dict[str, Callable[..., Any]] = {
     "conv2d": PatchMode.conv2d,
     "group_norm": PatchMode.group_norm,
     "scaled_dot_product_attention": PatchMode.scaled_dot_product_attention,
     "interpolate": PatchMode.interpolate,
+    "__setitem__": PatchMode.entries_set,
 }
 
 

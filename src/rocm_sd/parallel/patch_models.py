@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 from rocm_sd.engine import Installed
 from rocm_sd.engine.approximation import of_steps
 from rocm_sd.errors import Unsupported
+from rocm_sd.parallel.answers import hand_on
 from rocm_sd.parallel.patch import PatchMode
 from rocm_sd.parallel.rows import deal
 from rocm_sd.parallel.stale import StaleExchanges
@@ -138,9 +139,9 @@ def _in_rows(
         raise Unsupported("patch", f"a picture of {rows.height} rows for latents of {sample.shape[2]}")
     with_rows = sum(count > 0 for count in top.counts)
     calls[with_rows] += 1
-    working = ranks.first(with_rows)
+    working, without = ranks.first(with_rows), range(with_rows, ranks.size)
     if working is None:
-        return _received(ranks)
+        return hand_on(ranks, None, 0, without, sample.device)
     mode = PatchMode(working, rows.among(working.size), None if stale is None else stale.exchanges(working))
     split: dict[str, Any] = {
         name: pytree.tree_map(lambda leaf: _own(mode, leaf), given[name]) for name in names if name in given
@@ -152,9 +153,9 @@ def _in_rows(
         found = whole(split.pop("sample"), *rest, **{**{k: v for k, v in kwargs.items() if k != "sample"}, **split})
     leaves, tree = pytree.tree_flatten(found)
     leaves = [mode.whole(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-    if working.size < ranks.size:
-        _told(ranks, working.size, leaves, tree)
-    return pytree.tree_unflatten(leaves, tree)
+    answer = pytree.tree_unflatten(leaves, tree)
+    # Those without rows have the answer, too.
+    return hand_on(ranks, answer, 0, without, sample.device) if without else answer
 
 
 def _own(mode: PatchMode, leaf: Any) -> Any:
@@ -170,24 +171,3 @@ def _halvings(model: nn.Module) -> int:
 
 def _convolved_down(part: nn.Module) -> int:
     return sum(isinstance(each, nn.Conv2d) and each.stride[0] == 2 for each in part.modules())
-
-
-def _told(ranks: Ranks, working: int, leaves: list[Any], tree: Any) -> None:
-    """Those without rows have the answer, too."""
-    kinds = [(leaf.shape, leaf.dtype, leaf.device) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-    ranks.agree((kinds, tree))
-    if ranks.rank == 0:
-        for leaf in leaves:
-            if isinstance(leaf, torch.Tensor):
-                ranks.hand_over(dict.fromkeys(range(working, ranks.size), leaf), {})
-
-
-def _received(ranks: Ranks) -> Any:
-    kinds, tree = ranks.agree(None)[0]
-    leaves = []
-    for kind in kinds:
-        leaf = torch.empty(kind[0], dtype=kind[1], device=kind[2]) if isinstance(kind, tuple) else kind
-        if isinstance(leaf, torch.Tensor):
-            ranks.hand_over({}, {0: leaf})
-        leaves.append(leaf)
-    return pytree.tree_unflatten(leaves, tree)

@@ -39,7 +39,8 @@ class Plan:
 @dataclass(frozen=True)
 class Facts:
     """What a choice depends on. `free`: bytes on the fullest card; `link`: bytes a second between two ranks, as
-    measured. `served`: pictures of several requests share each call.
+    measured. `served`: pictures of several requests share each call. `guided`: a step computes one half with the prompt
+    and one without.
     """
 
     ranks: int
@@ -49,6 +50,7 @@ class Facts:
     is_unet: bool
     pictures: int = 1
     served: bool = False
+    guided: bool = True
 
     @property
     def crowded(self) -> bool:
@@ -79,7 +81,8 @@ def choose(facts: Facts) -> Plan:
     ranks = facts.ranks
     fast = facts.link is not None and facts.link >= _FAST_LINK
     link = "whose speed is not known" if facts.link is None else f"with {facts.link / 1e9:.1f} GB/s"
-    halved = facts.is_unet and ranks % 2 == 0
+    halved = facts.is_unet and facts.guided
+    alone = facts.pictures == 1
     gb = f"{facts.weights / 1e9:.1f} GB of weights do not fit beside pictures into {(facts.free or 0) / 1e9:.1f} GB"
     choices: tuple[tuple[bool, dict[str, int], str], ...] = (
         (ranks == 1, {}, "there is one rank"),
@@ -88,9 +91,19 @@ def choose(facts: Facts) -> Plan:
         (facts.served, {"cfg": ranks}, "pictures that are drawn at once share a call, and each rank has some of them"),
         (facts.pictures >= ranks, {"data": ranks}, f"{facts.pictures} pictures are drawn, and nothing has to be sent"),
         (halved and ranks == 2, {"cfg": 2}, "each half of guidance has a rank, and one answer a step is sent"),
-        # Rows of a picture are sent for every operation, and these are launched one by one: by the model of
-        # `scaling`, four MI300X are then slower than two with half of guidance each.
-        (halved, {"data": ranks // 2, "cfg": 2}, "halves of guidance send one answer a step, and pictures nothing"),
+        # Rows of a picture are sent for every operation: by the model of `scaling`, four MI300X draw SD 1.5 slower then
+        # than two with half of guidance each, and three draw it slower than one.
+        (
+            halved and ranks % 2 == 0,
+            {"data": ranks // 2, "cfg": 2},
+            "halves of guidance send one answer a step, and pictures nothing",
+        ),
+        (
+            halved and alone,
+            {"cfg": ranks},
+            "each half of guidance has a rank, and a picture by itself has no third part",
+        ),
+        (facts.is_unet and alone, {"patch": ranks}, "without guidance a picture by itself has no parts but its rows"),
         (True, {"data": ranks}, "its pictures can be shared out, and nothing else is faster"),
     )
     return next(Plan(dims, why) for holds, dims, why in choices if holds)

@@ -23,6 +23,7 @@ from rocm_sd.arch.host import installed
 from rocm_sd.engine import is_out_of_memory
 from rocm_sd.engine.capture import exchange, no_exchange
 from rocm_sd.errors import JobFailed, Unsupported, first_line
+from rocm_sd.parallel.groups import forget_groups, group_by_its_members
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -57,7 +58,6 @@ class Ranks:
         self.name, self._group, self.traffic = name, group, traffic
         self.rank = 0 if group is None else dist.get_rank(group)
         self.size = 1 if group is None else dist.get_world_size(group)
-        self._firsts: dict[int, Any] = {}
         # gloo sends from the host's memory: tensors of a card pass through it.
         self._through_host = group is not None and dist.get_backend(group) == "gloo"
 
@@ -199,11 +199,8 @@ class Ranks:
             return None
         if count == 1:
             return Ranks(self.name, None, self.traffic)
-        if count not in self._firsts and self._group is not None:
-            members = dist.get_process_group_ranks(self._group)[:count]
-            # Only they take part in the making: other groups may have other pictures.
-            self._firsts[count] = dist.new_group(members, use_local_synchronization=True)
-        return Ranks(self.name, self._firsts[count], self.traffic)
+        # Other groups may have other pictures, and take no part in the making.
+        return Ranks(self.name, group_by_its_members(self.members[:count]), self.traffic)
 
     def agree(self, mine: Any) -> list[Any]:
         """What everybody says, by rank: plain values, once in a while."""
@@ -278,6 +275,7 @@ def join(device: torch.device, *, patience: timedelta = _PATIENCE) -> None:
 
 
 def leave() -> None:
+    forget_groups()
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -292,7 +290,7 @@ def _backend(device: torch.device) -> str:
 
 def _own_card(device: torch.device) -> torch.device:
     """The one that was named, or the one of this rank's number among those that it sees."""
-    if device.index is not None:
+    if device != torch.device("cuda"):
         return device
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % max(1, torch.cuda.device_count()))
 

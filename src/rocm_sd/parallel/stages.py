@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 
 from rocm_sd.engine import Installed, divide
 from rocm_sd.errors import Unsupported
+from rocm_sd.parallel.answers import Kind, device_of, hand_on, kinds
 from rocm_sd.rewrite import forwards
 
 if TYPE_CHECKING:
@@ -50,53 +51,27 @@ def ranges(costs: Sequence[float], weights: Sequence[float]) -> list[int]:
     return owners
 
 
-def install_owned(module: nn.Module, method: str, owner: int, ranks: Ranks) -> Installed:
-    """One rank computes what the method returns, and all have it. The arguments are the same everywhere."""
-    name = type(module).__name__
+def install_owned(
+    module: nn.Module, method: str, owner: int, ranks: Ranks, unread: nn.Module | None = None
+) -> Installed:
+    """One rank computes what the method returns, and all have it. The arguments are the same everywhere. `unread`: what
+    of the module the others do not need for anything else; all of it, if nothing is said.
+    """
+    name = type(module).__name__ if method == "forward" else f"{method} of {type(module).__name__}"
 
     def answer(_: nn.Module, whole: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        leaves, tree = pytree.tree_flatten(whole(*args, **kwargs)) if ranks.rank == owner else ([], None)
-        said = ranks.agree((_kinds(leaves), tree) if ranks.rank == owner else None)[owner]
         others = [rank for rank in range(ranks.size) if rank != owner]
-        got = []
-        for place, kind in enumerate(said[0]):
-            if not isinstance(kind, _Kind):
-                got.append(kind)
-                continue
-            tensor = leaves[place] if ranks.rank == owner else kind.empty()
-            ranks.hand_over(*((dict.fromkeys(others, tensor), {}) if ranks.rank == owner else ({}, {owner: tensor})))
-            got.append(tensor)
-        return pytree.tree_unflatten(got, said[1])
+        own = whole(*args, **kwargs) if ranks.rank == owner else None
+        return hand_on(ranks, own, owner, others, device_of((args, kwargs)))
 
     take_off = forwards.surround(module, answer, name=method)
-    home = _send_home(module) if ranks.rank != owner else (lambda: None)
+    home = _send_home(unread or module) if ranks.rank != owner else (lambda: None)
 
     def restore() -> None:
         take_off()
         home()
 
     return Installed(lambda: (f"{name} is on rank {owner} of {ranks.size}",), restore)
-
-
-@dataclass(frozen=True)
-class _Kind:
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    device: str
-
-    def empty(self) -> torch.Tensor:
-        return torch.empty(self.shape, dtype=self.dtype, device=self.device)
-
-    def unread(self) -> torch.Tensor:
-        """Of this shape, and without memory of its own."""
-        return torch.zeros((), dtype=self.dtype, device=self.device).expand(self.shape)
-
-
-def _kinds(leaves: Sequence[Any]) -> list[Any]:
-    return [
-        _Kind(tuple(leaf.shape), leaf.dtype, leaf.device.type) if isinstance(leaf, torch.Tensor) else leaf
-        for leaf in leaves
-    ]
 
 
 @dataclass
@@ -119,15 +94,15 @@ class _Stages:
             found, tree = pytree.tree_flatten(whole(*args, **kwargs))
         key = (self.call, place)
         if key not in self.shapes:
-            self.shapes[key] = self.ranks.agree((_kinds(found), tree) if owner == me else None)[owner]
-        kinds, tree = self.shapes[key]
-        got = list(found)
-        for number, kind in enumerate(kinds):
+            self.shapes[key] = self.ranks.agree((kinds(found), tree) if owner == me else None)[owner]
+        said, tree = self.shapes[key]
+        got, here = list(found), device_of((args, kwargs))
+        for number, kind in enumerate(said):
             wanted = self._wanted(place, number)
             if owner == me:
                 self.sent += [self.ranks.send(found[number], rank) for rank in wanted]
-            elif isinstance(kind, _Kind):
-                got.append(self.ranks.receive(kind.empty(), owner) if me in wanted else kind.unread())
+            elif isinstance(kind, Kind):
+                got.append(self.ranks.receive(kind.empty(here), owner) if me in wanted else kind.unread(here))
             else:
                 got.append(kind)
         return pytree.tree_unflatten(got, tree)
@@ -169,7 +144,7 @@ def install_stages(unet: Any, ranks: Ranks, weights: Sequence[float]) -> Install
         flights[0] += len(entries)
         answers = []
         for entry in entries:
-            stages.call = tuple(_kinds(pytree.tree_leaves((args, kwargs)))), entry is None
+            stages.call = tuple(kinds(pytree.tree_leaves((args, kwargs)))), entry is None
             whole_answer = whole(*args, **kwargs) if entry is None else divided.run(whole, entry)  # type: ignore[union-attr]
             answers.append(pytree.tree_flatten(whole_answer))
         leaves = [
@@ -235,8 +210,15 @@ def _send_home(module: nn.Module) -> Callable[[], None]:
         return lambda: None
     device = first.device
     module.to("cpu")
+    for part in _called_alone(module):
+        part.to(device)
 
     def back() -> None:
         module.to(device)
 
     return back
+
+
+def _called_alone(module: nn.Module) -> list[nn.Module]:
+    """What pipelines call by its name, besides the module: with `clip_skip` a text encoder's last norm."""
+    return [part for name, part in module.named_modules() if name.rpartition(".")[2] == "final_layer_norm"]

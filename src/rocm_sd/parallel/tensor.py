@@ -112,19 +112,24 @@ def install_tensor(model: nn.Module, ranks: Ranks, weights: Sequence[float]) -> 
     """Split every attention and feed-forward layer of the model that has a head or a column for each rank."""
     undo: list[Callable[[], None]] = []
     split, whole = 0, 0
-    for module in list(model.modules()):
-        kind = type(module).__name__
-        if kind == "Attention":
-            done = _split_attention(module, ranks, weights, undo)
-        elif kind == "FeedForward":
-            done = _split_feed_forward(module, ranks, weights, undo)
-        else:
-            continue
-        split, whole = split + done, whole + (not done)
 
     def restore() -> None:
         for each in reversed(undo):
             each()
+
+    try:
+        for module in list(model.modules()):
+            kind = type(module).__name__
+            if kind == "Attention":
+                done = _split_attention(module, ranks, weights, undo)
+            elif kind == "FeedForward":
+                done = _split_feed_forward(module, ranks, weights, undo)
+            else:
+                continue
+            split, whole = split + done, whole + (not done)
+    except BaseException:
+        restore()
+        raise
 
     def notes() -> tuple[str, ...]:
         kept = f"; {whole} run whole: they have fewer heads than ranks, or are of another kind" if whole else ""

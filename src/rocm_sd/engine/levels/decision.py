@@ -20,9 +20,12 @@ from rocm_sd.engine.memory import free_memory
 from rocm_sd.errors import require_one_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
-__all__ = ["LEVELS", "Decision", "Placement", "decide", "estimate_activations", "install", "modules_of", "placement"]
+__all__ = [
+    "LEVELS", "Decision", "Placement", "decide", "estimate_activations", "install", "modules_of", "placement",
+    "reckon_with",
+]  # fmt: skip
 
 LEVELS = ("auto", "performance", "memory")
 
@@ -32,6 +35,8 @@ _MARGIN = 2**29
 
 _OFFLOAD_STATE = ("_all_hooks", "_offload_gpu_id", "_offload_device")
 _GROUP_OFFLOADING = "group_offloading"
+# By target: free bytes to reckon with, whatever the device says.
+_AGREED: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -66,6 +71,7 @@ def decide(target: Any, level: str, free: int | None = None) -> Decision:
     parts = modules_of(target)
     place = placement(target)
     need = _need(target, parts, place.device)
+    free = _AGREED.get(target) if free is None else free
     free = free_memory(place.device) if free is None else free
     short = free is not None and need.in_all > free
     found: Any = {"sizes": need.sizes, "activations": need.activations, "free": free, "kept": place.by}
@@ -79,6 +85,22 @@ def decide(target: Any, level: str, free: int | None = None) -> Decision:
     offload = tight and graphs and hasattr(target, "enable_model_cpu_offload")
     why = _why_memory(level, place, need, free, offload=offload)
     return Decision("memory", why, place.device, offload, False, True, **found)
+
+
+def reckon_with(target: Any, free: int | None) -> Callable[[], None]:
+    """Have every later decision for this target reckon with so many free bytes; how to end that. None: the device says.
+
+    For processes that draw together: one that halves its batches has other exchanges than one that does not.
+    """
+    if free is not None:
+        _AGREED[target] = free
+    held = weakref.ref(target)
+
+    def end() -> None:
+        if (alive := held()) is not None:
+            _AGREED.pop(alive, None)
+
+    return end
 
 
 def install(target: Any, decision: Decision) -> Installed:

@@ -26,10 +26,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from contextlib import AbstractContextManager
 
-__all__ = ["decode_whole", "encode_whole", "install", "safe_dtype"]
+__all__ = ["decode_together", "decode_whole", "encode_whole", "install", "safe_dtype"]
 
 # Sizes that sentences and predictions are kept of: a program that decodes ever new ones keeps the latest.
 _KEPT = 32
+# Those whose decoder's forward is one of several processes.
+_TOGETHER: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def decode_whole(vae: Any, z: torch.Tensor) -> torch.Tensor:
@@ -41,6 +43,21 @@ def decode_whole(vae: Any, z: torch.Tensor) -> torch.Tensor:
 def encode_whole(vae: Any, x: torch.Tensor) -> torch.Tensor:
     y: torch.Tensor = vae.encoder(x)
     return y if vae.quant_conv is None else vae.quant_conv(y)
+
+
+def decode_together(vae: Any) -> Callable[[], None]:
+    """Have the decoder called as stock calls it, however little memory is free; how to end that.
+
+    For processes that compute its forward together: one that went its own way would leave the others waiting.
+    """
+    _TOGETHER.add(vae)
+    held = weakref.ref(vae)
+
+    def end() -> None:
+        if (alive := held()) is not None:
+            _TOGETHER.discard(alive)
+
+    return end
 
 
 def safe_dtype(device: torch.device) -> torch.dtype:
@@ -113,6 +130,8 @@ class _Engine:
             return call.whole(x)
         if direction.ready(x):
             y = call.whole(x)
+        elif call.vae in _TOGETHER and not direction.encodes:
+            y = _computed(call, VaePlan(Way.SLICED if call.vae.use_slicing else Way.WHOLE, 0, None))
         else:
             y = self._until_it_fits(call, self._plan(call), lambda chosen: _computed(call, chosen))
         if x.dtype is torch.float16 and not bool(torch.isfinite(y).all()):
