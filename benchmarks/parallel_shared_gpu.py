@@ -62,8 +62,9 @@ def main():
     options = parser.parse_args()
     hush()
     join(DEVICE)
+    asked = [f"--steps {options.steps}", *(f"--workload {name}" for name in options.workload or ())]
     record = {
-        "command": f"torchrun --nproc-per-node 2 benchmarks/parallel_shared_gpu.py --steps {options.steps}",
+        "command": " ".join(["torchrun --nproc-per-node 2 benchmarks/parallel_shared_gpu.py", *asked]),
         "device": torch.cuda.get_device_name() if DEVICE.type == "cuda" else "CPU", "backend": dist.get_backend(),
         "rocm_sd": rocm_sd.__version__, "torch": torch.__version__, "python": platform.python_version(), "rows": [],
     }  # fmt: skip

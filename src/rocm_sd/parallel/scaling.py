@@ -39,7 +39,7 @@ _ORDER = ("data", "cfg", "pipeline", "patch", "tensor")
 # What share of its exchanges a rank computes behind. All of `cfg`, `patch` and `tensor` are waited for where they are
 # begun: the next layer reads them. Samples and skips of a `pipeline` leave while their rank goes on.
 OVERLAP: Mapping[str, float] = {"cfg": 0.0, "patch": 0.0, "tensor": 0.0, "pipeline": 1.0}
-# Operations are looked at one by one there, so that no graph is captured.
+# Operations are looked at one by one there, and launched so where no graph is captured between the exchanges.
 _LAUNCHED = frozenset({"patch", "tensor", "pipeline"})
 _TO_SOME = frozenset({"halo", "sample", "skip"})
 
@@ -337,7 +337,8 @@ def assumptions(work: Work, machine: Machine) -> tuple[str, ...]:
         "that some pictures end later than others is left out."
     )
     host = (
-        "Efficiency is of a host that is never waited for, as with graphs. Patch, tensor and pipeline launch stock's "
-        "operations one by one so far, and a step is then no shorter than that takes. They count as fast as fused ones."
+        "Efficiency is of a host that is never waited for, as with graphs. A pipeline launches stock's operations one "
+        "by one, and so do patch and tensor where nothing is captured between their exchanges: a step is then no "
+        "shorter than that takes. They count as fast as fused ones."
     )
     return tuple(filter(None, (alone, cards, nodes, waits, host)))

@@ -67,7 +67,8 @@ def work(workload: str, machine: Machine) -> Work:
 
 def modelled(workload: str, arch: str, mesh: str) -> tuple[str, Sequence[Prediction]]:
     """The card of that architecture, and its predictions for a mesh such as "cfg" or "cfg x patch", as strategies run
-    so far: what looks into a model is launched one by one. Nothing of either where nothing is modelled.
+    where no rank has graphs: what looks into a model is launched one by one. Nothing of either where nothing is
+    modelled.
     """
     machine = next((each for each in (MI300X, RX_7900_XTX) if each.arch == arch), None)
     if machine is None or workload not in _MODELS:
