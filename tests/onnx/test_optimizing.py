@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import re
 import shutil
 from dataclasses import asdict
 
@@ -15,8 +16,10 @@ from fused_parts import exported, file_outputs, torch_outputs, torch_part
 import onnx
 from rocm_sd import numerics
 from rocm_sd.cli.onnx_optimize import optimize
-from rocm_sd.errors import CorruptModel, ModelNotFound, NoDiskSpace, RocmSdError, Unsupported
-from rocm_sd.onnx import layout, optimize_pipeline
+from rocm_sd.errors import CorruptModel, ModelNotFound, NoDiskSpace, NumericsFailure, RocmSdError, Unsupported
+from rocm_sd.onnx import comparing, layout, optimize_pipeline
+from rocm_sd.onnx.fusions import attention, constant_shapes
+from rocm_sd.onnx.fusions.sites import sites_of
 from rocm_sd.onnx.optimizing import optimize_folder
 
 _PARTS = ("text_encoder", "vae_decoder")
@@ -52,7 +55,9 @@ def test_a_folder_is_optimized_and_said_to_be(plain, tmp_path, float16):
     out = tmp_path / "fused"
     seen = []
     result = optimize_folder(plain, out, float16=float16, provider="cpu", progress=lambda *each: seen.append(each))
-    assert seen == [(0, 2, "text_encoder"), (1, 2, "vae_decoder"), (2, 2, "done")]
+    told = [(n, 2, name + what) for n, name in enumerate(_PARTS) for what in ("", ": compared with the export")]
+    assert seen == [*told, (2, 2, "done")]
+    assert {part.unchecked for part in result.parts} == {""}
     manifest = layout.require_export(out)
     layout.require_digests(out, manifest)
     assert manifest.optimized == json.loads(json.dumps(asdict(result)))
@@ -72,9 +77,30 @@ def test_a_folder_is_optimized_and_said_to_be(plain, tmp_path, float16):
 
 def test_found_and_sites_are_equal_or_the_difference_is_explained(plain, tmp_path):
     result = optimize_folder(plain, tmp_path / "fused", provider="cpu")
-    rows = [each for part in result.parts for each in part.fusions]
-    assert {each.name for each in rows if each.reason} == {"NhwcConv"}
-    assert all(each.found == each.sites for each in rows if not each.reason)
+    for part in result.parts:
+        sites = sites_of(part.name, torch_part(part.name)[3])
+        assert {each.name: each.sites for each in part.fusions} == sites
+        found = {each.name: each.found for each in part.fusions}
+        assert found == {name: 0 if name == "NhwcConv" else count for name, count in sites.items()}
+        assert {each.name for each in part.fusions if each.reason} == {"NhwcConv"} & set(sites)
+    assert all(sites_of(name, torch_part(name)[3])["Attention"] for name in _PARTS)
+
+
+def test_sites_that_are_missed_are_counted_with_a_reason(plain, tmp_path, monkeypatch):
+    fused, missed = attention._site, []
+
+    def all_but_the_first(node):
+        site = fused(node)
+        if site is not None and not missed:
+            missed.append(site)
+            return None
+        return site
+
+    monkeypatch.setattr(attention, "_site", all_but_the_first)
+    result = optimize_folder(plain, tmp_path / "fused", provider="cpu")
+    (row,) = (each for each in result.parts[0].fusions if each.name == "Attention")
+    assert (row.found, row.sites) == (2, 3)
+    assert row.reason == "1 in a form that no rule knows"
 
 
 @pytest.mark.parametrize("force_upcast", [True, False, None])
@@ -96,6 +122,34 @@ def test_a_vae_that_overflows_stays_in_float32(plain, tmp_path, force_upcast, is
     wide = is_sdxl and force_upcast is not False
     assert (by_name["text_encoder"].float16, by_name["vae_decoder"].float16) == (True, not wide)
     assert ("force_upcast" in by_name["vae_decoder"].note) == wide
+
+
+def test_a_fusion_that_computes_something_else_is_not_kept(plain, tmp_path, monkeypatch):
+    monkeypatch.setattr(attention, "_exact_scale", lambda scale, _head: 1.1 * scale)
+    with pytest.raises(NumericsFailure, match="of the fused text_encoder is not the export's"):
+        optimize_folder(plain, tmp_path / "fused", provider="cpu")
+    assert _left(tmp_path) == ["plain"]
+
+
+def test_a_graph_that_is_no_model_is_not_kept(plain, tmp_path, monkeypatch):
+    def without_outputs(editor):
+        editor.graph.outputs.clear()
+        editor.graph[0].op_type = "Nothing"
+
+    monkeypatch.setattr(constant_shapes, "fuse", without_outputs)
+    with pytest.raises(RocmSdError, match="The fused text_encoder is no model"):
+        optimize_folder(plain, tmp_path / "fused", provider="cuda")
+    assert _left(tmp_path) == ["plain"]
+
+
+def test_what_is_not_compared_says_why(plain, tmp_path, monkeypatch):
+    def said(folder, provider):
+        return {part.unchecked for part in optimize_folder(plain, tmp_path / folder, provider=provider).parts}
+
+    assert said("cards", "rocm") == {"a CPU has no kernels of rocm"}
+    assert said("compiled", "migraphx") == {""}
+    monkeypatch.setattr(comparing, "LARGEST_BYTES", 10)
+    assert said("large", "cpu") == {"its weights are more than 0 GiB"}
 
 
 def test_what_is_no_export_is_refused(tmp_path):
@@ -196,7 +250,12 @@ def test_a_disk_without_room_is_seen_before_anything_is_written(plain, tmp_path,
 def test_the_founding_form_has_the_same_result_and_the_same_codes(plain, tmp_path, capsys):
     given = ["-i", str(plain), "-o", str(tmp_path / "fused"), "--float16", "-e", "--provider", "cpu"]
     assert optimize_pipeline.main(given) == 0
-    assert "BiasSplitGelu" not in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    of_the_verb = optimize_folder(plain, tmp_path / "other", float16=True, provider="cpu")
+    assert layout.Manifest.load(tmp_path / "fused").optimized == json.loads(json.dumps(asdict(of_the_verb)))
+    for part in of_the_verb.parts:
+        for row in part.fusions:
+            assert re.search(rf"\b{row.name} +│ +{row.found} +│ +{row.sites} ", printed)
     assert optimize_pipeline.main(given) == 1
     assert "--overwrite" in capsys.readouterr().err
     assert optimize_pipeline.main([*given, "--overwrite", "--provider", "tpu"]) == 2

@@ -66,7 +66,11 @@ def optimize_folder(
             family = "sdxl" if layout.is_listed(index, "text_encoder_2") else "sd"
             for number, (name, model) in enumerate(parts.items()):
                 tell(number, len(parts), name)
-                made.append(_optimize_part(name, model, unfinished / name, ops, family=family, float16=float16))
+                part = _optimize_part(name, model, unfinished / name, ops, family=family, float16=float16)
+                tell(number, len(parts), f"{name}: compared with the export")
+                made.append(
+                    replace(part, unchecked=_check(part, model, unfinished / name / layout.MODEL, ops, manifest))
+                )
             tell(len(parts), len(parts), "done")
             result = Optimized(ops.name, float16, tuple(made))
             told = manifest or layout.Manifest(source.name, str(index.get("_class_name", "")), {})
@@ -150,6 +154,30 @@ def _optimize_part(name: str, model: Path, target: Path, ops: Ops, *, family: st
     ir.save(loaded, target / layout.MODEL, external_data=layout.DATA)
     blocked = precision.BLOCKED if half and not is_half else ()
     return OptimizedPart(name, half, _compared(name, found, sites, ops), blocked, wide, note)
+
+
+def _check(part: OptimizedPart, plain: Path, fused: Path, ops: Ops, manifest: layout.Manifest | None) -> str:
+    """Raises where the fused part is no model, or computes something else; why it was not compared, or ""."""
+    import onnx  # noqa: PLC0415
+    from rocm_sd.onnx import comparing  # noqa: PLC0415
+    from rocm_sd.onnx.fusions.providers import PROVIDERS  # noqa: PLC0415
+
+    try:
+        onnx.checker.check_model(str(fused))
+    except onnx.checker.ValidationError as error:
+        raise RocmSdError(
+            f"The fused {part.name} is no model ({first_line(error)}).", hint="Please report it."
+        ) from error
+    if not PROVIDERS["cpu"].runs(ops):
+        return f"a CPU has no kernels of {ops.name}"
+    if manifest is None:
+        return "the sizes that another exporter's model takes are not known"
+    if part.name == "safety_checker":
+        return "its answers are yes or no"
+    if sum(file.stat().st_size for file in plain.parent.iterdir()) > comparing.LARGEST_BYTES:
+        return f"its weights are more than {comparing.LARGEST_BYTES / 2**30:.0f} GiB"
+    comparing.require_as_plain(part.name, plain, fused)
+    return ""
 
 
 def _config(folder: Path) -> dict[str, Any] | None:

@@ -22,7 +22,10 @@ class Fused:
 
 @dataclass(frozen=True)
 class OptimizedPart:
-    """`blocked`: ops that stay float32 in a float16 part. `wide_attention`: attention that is computed in float32."""
+    """`blocked`: ops that stay float32 in a float16 part. `wide_attention`: attention that is computed in float32.
+
+    `unchecked`: why it was not compared with the plain export; "" where it was.
+    """
 
     name: str
     float16: bool
@@ -30,6 +33,7 @@ class OptimizedPart:
     blocked: tuple[str, ...] = ()
     wide_attention: int = 0
     note: str = ""
+    unchecked: str = ""
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,7 @@ def table_of(result: Optimized) -> Table:
         notes = [f"{precision}: {part.note}" if part.note else precision]
         if part.wide_attention:
             notes.append(f"{part.wide_attention} attention nodes in float32")
+        notes.append(f"not compared with the export: {part.unchecked}" if part.unchecked else "computes the export's")
         table.add_row(part.name, "", "", "", escape("; ".join(notes)), style="bold")
         for each in part.fusions:
             sites = "?" if each.sites is None else str(each.sites)
