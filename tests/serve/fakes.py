@@ -59,14 +59,14 @@ class FakeDrawer:
 
 
 @contextmanager
-def client(drawer=None, *, raises=True, **config):
+def client(drawer=None, *, raises=True, peer="127.0.0.1", loaded=True, **config):
     """A client of an app that is ready, and its drawer as `.drawer`."""
     drawer = drawer or FakeDrawer()
     given = {"hosts": ("testserver",), **config}
     app = create_app(ServeConfig(**given), lambda _config, _metrics: drawer, drain_s=5)
-    with TestClient(app, raise_server_exceptions=raises) as made:
+    with TestClient(app, raise_server_exceptions=raises, client=(peer, 50000)) as made:
         ends = time.monotonic() + 10
-        while made.get("/readyz").status_code != 200 and time.monotonic() < ends:
+        while loaded and made.get("/readyz").status_code != 200 and time.monotonic() < ends:
             time.sleep(0.005)
         made.drawer, made.server = drawer, app.state.server
         yield made

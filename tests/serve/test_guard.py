@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 
 import pytest
-from fakes import client
+from fakes import FakeDrawer, client
 
 from rocm_sd.errors import InvalidOption, RocmSdError, Unsupported
 from rocm_sd.serve import Limits, ServeConfig
@@ -84,6 +84,14 @@ def test_another_name_is_refused_as_a_rebound_one_would_be(open_here):
     assert "--allow-host" in answer.json()["detail"]
     for name in ("127.0.0.1:7860", "localhost", "[::1]:7860", "testserver"):
         assert open_here.get("/api/info", headers={"host": name}).status_code == 200
+
+
+def test_without_keys_a_call_of_another_machine_is_refused_by_whatever_name():
+    with client(FakeDrawer(), peer="10.0.0.7", loaded=False) as api:
+        for path in ("/api/info", "/", "/readyz"):
+            answer = api.get(path, headers={"host": "localhost"})
+            assert answer.status_code == 403
+            assert "--keys" in answer.json()["detail"]
 
 
 @pytest.mark.parametrize("origin", ["https://evil.example", "null", "http://testserver.evil.example", "http://["])

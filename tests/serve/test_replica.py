@@ -13,8 +13,10 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
+from multiprocessing import Pipe
 from pathlib import Path
-from threading import Thread
+from threading import Lock, Thread
+from types import SimpleNamespace
 
 import fakes
 import httpx
@@ -29,7 +31,7 @@ from rocm_sd.cli import main
 from rocm_sd.cli.pictures import difference
 from rocm_sd.errors import CorruptModel, JobFailed, RocmSdError, Unsupported
 from rocm_sd.integrations.diffusers import Drawing
-from rocm_sd.serve import Limits, ServeConfig, create_app
+from rocm_sd.serve import Limits, ServeConfig, create_app, replica
 from rocm_sd.serve.drawers import LocalDrawer
 from rocm_sd.serve.jobs import TooLate
 from rocm_sd.serve.metrics import Metrics
@@ -332,7 +334,9 @@ def test_whoever_waits_is_answered_and_the_server_is_not_ready_any_more():
     drawer, failed, answers = LostDrawer(), [], []
     error = JobFailed("Rank 1: The process was ended by SIGKILL.")
     config = ServeConfig(limits=Limits(in_flight=1))
-    with TestClient(create_app(config, lambda *_: drawer, on_failure=failed.append), "http://127.0.0.1") as client:
+    with TestClient(
+        create_app(config, lambda *_: drawer, on_failure=failed.append), "http://127.0.0.1", client=("127.0.0.1", 50000)
+    ) as client:
         while client.get("/readyz").status_code != 200:
             time.sleep(0.01)
         drawer.held.set()
@@ -356,6 +360,26 @@ def test_whoever_waits_is_answered_and_the_server_is_not_ready_any_more():
         assert (ready.status_code, ready.json()) == (503, {"status": "failed"})
         assert client.get("/healthz").status_code == 200
     assert failed == [error]
+
+
+def test_a_picture_that_is_stopped_after_its_end_leaves_nothing_behind():
+    rank = object.__new__(replica._Rank0)
+    here, rank._wire = Pipe()
+    hears, _fails = Pipe(duplex=False)
+    rank._leader, rank._drawer, rank._lock, rank._stops = SimpleNamespace(failed=None), fakes.FakeDrawer(), Lock(), {}
+    rank._threads = ThreadPoolExecutor(2)
+    serving = Thread(target=rank.serve, args=(hears,))
+    serving.start()
+    drawing = Drawing("x", steps=1, width=8, height=8)
+    here.send(replica.Draw(1, "small", drawing))
+    assert isinstance(here.recv(), replica.Step)
+    assert isinstance(here.recv(), replica.Drawn)
+    rank._drawer.held.set()
+    for message in (replica.Stop(1), replica.Draw(2, "small", drawing), replica.Stop(2), None):
+        here.send(message)
+    serving.join(10)
+    assert not serving.is_alive()
+    assert rank._stops == {}
 
 
 @pytest.mark.parametrize(

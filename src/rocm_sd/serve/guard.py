@@ -20,6 +20,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 
+from rocm_sd.serve.config import is_loopback
 from rocm_sd.serve.jobs import words_of
 from rocm_sd.serve.logs import log
 
@@ -118,9 +119,10 @@ class Guard:
 
     def _refusal(self, scope: Scope, headers: Headers) -> tuple[int, str] | None:
         config = self._server.config
-        host = headers.get("host", "")
-        if self._server.keys is None and _name(host) not in {*_LOCAL, config.host, *config.hosts}:
-            return 403, "This server does not go by that name. Start it with --allow-host NAME."
+        host, client = headers.get("host", ""), scope.get("client")
+        stranger = None if self._server.keys is not None else self._stranger(host, client[0] if client else "")
+        if stranger is not None:
+            return 403, stranger
         origin = headers.get("origin")
         if origin is not None and scope["method"] not in _SAFE:
             own = _place(origin) == host and host
@@ -128,7 +130,6 @@ class Guard:
                 return 403, "Pages of other sites may not call this server. Start it with --allow-origin."
         if _length(headers) > config.limits.body_bytes:
             return 413, _TOO_LARGE
-        client = scope.get("client")
         scope["rocm_sd_client"] = client[0] if client else ""
         if self._server.keys is None or _OPEN.fullmatch(scope["path"]):
             return None
@@ -136,6 +137,16 @@ class Guard:
         if owner is None:
             return 401, "An API key is needed: send it as Authorization: Bearer KEY."
         scope["rocm_sd_client"] = owner
+        return None
+
+    def _stranger(self, host: str, peer: str) -> str | None:
+        """Why a call does not count as one of this machine's own."""
+        config = self._server.config
+        if not is_loopback(peer):
+            # Ray Serve listens where its cluster says, whatever this server was told.
+            return "Without API keys this server is open to its own machine alone. Start it with --keys FILE."
+        if _name(host) not in {*_LOCAL, config.host, *config.hosts}:
+            return "This server does not go by that name. Start it with --allow-host NAME."
         return None
 
 

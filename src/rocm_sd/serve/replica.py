@@ -171,7 +171,8 @@ class _Rank0:
     def __init__(self, replica: Replica, ready: ReadyPipes, leader: Leader, reports: dict[str, ParallelReport]) -> None:
         self._wire, self._leader = connect(replica.folder / SERVER), leader
         self._lock = threading.Lock()
-        self._stopped: set[int] = set()
+        # By picture that is drawn, or waits for that: set where it is to stop.
+        self._stops: dict[int, threading.Event] = {}
         # What leaves steps out decides in rank 0 what runs of a model, and the others would run all of it.
         config = replace(replica.config, qualities=("exact",))
         self._drawer = LocalDrawer(config, _ToServer(self._tell), ready)
@@ -192,20 +193,24 @@ class _Rank0:
             if asked is None:
                 break
             if isinstance(asked, Stop):
-                self._stopped.add(asked.picture)
+                # It may come after the picture's end.
+                stopped = self._stops.get(asked.picture)
+                if stopped is not None:
+                    stopped.set()
             else:
+                self._stops[asked.picture] = threading.Event()
                 self._threads.submit(self._draw, asked)
         self._threads.shutdown(wait=True, cancel_futures=True)
         self._drawer.close()
 
     def _draw(self, asked: Draw) -> None:
-        drawing = asked.drawing
+        drawing, stopped = asked.drawing, self._stops[asked.picture]
 
         def on_step(step: int, preview: Callable[[], Image]) -> None:
             self._tell(Step(asked.picture, step, preview() if drawing.wants_preview(step) else None))
 
         def stop() -> BaseException | None:
-            return _Stopped() if asked.picture in self._stopped else None
+            return _Stopped() if stopped.is_set() else None
 
         try:
             self._tell(Drawn(asked.picture, self._drawer.draw(asked.model, drawing, on_step, stop)))
@@ -216,7 +221,7 @@ class _Rank0:
             if self._leader.failed is None:
                 self._tell(Failed(asked.picture, _picklable(error)))
         finally:
-            self._stopped.discard(asked.picture)
+            del self._stops[asked.picture]
 
     def _tell(self, message: Any) -> None:
         with self._lock:
