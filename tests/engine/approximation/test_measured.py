@@ -119,8 +119,23 @@ def test_eight_bits_that_were_measured_stand_alone():
     assert len(shipped) == 2, "as wide as emoji-sd"
     remember(unet, "high", 20, SKIPPING, "so fast", {})
     assert [setting.from_steps for setting in known(unet, "high")] == [16, 20, 40]
-    remember(unet, "high", 20, Approximation(eight_bits="int8"), "so fast", {})
-    assert [setting.approximation.eight_bits for setting in known(unet, "high")] == ["int8"]
+    for coarse in (Approximation(eight_bits="int8"), Approximation(eight_bit_decoder="int8")):
+        remember(unet, "high", 20, coarse, "so fast", {})
+        assert [setting.approximation for setting in known(unet, "high")] == [coarse]
+
+
+@pytest.mark.parametrize("part", ["eight_bits", "eight_bit_decoder"])
+def test_eight_bits_alone_say_where_they_were_measured(tmp_path, monkeypatch, part):
+    monkeypatch.setattr(eight_bits, "_SMALLEST", 4)
+    pipe, asked = CASES["sd15"].build(tmp_path), Approximation(**{part: "int8"})
+    remember(pipe.unet, "high", 1, asked, "1.3 times as fast", {"psnr_db": [41.0, 43.0], "ssim": [0.99, 0.97]})
+    report = rocm_sd.report(rocm_sd.optimize(pipe, quality="high"))
+    kind = "UNet2DConditionModel" if part == "eight_bits" else "AutoencoderKL"
+    assert f"{kind} is approximated: {asked} (measured here: 1.3 times as fast)" in report.approximations
+    (found,) = report.facts.approximated
+    assert "layers in int8" in found.what
+    assert found.cost == "PSNR 42.0 dB, SSIM 0.980"
+    rocm_sd.restore(pipe)
 
 
 def test_settings_that_do_not_agree_on_eight_bits_keep_the_dtype_and_say_so(tmp_path, monkeypatch):

@@ -15,6 +15,7 @@ from rocm_sd import models
 from rocm_sd.engine.approximation import shipped
 from rocm_sd.engine.approximation.shipped import family, of_steps
 from rocm_sd.integrations import diffusers as host
+from rocm_sd.quality.budget import BUDGETS
 from tiny_models import unet_of
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -39,9 +40,10 @@ def test_each_names_a_record_that_says_the_same(entry):
     assert round(row["psnr median"], 1) == measured["psnr"]
     assert round(row["ssim mean"], 3) == measured["ssim"]
     assert [round(100 * value, 1) for value in row["top-1 difference"]] == measured["match"]
-    budget = {"high": (30, -1.0), "balanced": (0, -3.0)}[entry["quality"]]
-    assert measured["psnr"] >= budget[0]
-    assert measured["match"][0] >= budget[1]
+    budget = BUDGETS[entry["quality"]]
+    assert measured["psnr"] >= budget.psnr
+    assert measured["ssim"] >= budget.ssim
+    assert measured["match"][0] >= -budget.match
 
 
 def test_settings_go_by_the_number_of_steps(pipe):

@@ -4,12 +4,13 @@ its graphs, what computes one inside of them.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 from rocm_sd.engine.approximation import eight_bits
 from rocm_sd.engine.approximation.branches import Branches, answer_branch
-from rocm_sd.engine.approximation.shipped import costs
+from rocm_sd.engine.approximation.shipped import are_about_steps, costs
 from rocm_sd.engine.denoisers import denoiser
 from rocm_sd.engine.installed import Approximated, Installed
 from rocm_sd.rewrite import forwards
@@ -94,9 +95,8 @@ def _notes(kind: str, settings: list[Setting], branches: Branches, why_guided: s
     counts = branches.counts
     # Of the pictures so far; before the first one, of each number of steps.
     for setting in settings if branches.last is None else [branches.last]:
-        since = f" from {setting.from_steps} steps on" if branches.last is None and setting.from_steps > 1 else ""
         if not setting.approximation.is_exact:
-            yield f"{kind} is approximated{since}: {setting.approximation} ({setting.why})"
+            yield _said(kind, setting, since=branches.last is None)
     if why_guided is not None and any(setting.skipping.skips_guidance for setting in settings):
         yield f"{kind}: guidance is computed in every step: {why_guided}"
     if counts:
@@ -143,9 +143,10 @@ def _install_eight_bits(
             found.append(loaded)
             continue
         # A decoder goes by the settings of the denoiser whose latents it decodes.
+        settings = first if decodes else approximated.get(model, [])
         asked = {
             one.from_steps: one.approximation.eight_bit_decoder if decodes else one.approximation.eight_bits
-            for one in (first if decodes else approximated.get(model, ()))
+            for one in settings
         }
         kind, formats = type(known).__name__, set(asked.values())
         to = formats.pop() if len(formats) == 1 else None
@@ -157,8 +158,26 @@ def _install_eight_bits(
         if to is None:
             continue
         installed, reason = eight_bits.install(target, known, to, device, tried)
-        found.append(installed)
+        # Of settings about steps, what is installed for these says where they were measured.
+        found.append(
+            installed if reason is not None or are_about_steps(settings) else _measured(installed, kind, settings)
+        )
         if reason is not None:
             yield reason
         elif min(asked) > 1:
             yield f"{kind}: pictures of fewer than {min(asked)} steps are in {to}, too: not measured"
+
+
+def _measured(installed: Installed, kind: str, settings: list[Setting]) -> Installed:
+    """With where the settings were measured, and at what cost."""
+    notes = tuple(_said(kind, setting) for setting in settings if not setting.approximation.is_exact)
+    return replace(
+        installed,
+        notes=lambda: (*installed.notes(), *notes),
+        approximated=lambda: [replace(one, cost=costs(settings)) for one in installed.approximated()],
+    )
+
+
+def _said(kind: str, setting: Setting, *, since: bool = True) -> str:
+    since_then = f" from {setting.from_steps} steps on" if since and setting.from_steps > 1 else ""
+    return f"{kind} is approximated{since_then}: {setting.approximation} ({setting.why})"

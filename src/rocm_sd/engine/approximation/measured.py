@@ -132,7 +132,8 @@ def known(model: Any, quality: str) -> list[Setting]:
     was measured with others.
     """
     ours = measured(model, quality)
-    theirs = [] if any(setting.approximation.eight_bits for setting in ours) else shipped(model, quality)
+    coarse = any(one.approximation.eight_bits or one.approximation.eight_bit_decoder for one in ours)
+    theirs = [] if coarse else shipped(model, quality)
     return sorted([*theirs, *ours], key=lambda setting: setting.from_steps)
 
 

@@ -20,13 +20,14 @@ import torch
 from torch import nn
 
 from rocm_sd.ops.samples import dtype_name
+from rocm_sd.rewrite.eight_bits import EightBitLayer
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
 
 __all__ = ["Rebuilt", "Skeleton", "described_call", "model_key"]
 
-_LEFT_BEHIND = ("forward", "_old_forward", "_hf_hook", "_diffusers_hook")
+_LEFT_BEHIND = ("forward", "_old_forward", "_hf_hook", "_diffusers_hook", "is_for_a_time")
 _HOOKS = "hooks"
 # The engine lays these together over all blocks, and one memory cannot have two neighbours.
 _NEVER_SHARED = "time_emb_proj"
@@ -166,7 +167,8 @@ def _random(tensor: torch.Tensor, device: torch.device, random: torch.Generator,
 def model_key(model: nn.Module) -> str:
     """One text for models that compute alike: a LoRA, other weights or a rule make no other model of it.
 
-    By Diffusers' config where there is one, otherwise by the shapes of all weights.
+    By Diffusers' config where there is one, otherwise by the shapes of all weights. Layers in 8 bits have other
+    kernels, and make another one.
     """
     config = getattr(model, "config", None)
     parameter = next(model.parameters(), None)
@@ -176,7 +178,9 @@ def model_key(model: nn.Module) -> str:
         facts = sorted((str(k), json.dumps(v, default=repr)) for k, v in config.items() if not str(k).startswith("_"))
     else:
         facts = [(name, repr(tuple(each.shape))) for name, each in model.named_parameters()]
-    digest = hashlib.sha256(repr((type(model).__name__, dtype, facts)).encode())
+    told: tuple[Any, ...] = (type(model).__name__, dtype, facts)
+    coarse = sorted({dtype_name(each.weight.dtype) for each in model.modules() if isinstance(each, EightBitLayer)})
+    digest = hashlib.sha256(repr((*told, coarse) if coarse else told).encode())
     return f"{type(model).__name__} {digest.hexdigest()[:12]}"
 
 
