@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 from diffusers.models.resnet import ResnetBlock2D
-from rounding import passes_that_round
+from rounding import as_if_the_cpu_multiplied_fp8, passes_that_round
 
 from pipelines import small_blocks_too
 from rocm_sd.rewrite import eight_bit_convolutions, resblock
@@ -20,6 +20,7 @@ FORMATS = (torch.int8, torch.float8_e4m3fn)
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
     small_blocks_too(monkeypatch, "0")
+    as_if_the_cpu_multiplied_fp8(monkeypatch)
 
 
 def in_eight_bits(layer, to, x_scale=0.03):

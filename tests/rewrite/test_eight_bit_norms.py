@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from diffusers.models.attention import BasicTransformerBlock
-from rounding import passes_that_round
+from rounding import as_if_the_cpu_multiplied_fp8, passes_that_round
 from torch import nn
 
 from rocm_sd.errors import Unsupported
@@ -15,6 +15,11 @@ from rocm_sd.rewrite.eight_bits import EightBitLinear, quantized
 from rocm_sd.rewrite.transformer import RULE
 
 FP8 = torch.float8_e4m3fn
+
+
+@pytest.fixture(autouse=True)
+def fp8(monkeypatch):
+    as_if_the_cpu_multiplied_fp8(monkeypatch)
 
 
 def block_in_eight_bits(to=FP8, *, calibrated=True):

@@ -127,7 +127,7 @@ def _installed_on(
     if graphs:
         start_compiling(device, tests=not calibration.wanted(device, graphs=graphs))
     models = denoising.captured_models(target)
-    approximated, left_exact = _approximated(target, models, quality, decision)
+    approximated, left_exact = approximation.chosen(target, models, quality, in_halves=decision.sequential_guidance)
     # Before any rule looks at a layer.
     coarse, not_coarse = approximation.install_eight_bits(target, models, approximated, device, tried)
     installed += coarse
@@ -196,7 +196,7 @@ def tile(pipe: Target, size: int | None = None, overlap: float = 0.25) -> Target
 
 def restore(target: Target) -> Target:
     """Bring back what `optimize` found; a target that was not optimised is left as it is. A copy of one that was is
-    made stock's.
+    made stock's, but for layers in 8 bits, whose 16 bits were not copied: a warning says so.
     """
     state = _OPTIMIZED.pop(target, None) if _weakly_held(target) else None
     if state is not None:
@@ -235,6 +235,9 @@ def _discard_copies(target: Any) -> None:
     if not _weakly_held(target) or (not isinstance(target, nn.Module) and not isinstance(target.components, dict)):
         return
     for module in levels.modules_of(target).values():
+        if approximation.is_copied_in_eight_bits(module):
+            kind = type(module).__name__
+            log.warning("this copy of a %s stays in 8 bits: call rocm_sd.restore(pipe) before copying pipe", kind)
         if not sum(forwards.discard(part) for part in module.modules()):
             continue
         for layer in module.modules():
@@ -382,35 +385,6 @@ def _replayed(
         yield denoising.install(target, models, parts, coding)
     elsewhere = "its weights lie elsewhere between its calls" if graphs else "nothing is captured here"
     yield Installed(encoder_notes(target, coding, elsewhere), lambda: None)
-
-
-def _approximated(
-    target: Any, models: Iterable[nn.Module], quality: Quality, decision: levels.Decision
-) -> tuple[dict[nn.Module, list[Setting]], list[str]]:
-    """Of each UNet and transformer what is left out, and in words why of another one nothing is."""
-    found: dict[nn.Module, list[Setting]] = {}
-    notes: list[str] = []
-    if quality == "exact" or (not isinstance(quality, str) and quality.is_exact):
-        return found, notes
-    unets = [model for model in models if approximation.can_be_approximated(model)]
-    if getattr(target, "scheduler", None) is None or not unets:
-        parts = "a pipeline's UNet or transformer"
-        notes.append(f"quality {quality} leaves out steps of {parts}; there is none, and all is exact")
-        return found, notes
-    for unet in unets:
-        kind = type(unet).__name__
-        settings = approximation.known(unet, quality) if isinstance(quality, str) else [approximation.as_given(quality)]
-        if not settings:
-            search = "rocm-sd tune --quality MODEL" + (f" --within {quality}" if "=" in str(quality) else "")
-            notes.append(f"{kind} is exact: nothing was measured for it that quality {quality} allows; type: {search}")
-        elif decision.sequential_guidance:
-            notes.append(f"{kind} is exact: its level computes the halves of a batch one after the other")
-        else:
-            found[unet] = settings
-            # `parallelize` keeps this to itself where it is at work.
-            if any(setting.approximation.stale_after for setting in settings):
-                notes.append(f"{kind}: no rows are a step old: that needs several GPUs, and the plan patch")
-    return found, notes
 
 
 def _left_out(target: Any, unet: nn.Module, settings: list[Setting]) -> Installed:

@@ -1,7 +1,8 @@
 """A convolution whose weight is 8 bits wide, in the place of one of a model: x is rounded to 8 bits, too.
 
 x has one scale, which was calibrated: pixels with scales of their own could not be summed over the taps of a filter.
-Where a norm is before it, that rounds. Rules ask for these layers by `is_eight_bit_convolution`.
+Where a norm is before it, that rounds. On a device that does not multiply that fp8, x stays as it is. Rules ask for
+these layers by `is_eight_bit_convolution`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from rocm_sd.ops import conv2d_8bit, quantize_rows
-from rocm_sd.rewrite.eight_bits import FORMATS, EightBitLayer, Rounded
+from rocm_sd.rewrite.eight_bits import FORMATS, EightBitLayer, Rounded, is_differentiated
 from rocm_sd.rewrite.layers import untouched
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ def is_eight_bit_convolution(layer: Any) -> TypeGuard[EightBitConv2d]:
 
 def rounding(layer: Any) -> tuple[torch.Tensor, str] | None:
     """(scale, format) for the norm that gives the layer what it takes; None where it is to come wide."""
-    if torch.is_grad_enabled() or not is_eight_bit_convolution(layer):
+    if torch.is_grad_enabled() or not is_eight_bit_convolution(layer) or not layer.rounds_x:
         return None
     return layer.x_scale, FORMATS[layer.weight.dtype]
 
@@ -82,8 +83,8 @@ def convolved(
     stride, padding = layer.stride[0], int(layer.padding[0])
     if isinstance(x, Rounded):
         rounded = x
-    elif torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, add, residual, layer.bias)):
-        # The gradient of a convolution with the weights as they are rounded; x is not.
+    elif not layer.rounds_x or is_differentiated(x, add, residual, layer.bias):
+        # A gradient is that of a convolution with the weights as they are rounded; x is not.
         y = F.conv2d(x, layer.dequantized(x.dtype), layer.bias, stride, padding)
         y = y if add is None else y + add[:, :, None, None]
         return y if residual is None else y + residual

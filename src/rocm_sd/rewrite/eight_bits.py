@@ -1,4 +1,5 @@
 """A linear whose weight is 8 bits wide, in the place of one of a model: x is rounded to 8 bits, and so is multiplied.
+On a device that does not multiply that fp8, x is left as it comes, and multiplied with the weight in its own dtype.
 
 Beside the weight it has the scale of each of its rows, or one for all; and where x was calibrated, one scale for x.
 Without that each row of x gets its own. A layer that is smoothed multiplies x by a power of two for each column first,
@@ -15,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from rocm_sd import arch
 from rocm_sd.ops import linear_8bit, quantize_rows
 from rocm_sd.ops.eight_bits import LIMITS
 from rocm_sd.ops.quantize_rows import reference
@@ -29,6 +31,7 @@ __all__ = [
     "EightBitLinear",
     "Origin",
     "Rounded",
+    "is_differentiated",
     "is_eight_bit",
     "lay_together",
     "product",
@@ -36,6 +39,7 @@ __all__ = [
     "projected",
     "quantized",
     "rounding",
+    "rounds_x",
 ]
 
 # The names of the dtypes that a weight may have.
@@ -49,6 +53,13 @@ class Rounded:
     q: torch.Tensor
     scale: torch.Tensor
     dtype: torch.dtype
+
+
+def rounds_x(to: torch.dtype, device: torch.device) -> bool:
+    """Whether what comes into layers of that format is rounded there. To round it to a format that is not multiplied
+    would lose of x and gain nothing; of int8 there are products everywhere.
+    """
+    return to is torch.int8 or arch.detect(device).multiplies(FORMATS[to])
 
 
 @dataclass(frozen=True)
@@ -71,6 +82,9 @@ class EightBitLayer(nn.Module):
     x_scale: torch.Tensor | None
     smoothing: torch.Tensor | None
     origin: Origin | None
+    rounds_x: bool
+    # Whether `optimize` put it there, and its weight of 16 bits waits: for this layer, and not for a copy of it.
+    is_for_a_time = False
 
     def _take(
         self,
@@ -86,6 +100,7 @@ class EightBitLayer(nn.Module):
         self.register_buffer("x_scale", x_scale)
         self.register_buffer("smoothing", smoothing)
         self.origin = origin
+        self.rounds_x = rounds_x(weight.dtype, weight.device)
         self.train(layer.training)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> EightBitLayer:
@@ -96,6 +111,7 @@ class EightBitLayer(nn.Module):
             moved = self._buffers[name]
             if moved is not None and moved.dtype != value.dtype:
                 self._buffers[name] = value.to(moved.device)
+        self.rounds_x = rounds_x(self.weight.dtype, self.weight.device)
         return self
 
 
@@ -156,9 +172,13 @@ def rounding(*layers: nn.Module) -> tuple[torch.Tensor, str] | None:
         return None
     assert isinstance(first, EightBitLayer)
     # What is smoothed is multiplied before it is rounded.
-    if first.x_scale is None or first.smoothing is not None:
+    if first.x_scale is None or first.smoothing is not None or not first.rounds_x:
         return None
     return first.x_scale, FORMATS[first.weight.dtype]
+
+
+def is_differentiated(*tensors: torch.Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
 def product(layer: EightBitLinear, x: torch.Tensor | Rounded, residual: torch.Tensor | None = None) -> torch.Tensor:
@@ -173,8 +193,8 @@ def products(
     first = layers[0]
     if isinstance(x, Rounded):
         rounded = x
-    elif torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, residual, first.bias)):
-        # The gradient of a product with the weights as they are rounded; x is not.
+    elif not first.rounds_x or is_differentiated(x, residual, first.bias):
+        # A gradient is that of a product with the weights as they are rounded; x is not.
         wide = [F.linear(x, layer.dequantized(x.dtype), layer.bias) for layer in layers]
         return wide if residual is None else [y + residual for y in wide]
     else:

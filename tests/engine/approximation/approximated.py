@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import torch
 
+from rocm_sd.arch import CPU, Arch
+
 
 class Definition:
     """On a stock pipeline: `skipping` as the engine takes it."""
@@ -65,3 +67,9 @@ class Definition:
             self.difference = with_prompt - without
             return (answer,)
         return (torch.cat([with_prompt - (self.difference if self.step.difference else 0), with_prompt]),)
+
+
+def as_if_the_cpu_multiplied_fp8(monkeypatch):
+    """So that what comes into layers in fp8 is rounded there, too."""
+    own = Arch.multiplies
+    monkeypatch.setattr(Arch, "multiplies", lambda here, to: own(here, to) or (here is CPU and to == "float8_e4m3fn"))

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from approximated import as_if_the_cpu_multiplied_fp8
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
@@ -33,6 +34,7 @@ def step_graph(request, monkeypatch):
     small_blocks_too(monkeypatch, request.param)
     # The layers of a model this small are all below it.
     monkeypatch.setattr(eight_bits, "_SMALLEST", 4)
+    as_if_the_cpu_multiplied_fp8(monkeypatch)
     return request.param
 
 

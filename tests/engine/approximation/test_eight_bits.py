@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from approximated import as_if_the_cpu_multiplied_fp8
 from torch import nn
 
 import rocm_sd
@@ -23,6 +24,7 @@ def step_graph(request, monkeypatch):
     small_blocks_too(monkeypatch, request.param)
     # The layers of a model this small are all below it.
     monkeypatch.setattr(eight_bits, "_SMALLEST", 4)
+    as_if_the_cpu_multiplied_fp8(monkeypatch)
     return request.param
 
 

@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from approximated import as_if_the_cpu_multiplied_fp8
 from torch import nn
 
 import rocm_sd
@@ -23,6 +24,7 @@ TIMES = {"int8": 3e3, "fp8": 3e6}
 def small_models_too(monkeypatch):
     small_blocks_too(monkeypatch, "0")
     monkeypatch.setattr(eight_bits, "_SMALLEST", 4)
+    as_if_the_cpu_multiplied_fp8(monkeypatch)
 
 
 def drawn(pipe, seed=0):
@@ -138,8 +140,8 @@ def smoothed_layer(to, dtype):
     factors = smoothing.factors(rows.abs().amax(0), [linear.weight])
     group = eight_bits.Group(("a",), (linear,))
     x_scale = None if to == "int8" else (rows * factors.float()).abs().amax() / 224
-    one = eight_bits._Planned(group, x_scale, factors, 0.01)
-    return linear, rows.to(dtype), eight_bits._in_eight_bits(one, FORMATS[to])[0]
+    one = eight_bits._Planned(x_scale, factors, 0.01)
+    return linear, rows.to(dtype), eight_bits._in_eight_bits(group, one, FORMATS[to])[0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])

@@ -2,9 +2,10 @@
 
 from rocm_sd.engine.approximation.branches import can_be_approximated
 from rocm_sd.engine.approximation.changes import evenly_changed, feature_changes
+from rocm_sd.engine.approximation.choosing import chosen
 from rocm_sd.engine.approximation.combined import Approximation
 from rocm_sd.engine.approximation.eight_bit_files import load_eight_bits, save_eight_bits
-from rocm_sd.engine.approximation.eight_bits import Tried
+from rocm_sd.engine.approximation.eight_bits import Tried, is_copied_in_eight_bits
 from rocm_sd.engine.approximation.installing import has_halves, install_eight_bits, install_inside, install_outside
 from rocm_sd.engine.approximation.measured import known, known_with_plan, remember
 from rocm_sd.engine.approximation.merging import Merging
@@ -27,6 +28,7 @@ __all__ = [
     "are_about_steps",
     "as_given",
     "can_be_approximated",
+    "chosen",
     "costs",
     "evenly_changed",
     "feature_changes",
@@ -36,6 +38,7 @@ __all__ = [
     "install_inside",
     "install_outside",
     "install_small_decoder",
+    "is_copied_in_eight_bits",
     "known",
     "known_with_plan",
     "load_eight_bits",

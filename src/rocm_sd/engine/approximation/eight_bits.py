@@ -11,7 +11,7 @@ import hashlib
 import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeGuard
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import nn
@@ -26,7 +26,15 @@ from rocm_sd.ops.eight_bits import LIMITS
 from rocm_sd.ops.quantize_rows.reference import quantize_rows
 from rocm_sd.rewrite.convolutions import unusual
 from rocm_sd.rewrite.eight_bit_convolutions import EightBitConv2d, is_eight_bit_convolution
-from rocm_sd.rewrite.eight_bits import EightBitLayer, EightBitLinear, Origin, is_eight_bit, lay_together, quantized
+from rocm_sd.rewrite.eight_bits import (
+    EightBitLayer,
+    EightBitLinear,
+    Origin,
+    is_eight_bit,
+    lay_together,
+    quantized,
+    rounds_x,
+)
 from rocm_sd.rewrite.layers import is_plain
 
 if TYPE_CHECKING:
@@ -44,6 +52,7 @@ __all__ = [
     "groups",
     "in_eight_bits",
     "install",
+    "is_copied_in_eight_bits",
     "ready",
 ]
 
@@ -77,6 +86,10 @@ class Kept:
 KEPT: WeakKeyDictionary[nn.Module, dict[str, Kept]] = WeakKeyDictionary()
 
 
+# For which weights of 16 bits wait. A copy is not among them.
+_STANDING: WeakSet[EightBitLayer] = WeakSet()
+
+
 @dataclass(frozen=True)
 class _Planned:
     """How a group comes into 8 bits, and its error then: of its results on the rows that were seen, the root mean
@@ -97,15 +110,16 @@ class Tried:
         self._planned: WeakKeyDictionary[nn.Module, tuple[Any, list[_Planned]]] = WeakKeyDictionary()
 
     def planned(
-        self, target: Any, model: nn.Module, every: Sequence[Group], to: torch.dtype, *, decoded: bool
+        self, target: Any, model: nn.Module, every: Sequence[Group], to: torch.dtype, device: torch.device
     ) -> list[_Planned]:
         """Of each group. Raises NotObserved where nothing could be drawn."""
         layers = {name: layer for group in every for name, layer in group.named()}
-        asked = to, tuple(layers)
+        rounds = rounds_x(to, device)
+        asked = to, rounds, tuple(layers)
         known = self._planned.get(model)
         if known is None or known[0] != asked:
-            seen = observe(target, layers, decoded=decoded)
-            known = asked, [_planned(group, seen[group.names[0]], to) for group in every]
+            seen = observe(target, layers, decoded=hasattr(model, "decoder"))
+            known = asked, [_planned(group, seen[group.names[0]], to, rounds=rounds) for group in every]
             self._planned[model] = known
         return known[1]
 
@@ -178,13 +192,14 @@ def install(
     if not every:
         return Installed(tuple, lambda: None), f"{kind} has no layers that can be put into {eight_bits}"
     try:
-        planned = tried.planned(target, model, every, to, decoded=decodes)
+        planned = tried.planned(target, model, every, to, device)
     except NotObserved as reason:
         return Installed(tuple, lambda: None), f"{kind} is not put into {eight_bits}: {reason}"
     errors = {group.names[0]: one.error for group, one in zip(every, planned, strict=True)}
     delicate = too_far(errors)
     converted = [(group, one) for group, one in zip(every, planned, strict=True) if group.names[0] not in delicate]
     waiting = [Waiting(model, group) for group, _ in converted]
+    rounds = rounds_x(to, device)
     before = sum(p.numel() * p.element_size() for p in model.parameters())
     _replace(waiting, (_in_eight_bits(group, one, to) for group, one in converted))
     after = sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers()))
@@ -199,9 +214,10 @@ def install(
 
     def notes() -> Iterator[str]:
         kept = sum(len(group.names) for group in every) - layers
-        yield (
-            f"{kind}: {layers} layers multiply in {_name(to)}, weights {before / 2**20:.0f} -> {after / 2**20:.0f} MiB"
-        )
+        size = f"{before / 2**20:.0f} -> {after / 2**20:.0f} MiB"
+        yield f"{kind}: {_computed(layers, to, rounds=rounds)}, weights {size}"
+        if not rounds:
+            yield f"{kind}: {arch.detect(device).name} does not multiply {_name(to)}: weights alone are 8 bits wide"
         if smoothed:
             yield f"{kind}: {smoothed} of these layers are smoothed: columns that stand out are evened out with weights"
         if kept:
@@ -217,10 +233,17 @@ def install(
     return Installed(lambda: tuple(notes()), restore, approximated=lambda: (approximated,)), None
 
 
+def _computed(layers: int, to: torch.dtype, *, rounds: bool) -> str:
+    return f"{layers} layers {'multiply in' if rounds else 'have weights of'} {_name(to)}"
+
+
 def _replace(waiting: Sequence[Waiting], made: Iterable[Sequence[EightBitLayer]]) -> None:
     try:
         for one, layers in zip(waiting, made, strict=True):
             one.replace(layers)
+            for layer in layers:
+                layer.is_for_a_time = True
+                _STANDING.add(layer)
     except BaseException:
         # Whoever called has nothing yet to bring back the 16 bits with.
         for one in waiting:
@@ -247,8 +270,8 @@ def digest_of(weight: torch.Tensor) -> str:
 
 
 @torch.no_grad()
-def _planned(group: Group, seen: Observed, to: torch.dtype) -> _Planned:
-    """Smoothed where that is worth it."""
+def _planned(group: Group, seen: Observed, to: torch.dtype, *, rounds: bool = True) -> _Planned:
+    """Smoothed where that is worth it. `rounds`: whether x is rounded, too."""
     exact = torch.cat([seen.rows.double() @ layer.weight.detach().flatten(1).double().T for layer in group.layers], -1)
     # Pixels with scales of their own could not be summed over the taps.
     convolves = isinstance(group.layers[0], nn.Conv2d)
@@ -258,10 +281,12 @@ def _planned(group: Group, seen: Observed, to: torch.dtype) -> _Planned:
         most = max(float(largest) * _HEADROOM / LIMITS[_name(to)], 1e-12)
         x_scale = None if _by_row(to) and not convolves else largest.new_tensor(most)
         rows = seen.rows if factors is None else seen.rows * factors.to(seen.rows.dtype)
-        q, own = quantize_rows(rows, _name(to), None if x_scale is None else x_scale.view(1))
-        scale = own.double().unsqueeze(-1) if x_scale is None else x_scale.double()
+        left = rows.double()
+        if rounds:
+            q, own = quantize_rows(rows, _name(to), None if x_scale is None else x_scale.view(1))
+            left = q.double() * (own.double().unsqueeze(-1) if x_scale is None else x_scale.double())
         weights = [w.double() * s.double().view(-1, *[1] * s.dim()) for w, s in _weights(group, to, factors)]
-        ours = torch.cat([(q.double() * scale) @ weight.T for weight in weights], -1)
+        ours = torch.cat([left @ weight.T for weight in weights], -1)
         error = (ours - exact).square().mean().sqrt() / exact.square().mean().sqrt().clamp_min(1e-30)
         return _Planned(x_scale, factors, float(error))
 
@@ -322,21 +347,34 @@ def ready(model: nn.Module) -> Installed | None:
         if len(group.layers) > 1:
             lay_together([layer for layer in group.layers if isinstance(layer, EightBitLinear)])
     kind, first = type(model).__name__, next(iter(layers.values())).weight
-    here = arch.detect(first.device)
+    here, to = arch.detect(first.device), _name(first.dtype)
+    of_other = any(layer in _STANDING for layer in layers.values())
+    were = "copied" if is_copied_in_eight_bits(model) else "loaded"
+    whence = "another pipeline has them" if of_other else f"they were {were}"
 
     def notes() -> Iterator[str]:
-        yield f"{kind}: {len(layers)} layers multiply in {_name(first.dtype)}, as they were loaded"
+        rounds = all(layer.rounds_x for layer in layers.values())
+        yield f"{kind}: {_computed(len(layers), first.dtype, rounds=rounds)}, as {whence}"
         smoothed = sum(layer.smoothing is not None for layer in layers.values())
         if smoothed:
             yield f"{kind}: {smoothed} of these layers are smoothed"
-        if here.fp8 in {Fp8.OCP, Fp8.FNUZ} and first.is_floating_point() and not here.multiplies(_name(first.dtype)):
+        if is_copied_in_eight_bits(model):
+            yield f"{kind}: restore leaves them, since their 16 bits were not copied: restore a pipeline, then copy it"
+        elif not rounds and here.fp8 in {Fp8.OCP, Fp8.FNUZ}:
             yield (
                 f"{kind}: {here.name} multiplies another fp8, and these weights alone are 8 bits wide; load them anew "
                 f"with rocm_sd.load_eight_bits(pipe, path, device={str(first.device)!r})"
             )
+        elif not rounds:
+            yield f"{kind}: {here.name} does not multiply {to}: weights alone are 8 bits wide"
 
-    approximated = Approximated(f"{len(layers)} layers in {_name(first.dtype)}, as loaded")
+    approximated = Approximated(f"{len(layers)} layers in {to}, as {whence}")
     return Installed(lambda: tuple(notes()), lambda: None, approximated=lambda: (approximated,))
+
+
+def is_copied_in_eight_bits(model: nn.Module) -> bool:
+    """Whether `optimize` put it into 8 bits, but for the model that it is a copy of."""
+    return any(layer.is_for_a_time and layer not in _STANDING for layer in eight_bit_layers(model).values())
 
 
 class Waiting:
