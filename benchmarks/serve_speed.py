@@ -64,12 +64,15 @@ class Way:
 
     def __init__(self, name, workload, in_flight):
         self.name, self.workload = name, workload
-        self.batches = []
+        # Of each call how many pictures it was of.
+        self.together = []
         pipe = workload.pipeline()
         if name != STOCK:
             pipe = rocm_sd.optimize(pipe)
         ladder = LADDER if graphs_wanted(DEVICE) else ()
-        self._batcher = StepBatcher(DEVICE, most=2 * in_flight, ladder=ladder, on_batch=self.batches.append)
+        self._batcher = StepBatcher(
+            DEVICE, most=2 * in_flight, ladder=ladder, on_batch=lambda done: self.together.append(done.pictures)
+        )
         self._shared, self._one = WithoutTexts(pipe, self._batcher), threading.Lock()
         self._requests = Gathering("whole requests", self._draw_all, most=in_flight) if name == WHOLE else None
 
@@ -90,6 +93,7 @@ class Way:
     def _draw_all(self, drawings):
         """One call of the pipeline: all begin and end together."""
         pipe, first = self._shared.pipe, drawings[0]
+        self.together.append(len(drawings))
         texts = [self._shared._text(one.prompt, ()) for one in drawings]  # noqa: SLF001 -- as shared steps get them
         others = [self._shared._text(one.negative, ()) for one in drawings]  # noqa: SLF001 -- as above
         names = ("prompt_embeds", "pooled_prompt_embeds")
@@ -209,9 +213,9 @@ def main():
             # Graphs of every size are captured first; one at a time there is one.
             for clients in (1, 2, 3, 4, 6, options.in_flight) if way in {SHARED, WHOLE} else (1,):
                 at_its_limit(service, requests, clients, 0.1 if options.tiny else 3.0)
-            drawer.batches.clear()
+            drawer.together.clear()
             rate, latencies = at_its_limit(service, requests, options.in_flight, options.seconds)
-            pictures = statistics.mean(batch.pictures for batch in drawer.batches) if drawer.batches else 1.0
+            pictures = statistics.mean(drawer.together)
             record["at the limit"][way] = {
                 "pictures a second": round(rate, 4), "pictures a step": round(pictures, 3), **percentiles(latencies),
             }  # fmt: skip
