@@ -15,10 +15,11 @@ import time
 import fakes
 import httpx
 import pytest
+from fastapi.testclient import TestClient
 from PIL import Image
 
 from rocm_sd.errors import InvalidOption
-from rocm_sd.serve import Limits, ServeConfig
+from rocm_sd.serve import Limits, ServeConfig, TooLate
 
 ray = pytest.importorskip("ray")
 serve = pytest.importorskip("ray.serve")
@@ -76,7 +77,8 @@ def replicas():
 
 def draw(url, seed, steps=4, **more):
     body = {"prompt": "a frog", "steps": steps, "seed": seed, "size": "64x64", **more}
-    return httpx.post(f"{url}/v1/images/generations", json=body, timeout=60)
+    # A replica imports torch before it draws, on cores that others use, too.
+    return httpx.post(f"{url}/v1/images/generations", json=body, timeout=180)
 
 
 def red(answer):
@@ -95,7 +97,8 @@ def test_pictures_steps_and_errors_come_through(url):
         kinds = [line for line in answer.iter_lines() if line.startswith("event: ")]
     assert kinds == ["event: image_generation.partial_image"] * 2 + ["event: image_generation.completed"]
     assert draw(url, 1, size="9x9").status_code == 400
-    assert "13" not in httpx.get(f"{url}/api/info").text
+    info = httpx.get(f"{url}/api/info").json()
+    assert [model["name"] for model in info["models"]] == ["small"]
 
 
 def test_a_replica_that_is_killed_is_replaced_and_its_pictures_are_drawn_again(url):
@@ -126,6 +129,85 @@ def test_a_picture_that_kills_two_replicas_is_answered_with_an_error(url):
     assert "Two replicas" in answer.json()["error"]["message"]
     until(lambda: len(replicas()) == 2)
     until(lambda: draw(url, 5).status_code == 200)
+
+
+def test_where_it_is_called_is_what_serve_was_started_with(url):
+    assert url.endswith(":".join(map(str, ray_app._listens_at())))
+
+
+class Handle:
+    """Of a replica that answers when it is told to."""
+
+    def __init__(self, answers=()):
+        self.facts = self.draw = self
+        self.answers, self.cancelled = answers, threading.Event()
+
+    def options(self, **_options):
+        return self
+
+    def remote(self, *_drawing):
+        return self
+
+    def result(self, **_options):
+        return fakes.FakeDrawer().models()["small"]
+
+    def cancel(self):
+        self.cancelled.set()
+
+    def __iter__(self):
+        yield from self.answers
+        assert self.cancelled.wait(30)
+
+
+@pytest.mark.parametrize("answers", [(), ((1, None),)], ids=["not begun", "begun"])
+def test_a_deadline_holds_where_no_replica_answers(answers):
+    handle = Handle(answers)
+    drawer, steps = ray_app.RayDrawer({"small": handle}), []
+    ends = time.monotonic() + 0.3
+    stop = lambda: TooLate() if time.monotonic() > ends else None  # noqa: E731 -- as short as it can be said
+    with pytest.raises(TooLate):
+        drawer.draw("small", None, lambda step, _preview: steps.append(step), stop)
+    assert time.monotonic() - ends < 5
+    assert handle.cancelled.is_set()
+    assert steps == [step for step, _ in answers]
+
+
+def test_an_ingress_that_hears_of_no_model_is_replaced(monkeypatch):
+    ended = []
+    monkeypatch.setattr(ray_app, "_end", ended.append)
+    monkeypatch.setattr(Handle, "result", lambda *_, **__: 1 / 0)
+    app = ray_app.Ingress(ServeConfig(), ["small"], Handle()).__serve_build_asgi_app__()
+    with TestClient(app):
+        until(lambda: ended)
+    assert isinstance(ended[0], ZeroDivisionError)
+
+
+@pytest.mark.parametrize("is_there", [True, False], ids=["a cluster of others", "its own"])
+def test_the_end_is_of_its_own_application_alone(monkeypatch, is_there):
+    done, said = [], []
+
+    def init(address=None, **_options):
+        if address == "auto" and not is_there:
+            raise ConnectionError
+
+    monkeypatch.setattr(ray_app.ray, "init", init)
+    monkeypatch.setattr(ray_app.ray, "shutdown", lambda: done.append("leave"))
+    for name in ("start", "run"):
+        monkeypatch.setattr(ray_app.serve, name, lambda *_, **__: None)
+    monkeypatch.setattr(ray_app.serve, "delete", lambda name: done.append(f"delete {name}"))
+    monkeypatch.setattr(ray_app.serve, "shutdown", lambda: done.append("shutdown"))
+    monkeypatch.setattr(ray_app, "_require_room", lambda _config: None)
+    monkeypatch.setattr(ray_app, "_listens_at", lambda: ("10.0.0.1", 8000) if is_there else ("127.0.0.1", 7860))
+    monkeypatch.setattr(ray_app.time, "sleep", lambda _seconds: signal.raise_signal(signal.SIGTERM))
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    try:
+        ray_app.run(ServeConfig(), "1", said.append)
+    finally:
+        for number, handler in zip((signal.SIGINT, signal.SIGTERM), before, strict=True):
+            signal.signal(number, handler)
+    assert done == [f"delete {ray_app.APP}", *([] if is_there else ["shutdown"]), "leave"]
+    assert any("http://10.0.0.1:8000 is a page" in line for line in said) is is_there
+    assert any("--port" in line for line in said) is is_there
 
 
 @pytest.mark.parametrize("replicas", ["0", "4-1", "many", "", "1-"])

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import queue
 import signal
 import threading
 import time
+from contextlib import suppress
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -22,6 +24,7 @@ import ray
 import torch
 from ray import serve
 from ray.exceptions import RayActorError, RayTaskError, TaskCancelledError
+from ray.serve.context import _get_global_client
 
 from rocm_sd.errors import DeviceUnavailable, InvalidOption, RocmSdError
 from rocm_sd.serve.app import create_app
@@ -166,15 +169,26 @@ class RayDrawer:
         stop: Callable[[], BaseException | None],
     ) -> Image:
         answers: Any = self._handles[model].options(stream=True).draw.remote(drawing)
+        heard: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        # On a thread of its own: an answer may not come before a replica has started, or has room.
+        threading.Thread(target=_hear, args=(answers, heard), name="rocm-sd answers", daemon=True).start()
         try:
-            for value in answers:
+            while True:
+                value = None
+                with suppress(queue.Empty):
+                    value = heard.get(timeout=_LOOK_S)
                 error = stop()
                 if error is not None:
                     raise error
-                if not isinstance(value, tuple):
+                if isinstance(value, _Ended):
+                    break
+                if isinstance(value, BaseException):
+                    raise value
+                if isinstance(value, tuple):
+                    on_step(value[0], partial(_same, value[1]))
+                elif value is not None:
                     image: Image = value
                     return image
-                on_step(value[0], partial(_same, value[1]))
         except RayTaskError as error:
             # As it was raised there, where it is one of ours.
             cause = error.cause
@@ -191,6 +205,19 @@ class RayDrawer:
         """The replicas are Ray's."""
 
 
+class _Ended:
+    """Nothing more comes."""
+
+
+def _hear(answers: Any, heard: queue.SimpleQueue[Any]) -> None:
+    try:
+        for value in answers:
+            heard.put(value)
+        heard.put(_Ended())
+    except BaseException as error:  # noqa: BLE001 -- it is raised where it was asked for
+        heard.put(error)
+
+
 def _same(preview: Image) -> Image:
     return preview
 
@@ -203,7 +230,8 @@ class Ingress:
         self._config, self._handles = config, dict(zip(names, handles, strict=True))
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        return create_app(self._config, lambda _config, _metrics: RayDrawer(self._handles))
+        # One that never hears of its models is replaced, as a replica is.
+        return create_app(self._config, lambda _config, _metrics: RayDrawer(self._handles), on_failure=_end)
 
 
 def application(
@@ -277,16 +305,29 @@ def build(args: dict[str, Any]) -> Any:
     return application(ServeConfig(limits=limits, **named), replicas)
 
 
+def _listens_at() -> tuple[str, int]:
+    """Where Ray Serve is called: what it was first started with, whoever did so."""
+    client = _get_global_client()
+    assert client is not None, "Serve was started"
+    options = client.http_config
+    return options.host, options.port
+
+
 def run(config: ServeConfig, replicas: str, say: Callable[[str], None]) -> None:
     """Until Ctrl-C: in the cluster that this machine is part of, or in one of its own."""
     app = application(config, replicas)
+    is_own = False
     try:
         ray.init(address="auto", log_to_driver=False)
     except ConnectionError:
+        is_own = True
         ray.init(log_to_driver=False, include_dashboard=False)
         _require_room(config)
     serve.start(http_options={"host": config.host, "port": config.port})
-    say(f"http://{config.host}:{config.port} is a page, and the address for clients; starting {replicas} ...")
+    host, port = _listens_at()
+    if (host, port) != (config.host, config.port):
+        say(f"Ray Serve runs already, at {host}:{port}: --host and --port are left out")
+    say(f"http://{host}:{port} is a page, and the address for clients; starting {replicas} ...")
     serve.run(app, name=APP, route_prefix="/", blocking=False)
     say("ready; Ctrl-C ends it")
     ended: list[int] = []
@@ -297,5 +338,7 @@ def run(config: ServeConfig, replicas: str, say: Callable[[str], None]) -> None:
         time.sleep(_LOOK_S)
     say(f"what was begun comes to its end, for {_DRAIN_S:.0f} s at most ...")
     serve.delete(APP)
-    serve.shutdown()  # type: ignore[no-untyped-call]
+    if is_own:
+        # In a cluster that others use, too, it would end their applications.
+        serve.shutdown()  # type: ignore[no-untyped-call]
     ray.shutdown()
