@@ -418,7 +418,7 @@ def test_a_picture_to_start_from(page, colours, tmp_path):
     page.draw("a frog")
     page.until(DONE)
     (_, drawing), *_ = colours.drawn
-    assert (drawing.image.size, drawing.image.getpixel((0, 0)), drawing.strength) == ((200, 100), (0, 0, 255), 0.7)
+    assert (drawing.image.size, drawing.image.getpixel((0, 0)), drawing.strength) == ((88, 48), (0, 0, 255), 0.7)
     assert (drawing.width, drawing.height) == (88, 48), "its shape, and as many pixels as the model is made for"
     page.press("Remove")
     page.draw("a frog")
