@@ -177,7 +177,8 @@ def test_what_is_offered_is_accepted_by_name_and_guarded(told, tmp_path, monkeyp
     name = keeping.named("geglu", rounds["right and better"].proposal[0])
     with pytest.raises(RocmSdError, match="named 'geglu-00000000'"):
         accept("geglu-00000000", [folder])
-    path = accept(name, [folder], BesideASlowerOne)
+    best = rounds["right and better"].judged
+    path = accept(name, [folder], lambda _op, _architectures: lambda _proposal: best)
     plugins.installed.cache_clear()
     try:
         found = plugins.find("geglu", name)
