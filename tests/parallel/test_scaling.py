@@ -254,38 +254,64 @@ def timed_exchanges():
     return {name: min(seconds) for name, seconds in found.items()}
 
 
-@pytest.fixture(scope="module")
-def timed():
-    job = Job(2)
-    try:
+class Timings:
+    """Of two real processes. Other work of the machine may disturb a measurement: then all is measured again."""
+
+    def __init__(self, job):
+        self._job, self._found = job, {}
+
+    def hold(self, check, most=4):
+        """`check(seconds of each, machine)` gives what is predicted, and its least and largest right value."""
+        tried = []
+        for _ in range(most):
+            self._found = self._found or self._measured()
+            predicted, least, largest = check(self._found, _between_processes(self._found))
+            if least < predicted < largest:
+                return
+            tried.append((predicted, least, largest))
+            self._found = {}
+        raise AssertionError(f"not once: {tried}")
+
+    def _measured(self):
+        both = self._job.call(timed_exchanges)
         # The slower rank of each: an exchange is over when both have it.
-        both = job.call(timed_exchanges)
-    finally:
-        job.close()
-    return {name: max(each[name] for each in both) for name in both[0]}
+        return {name: max(each[name] for each in both) for name in both[0]}
 
 
-@pytest.fixture(scope="module")
-def between_processes(timed):
+def _between_processes(timed):
     """A machine whose link has the latency of the small exchange, and the rate of the large one."""
     latency = timed["small"]
     link = Link("gloo", LARGE / max(timed["large"] - latency, 1e-9), latency, False, "measured here")
     return Machine("CPU", "cpu", link, 2)
 
 
-def test_an_exchange_of_two_processes_takes_what_is_predicted(timed, between_processes):
-    predicted = exchange_s(Sent("keys and values", BETWEEN), between_processes, 2)
-    assert timed["between"] / 2 < predicted < timed["between"] * 2
+@pytest.fixture(scope="module")
+def timings():
+    job = Job(2)
+    yield Timings(job)
+    job.close()
 
 
-def test_what_is_waited_for_adds_to_what_is_computed(timed, between_processes):
-    sent = exchange_s(Sent("keys and values", BETWEEN), between_processes, 2)
-    predicted = overlapped(timed["computed"], sent, OVERLAP["patch"])
-    assert timed["sum"] / 2 < predicted < timed["sum"] * 2
+def test_an_exchange_of_two_processes_takes_what_is_predicted(timings):
+    def check(timed, machine):
+        return exchange_s(Sent("keys and values", BETWEEN), machine, 2), timed["between"] / 2, timed["between"] * 2
+
+    timings.hold(check)
 
 
-def test_what_is_sent_meanwhile_takes_as_long_as_the_longer_of_both(timed, between_processes):
-    sent = exchange_s(Sent("sample", BETWEEN), between_processes, 2)
-    predicted = overlapped(timed["computed"], sent, OVERLAP["pipeline"])
-    assert predicted == pytest.approx(max(timed["computed"], sent))
-    assert timed["both"] / 3 < predicted < timed["both"] * 2
+def test_what_is_waited_for_adds_to_what_is_computed(timings):
+    def check(timed, machine):
+        sent = exchange_s(Sent("keys and values", BETWEEN), machine, 2)
+        return overlapped(timed["computed"], sent, OVERLAP["patch"]), timed["sum"] / 2, timed["sum"] * 2
+
+    timings.hold(check)
+
+
+def test_what_is_sent_meanwhile_takes_as_long_as_the_longer_of_both(timings):
+    def check(timed, machine):
+        sent = exchange_s(Sent("sample", BETWEEN), machine, 2)
+        predicted = overlapped(timed["computed"], sent, OVERLAP["pipeline"])
+        assert predicted == pytest.approx(max(timed["computed"], sent))
+        return predicted, timed["both"] / 3, timed["both"] * 2
+
+    timings.hold(check)
