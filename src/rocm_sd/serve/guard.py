@@ -21,7 +21,6 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 
 from rocm_sd.serve.config import is_loopback
-from rocm_sd.serve.jobs import words_of
 from rocm_sd.serve.logs import log
 
 if TYPE_CHECKING:
@@ -105,7 +104,7 @@ class Guard:
             log.error("failed", extra=facts, exc_info=error)
             if exchange.began:
                 raise
-            await _answer(exchange.send, 500, words_of(error, exchange.id), "server_error")
+            await _answer(exchange.send, 500, self._server.words_of(error), "server_error")
         finally:
             facts |= {"status": exchange.status, "client": scope.get("rocm_sd_client", "")}
             log.info("answered", extra=facts | {"seconds": round(time.monotonic() - exchange.since, 3)})

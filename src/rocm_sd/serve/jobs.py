@@ -9,14 +9,14 @@ import time
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from rocm_sd.errors import RocmSdError, first_line
+from rocm_sd.errors import first_line
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
     from rocm_sd.integrations.diffusers import Drawing
 
-__all__ = ["Busy", "Cancelled", "Ending", "Event", "Job", "Lost", "NotDrawn", "State", "TooLate", "words_of"]
+__all__ = ["Busy", "Cancelled", "Ending", "Event", "Job", "Lost", "NotDrawn", "State", "TooLate"]
 
 State = Literal["queued", "drawing", "done", "failed", "cancelled"]
 _OVER = frozenset({"done", "failed", "cancelled"})
@@ -72,13 +72,6 @@ class Lost(NotDrawn):
 
     def __init__(self, error: BaseException) -> None:
         super().__init__(f"The server cannot draw any more ({first_line(error)}).")
-
-
-def words_of(error: BaseException, request: str) -> str:
-    """As a client is told. The words of one that nobody foresaw may be of the server's insides."""
-    if isinstance(error, (RocmSdError, NotDrawn)):
-        return str(error)
-    return f"The server failed. Its log says why, at request {request}."
 
 
 @dataclass(frozen=True)

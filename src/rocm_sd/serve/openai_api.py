@@ -20,7 +20,6 @@ from PIL import Image as Images
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from rocm_sd.errors import InvalidOption
-from rocm_sd.serve.jobs import words_of
 from rocm_sd.serve.pictures import FORMATS, BadPicture, encode, read
 from rocm_sd.serve.requests import Asked, facts_of, files_of, prepared, server_of
 
@@ -242,7 +241,7 @@ async def _events(
         elif event.kind == "over":
             break
     if job.error is not None:
-        said = {"type": "error", "error": {"message": words_of(job.error, job.request), "type": job.state}}
+        said = {"type": "error", "error": {"message": server.words_of(job.error), "type": job.state}}
         yield f"event: error\ndata: {json.dumps(said)}\n\n"
 
 

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from rocm_sd import __version__
 from rocm_sd.integrations.diffusers import SCHEDULERS
-from rocm_sd.serve.jobs import Event, words_of
+from rocm_sd.serve.jobs import Event
 from rocm_sd.serve.pictures import encode, from_base64
 from rocm_sd.serve.requests import Asked, client_of, facts_of, server_of, submit
 
@@ -114,7 +114,7 @@ def _own(request: Request, job_id: str) -> Job:
 @router.get("/jobs/{job_id}")
 async def look(request: Request, job_id: str) -> dict[str, Any]:
     job = _own(request, job_id)
-    return job.describe() | {"progress": job.progress, "error": _words(job)}
+    return job.describe() | {"progress": job.progress, "error": _words(server_of(request), job)}
 
 
 @router.delete("/jobs/{job_id}")
@@ -159,7 +159,7 @@ async def _events(request: Request, job: Job) -> AsyncIterator[str]:
             elif event.kind == "state":
                 yield _sse("state", {"state": job.state})
         took = (job.ended or time.monotonic()) - job.created
-        yield _sse("over", {"state": job.state, "error": _words(job), "seconds": round(took, 3)})
+        yield _sse("over", {"state": job.state, "error": _words(server, job), "seconds": round(took, 3)})
     finally:
         job.leave(queue)
 
@@ -189,8 +189,8 @@ async def _picture(server: Server, job: Job, number: int) -> dict[str, Any] | No
     }  # fmt: skip
 
 
-def _words(job: Job) -> str | None:
-    return None if job.error is None else words_of(job.error, job.request)
+def _words(server: Server, job: Job) -> str | None:
+    return None if job.error is None else server.words_of(job.error)
 
 
 def _sse(kind: str, said: dict[str, Any]) -> str:

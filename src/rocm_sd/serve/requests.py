@@ -7,7 +7,7 @@ import secrets
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from rocm_sd.errors import InvalidOption, RocmSdError, require_known, require_one_of
+from rocm_sd.errors import InvalidOption, RocmSdError, first_line, require_known, require_one_of
 from rocm_sd.integrations.diffusers import Drawing
 from rocm_sd.serve.jobs import Job, NotDrawn
 from rocm_sd.serve.pictures import Kept, encode
@@ -63,6 +63,14 @@ class Server:
                 f"No model could be loaded: {self.failed}" if self.failed else "The models are being loaded."
             )
         return self.service
+
+    def words_of(self, error: BaseException) -> str:
+        """As a client is told. The words of an error that nobody foresaw may be of the server's insides: they are for
+        whoever is at this machine, as all callers are where there are no keys.
+        """
+        if isinstance(error, (RocmSdError, NotDrawn)):
+            return str(error)
+        return f"The server failed ({first_line(error)})." if self.keys is None else "The server failed: see its log."
 
 
 def server_of(request: HttpRequest) -> Server:
