@@ -185,6 +185,13 @@ def write_many(job):
         Path(f"file-{number}").write_bytes(bytes(2**20))
 
 
+def nest_and_sleep(job):
+    for _ in range(2500):
+        Path("a").mkdir()
+        os.chdir("a")
+    time.sleep(1000)
+
+
 def leave_behind(job):
     pid = os.fork()
     if pid == 0:
@@ -497,6 +504,8 @@ def test_a_file_is_limited():
 def test_all_files_together_are_limited(monkeypatch):
     with pytest.raises(Ended, match=r"^wrote more than 16 MiB or 100000 files and was ended"):
         run(write_many, limits=limited(folder_bytes=2**24))
+    with pytest.raises(Ended, match=r"^wrote folders nested beyond all names and was ended"):
+        run(nest_and_sleep)
     monkeypatch.setattr(confinement, "_MOST_FILES", 5)
     with pytest.raises(Ended, match=r"^wrote more than 2 GiB or 5 files and was ended"):
         run(write_many)

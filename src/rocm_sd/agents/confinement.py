@@ -31,7 +31,9 @@ import tempfile
 import time
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, field
+from errno import ENAMETOOLONG
 from functools import cache, partial
+from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -246,14 +248,28 @@ def _pipe(resources: ExitStack, verb: str, kept: int, most: int) -> tuple[_Heard
 def _require_room(folder: Path, most: int) -> None:
     """Raises _Stopped. What is open and has no name any more is not counted."""
     size = files = 0
-    for place, _, names in os.walk(folder):
-        for name in names:
-            with suppress(OSError):
+    left = [str(folder)]  # and no call for each of them: they may be nested deeper than Python's stack
+    while left:
+        for entry in _entries(left.pop()):
+            files += 1
+            with suppress(OSError):  # what is gone by now
                 # Of a file with holes what it takes on the disk.
-                size += os.lstat(os.path.join(place, name)).st_blocks * 512  # noqa: PTH118 -- of many
-        files += len(names) + 1
-        if size > most or files > _MOST_FILES:
-            raise _Stopped(f"wrote more than {_size(most)} or {_MOST_FILES} files and was ended")
+                size += entry.stat(follow_symlinks=False).st_blocks * 512
+                if entry.is_dir(follow_symlinks=False):
+                    left.append(entry.path)
+            if size > most or files > _MOST_FILES:
+                raise _Stopped(f"wrote more than {_size(most)} or {_MOST_FILES} files and was ended")
+
+
+def _entries(place: str) -> list[os.DirEntry[str]]:
+    try:
+        with os.scandir(place) as found:
+            return list(islice(found, _MOST_FILES + 1))
+    except OSError as error:
+        # A folder that cannot be reached could hold any number.
+        if error.errno == ENAMETOOLONG:
+            raise _Stopped("wrote folders nested beyond all names and was ended") from None
+        return []
 
 
 def _listen(
