@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from diffusers import AutoencoderTiny
 
 from pipelines import tiny_pipeline
-from rocm_sd.bench import quality_search
+from rocm_sd.bench import quality_methods, quality_search
 from rocm_sd.bench.quality_methods import parts
 from rocm_sd.bench.quality_search import Searcher, candidates
 from rocm_sd.engine import Approximation, Skipping, optimize, report, restore
@@ -43,6 +44,7 @@ def clock(monkeypatch, tmp_path):
     monkeypatch.setattr(eight_bits, "_SMALLEST", 4)
     monkeypatch.setattr(quality_search, "_DEPTHS", (1,))
     monkeypatch.setattr(quality_search, "_EVERY", (2, 4))
+    monkeypatch.setattr(quality_search, "_GUIDANCE_END", ())
     monkeypatch.setattr(Searcher, "_seconds", lambda searcher, _: reckoned(report(searcher._pipe).quality))
 
 
@@ -220,3 +222,47 @@ def test_methods_count_where_no_step_can_be_left_out(pipe, monkeypatch):
     monkeypatch.setattr(quality_search, "_EVERY", ())
     found = searched(pipe).search(Budget(psnr=1)).approximation
     assert found == Approximation(merged=0.8, eight_bits="int8", eight_bit_decoder="int8")
+
+
+def test_guidance_may_end_early(pipe, monkeypatch):
+    monkeypatch.setattr(quality_search, "_GUIDANCE_END", (0.6, 0.8))
+    found = [one.skipping for _, one in candidates(STEPS, {1: SHALLOW}, schedules={(1, 2): (0, 0.1, 0.2, 0.5)})]
+    ended = [skipping for skipping in found if skipping.guidance_end < 1]
+    assert {Skipping(guidance_end=0.6), Skipping(1, 4, guidance_end=0.8)} <= {*ended}
+    assert any(skipping.whole for skipping in ended)
+    assert all(skipping.guided_every == 1 for skipping in ended)
+    alone = [one.skipping for _, one in candidates(STEPS, {1: SHALLOW}, halves=False)]
+    assert all(skipping.guidance_end == 1 for skipping in alone)
+    monkeypatch.setattr(quality_search, "_EVERY", ())
+    monkeypatch.setattr(quality_search, "timed_alone", lambda *_: [])
+    searcher = searched(pipe)
+    found = searcher.search(Budget(psnr=1))
+    assert found.approximation == Approximation(Skipping(guidance_end=0.6))
+    assert found.speedup[0] == pytest.approx(8 / 6.5)
+    assert found.scores.psnr == pytest.approx(psnr_of(pipe, searcher, found.approximation))
+
+
+def test_a_budget_holds_on_a_model_that_was_made_delicate(pipe, monkeypatch):
+    """One column of what comes into a feed-forward is so many times the others that 8 bits lose these."""
+    monkeypatch.setattr(quality_search, "_EVERY", ())
+    monkeypatch.setattr(quality_methods, "METHODS", (Approximation(eight_bits="int8"),))
+    # Convolutions of a model this small add more error than what is looked for.
+    monkeypatch.setattr(eight_bits, "_convolutions", lambda *_: ())
+    block = next(part for name, part in pipe.unet.named_modules() if name.endswith("transformer_blocks.0"))
+    with torch.no_grad():
+        for part in (block.norm3.weight, block.norm3.bias):
+            part[3] *= 1e12
+        block.ff.net[0].proj.weight[:, 3] /= 1e12
+    searcher, asked = searched(pipe), Approximation(eight_bits="int8")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(eight_bits, "too_far", lambda _errors: frozenset())
+        lost = sorted(psnr_of(pipe, searcher, asked))[1]
+    kept = sorted(psnr_of(pipe, searcher, asked))[1]
+    assert kept > lost + 1
+    budget = Budget(psnr=(kept + lost) / 2)
+    found = searcher.search(budget)
+    assert found.approximation == asked
+    assert budget.holds(found.scores)
+    optimize(pipe, quality=found.approximation)
+    assert type(block.ff.net[0].proj) is torch.nn.Linear
+    assert any("too delicate for int8" in note for note in report(pipe).approximations)

@@ -40,6 +40,8 @@ __all__ = ["SHOWN", "Found", "Searcher", "approximated_model", "candidates"]
 
 _DEPTHS = (1, 3)
 _EVERY = (2, 3, 4, 6, 8)
+# The share of the steps after which guidance may be left out.
+_GUIDANCE_END = (0.6, 0.8)
 # Of a transformer's first block: by how much it may have changed.
 _FIRST_BLOCK = (0.05, 0.08, 0.12, 0.2, 0.3)
 # Of the budget's PSNR: whoever is further away after two prompts is not drawn for all.
@@ -70,20 +72,23 @@ def candidates(
     """With the share of an exact picture's time that each would take, the least first. `shallow`: the share of a whole
     call that a shallow one takes, by depth; `first_block`: that of a picture, by threshold; `methods`: that of a
     picture, by what else than steps is left out. `schedules`: by depth and one of how many steps is whole, where these
-    are best. `halves`: whether guidance can be reused. Steps that compute guidance are whole ones: others cost quality.
+    are best. `halves`: whether guidance can be reused, or end early. Steps that compute it for others are whole ones:
+    shallow ones cost quality.
     """
     steps_of = [(cost, Skipping(first_block=share)) for share, cost in (first_block or {}).items()]
-    for depth, every, order, guided in itertools.product(
-        shallow, _EVERY, (0, 1), (True, False) if halves else (False,)
-    ):
+    ends = _GUIDANCE_END if halves else ()
+    guidance = [*([(True, 1.0)] if halves else []), (False, 1.0), *((False, end) for end in ends)]
+    for depth, every, order, (reused, end) in itertools.product(shallow, _EVERY, (0, 1), guidance):
         if every * 2 > steps:
             continue
-        skipping = Skipping(depth, every, order=order, guided_every=every if guided else 1)
+        skipping = Skipping(depth, every, order=order, guided_every=every if reused else 1, guidance_end=end)
         steps_of.append((_cost(skipping, steps, shallow[depth]), skipping))
         whole = (schedules or {}).get((depth, every))
         if whole:
-            skipping = Skipping(depth, order=order, guided_every=2 if guided else 1, whole=whole)
+            skipping = Skipping(depth, order=order, guided_every=2 if reused else 1, guidance_end=end, whole=whole)
             steps_of.append((_cost(skipping, steps, shallow[depth]), skipping))
+    ended = [Skipping(guidance_end=end) for end in ends]
+    steps_of += [(_cost(skipping, steps, 1.0), skipping) for skipping in ended]
     found = [
         (with_it(cost), replace(together, skipping=skipping))
         for with_it, together in combinations(methods or {})
