@@ -29,7 +29,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from errno import ENAMETOOLONG
 from functools import cache, partial
@@ -49,7 +49,7 @@ except ImportError:  # Windows
     resource = None  # type: ignore[assignment]
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
 __all__ = ["LIMITS", "Ended", "Limits", "confined", "missing", "walls"]
 
@@ -252,7 +252,7 @@ def _require_room(folder: Path, most: int) -> None:
     while left:
         for entry in _entries(left.pop()):
             files += 1
-            with suppress(OSError):  # what is gone by now
+            with _reached():
                 # Of a file with holes what it takes on the disk.
                 size += entry.stat(follow_symlinks=False).st_blocks * 512
                 if entry.is_dir(follow_symlinks=False):
@@ -262,14 +262,20 @@ def _require_room(folder: Path, most: int) -> None:
 
 
 def _entries(place: str) -> list[os.DirEntry[str]]:
+    found: list[os.DirEntry[str]] = []
+    with _reached(), os.scandir(place) as entries:
+        found += islice(entries, _MOST_FILES + 1)
+    return found
+
+
+@contextmanager
+def _reached() -> Iterator[None]:
+    """What is gone by now is none of its files; behind a name that is too long there could be any number."""
     try:
-        with os.scandir(place) as found:
-            return list(islice(found, _MOST_FILES + 1))
+        yield
     except OSError as error:
-        # A folder that cannot be reached could hold any number.
         if error.errno == ENAMETOOLONG:
             raise _Stopped("wrote folders nested beyond all names and was ended") from None
-        return []
 
 
 def _listen(
