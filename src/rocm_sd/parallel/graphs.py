@@ -18,7 +18,9 @@ from torch.utils import _pytree as pytree
 
 from rocm_sd.engine import Installed
 from rocm_sd.engine.capture import (
+    DRAWS_NUMBERS,
     BetweenExchanges,
+    Drawn,
     Exchanged,
     FlatCall,
     NotAdopted,
@@ -29,7 +31,6 @@ from rocm_sd.engine.capture import (
     flatten,
     running,
 )
-from rocm_sd.engine.capture.randomness import REASON, Drawn
 from rocm_sd.errors import first_line
 from rocm_sd.measuring import Stopwatch
 from rocm_sd.rewrite import forwards
@@ -126,11 +127,11 @@ class _SplitCalls:
         draws = bool(drawn)
         kind.why_not = exchanged.why_not
         if self._captures[flat.key] > _MOST_CAPTURES:
-            kind.why_not = REASON if draws else "the model keeps changing"
+            kind.why_not = DRAWS_NUMBERS if draws else "the model keeps changing"
         if draws:
             # Trials would draw more, and this rank's numbers would be ahead of the others'. Another thread may have
             # drawn meanwhile: the next calls will tell.
-            self.eager[REASON] += 1
+            self.eager[DRAWS_NUMBERS] += 1
             return right
         try:
             if kind.why_not is None:

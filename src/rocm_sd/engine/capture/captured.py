@@ -23,7 +23,7 @@ from rocm_sd import settings
 from rocm_sd.engine.capture import warmup
 from rocm_sd.engine.capture.blocks import TooSmall, capture_blocks
 from rocm_sd.engine.capture.graph import Graph, GraphCache, capture_graph
-from rocm_sd.engine.capture.randomness import REASON, Drawn, is_training
+from rocm_sd.engine.capture.randomness import DRAWS_NUMBERS, Drawn, is_training
 from rocm_sd.engine.capture.snapshot import DormantSnapshot, FlatCall, Snapshot, flatten
 from rocm_sd.engine.capture.trial import Attempts, NotAdopted, Trial
 from rocm_sd.engine.capture.turns import capturing, running
@@ -252,7 +252,7 @@ class CapturedCalls:
             since.undo()
             if is_training(model):
                 self._refused_in_training.add(flat.key)
-            self._refuse(flat.key, REASON)
+            self._refuse(flat.key, DRAWS_NUMBERS)
             return entry.answer(entry.run())
         # Weights that are laid together have moved by now.
         entry.snapshot = Snapshot(model, None if call.used is None else call.used(model))

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-__all__ = ["Drawn", "is_training"]
+__all__ = ["DRAWS_NUMBERS", "Drawn", "is_training"]
 
-REASON = "it draws random numbers: dropout, perhaps"
+DRAWS_NUMBERS = "it draws random numbers: dropout, perhaps"
 
 
 class Drawn:
