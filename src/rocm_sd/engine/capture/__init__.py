@@ -16,7 +16,7 @@ from rocm_sd.engine.capture.warmup import compile_kernels, start_compiling
 
 __all__ = [
     "DRAWS_NUMBERS", "BetweenExchanges", "CapturedCalls", "Drawn", "Exchanged", "FlatCall", "HostCall", "NotAdopted",
-    "Policy", "PreparedCall", "Snapshot", "Trial", "capture_between", "capturing", "compile_kernels", "exchange", "flatten", "graphs_wanted",
-    "has_foreign_forward", "moves_weights", "no_exchange", "running", "start_compiling", "why_different", "why_foreign",
-    "why_foreign_layer",
+    "Policy", "PreparedCall", "Snapshot", "Trial", "capture_between", "capturing", "compile_kernels", "exchange",
+    "flatten", "graphs_wanted", "has_foreign_forward", "moves_weights", "no_exchange", "running", "start_compiling",
+    "why_different", "why_foreign", "why_foreign_layer",
 ]  # fmt: skip
