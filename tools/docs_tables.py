@@ -455,6 +455,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "proofs-linked": lambda: _proofs(linked=True),
     "readme-badges": readme_figures.badge_links,
     "readme-measured": readme_figures.measured_where,
+    "host-and-card": readme_figures.host_and_card,
     "readme-modelled": readme_figures.modelled,
     "readme-status": readme_figures.status,
     "readme-gpus": readme_figures.gpus,

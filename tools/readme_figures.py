@@ -197,10 +197,10 @@ def measured_where() -> str:
         f"then draws SD 1.5 in {found['ours_ms']:.0f} ms; stock took {found['stock_ms']:.0f} in that run. In ComfyUI, "
         f"sampling is [{comfyui:.1f} times as fast]({COMFYUI})."
     )
-    return f"{_wrapped(where)}\n{_wrapped(_host_and_card())}\n{_wrapped(new_card)}"
+    return f"{_wrapped(where)}\n{host_and_card()}\n{_wrapped(new_card)}"
 
 
-def _host_and_card() -> str:
+def host_and_card() -> str:
     """What the ratios of one picture owe to the host, and what is left of them where the card is the limit."""
     records = [Record.load(ROOT / name) for name in ENGINES]
     alone, eight = ([_compared(record, OURS, batch) for record in records] for batch in (1, 8))
@@ -212,7 +212,7 @@ def _host_and_card() -> str:
         if not record.complete
     )
     intervals = " and ".join(f"{one.ratio:.2f} times ({one.low:.2f} to {one.high:.2f})" for one in alone)
-    return (
+    return _wrapped(
         f"One picture is drawn {intervals} as fast as by Diffusers, which leaves such a card waiting for its host. The "
         f"card's own time for SD 1.5 fell from {before:.0f} to {after:.0f} ms, {before / after:.1f} times; eight "
         f"pictures at once are {' and '.join(f'{one.ratio:.2f}' for one in eight)} times as fast.{ended}"
