@@ -12,6 +12,7 @@ from rocm_sd.bench import quality_search
 from rocm_sd.bench.quality_methods import METHODS
 from rocm_sd.bench.quality_search import candidates
 from rocm_sd.cli import main
+from rocm_sd.engine import Skipping
 from rocm_sd.engine.approximation import small_decoder
 
 
@@ -40,8 +41,12 @@ def test_cheaper_ones_come_first():
     assert costs == sorted(costs)
     assert 0.1 < costs[0] < 0.3
     assert all(one.skipping.guided_every in {1, one.skipping.every} for _, one in found)
-    assert not candidates(3, {1: 0.2})
-    assert not candidates(20, {})
+    # Too few steps to leave deep layers out, or no depth to do so at: guidance alone may end early.
+    for few in (candidates(3, {1: 0.2}), candidates(20, {})):
+        assert few
+        assert all(one.skipping == Skipping(guidance_end=one.skipping.guidance_end) for _, one in few)
+    assert not candidates(1, {1: 0.2})
+    assert not candidates(20, {}, halves=False)
 
 
 def test_a_setting_is_found_kept_and_used(model, capsys, monkeypatch):

@@ -65,7 +65,7 @@ def test_thresholds_are_among_the_candidates():
     assert len(found) == len(candidates(20, {1: 0.2})) + 2
     alone = candidates(20, {1: 0.2}, halves=False)
     assert all(one.skipping.guided_every == 1 for _, one in alone)
-    assert [one.skipping.first_block for _, one in candidates(20, {}, {0.1: 0.5})] == [0.1]
+    assert [one.skipping.first_block for _, one in candidates(20, {}, {0.1: 0.5}, halves=False)] == [0.1]
 
 
 def test_which_model_is_approximated(tmp_path):

@@ -76,7 +76,8 @@ def candidates(
     shallow ones cost quality.
     """
     steps_of = [(cost, Skipping(first_block=share)) for share, cost in (first_block or {}).items()]
-    ends = _GUIDANCE_END if halves else ()
+    # Of few steps none may lie behind the end.
+    ends = [end for end in _GUIDANCE_END if halves and end * steps <= steps - 1]
     guidance = [*([(True, 1.0)] if halves else []), (False, 1.0), *((False, end) for end in ends)]
     for depth, every, order, (reused, end) in itertools.product(shallow, _EVERY, (0, 1), guidance):
         if every * 2 > steps:
