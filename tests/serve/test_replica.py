@@ -375,9 +375,15 @@ def test_a_picture_that_is_stopped_after_its_end_leaves_nothing_behind():
     assert isinstance(here.recv(), replica.Step)
     assert isinstance(here.recv(), replica.Drawn)
     rank._drawer.held.set()
-    for message in (replica.Stop(1), replica.Draw(2, "small", drawing), replica.Stop(2), None):
+    for message in (replica.Stop(1), replica.Draw(2, "small", drawing)):
         here.send(message)
-    serving.join(10)
+    # What has not begun at the end of all is never drawn, and nobody asks for it again.
+    ends = time.monotonic() + 60
+    while len(rank._drawer.drawings) < 2 and time.monotonic() < ends:
+        time.sleep(0.01)
+    for message in (replica.Stop(2), None):
+        here.send(message)
+    serving.join(60)
     assert not serving.is_alive()
     assert rank._stops == {}
 
