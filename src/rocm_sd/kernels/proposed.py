@@ -83,6 +83,9 @@ _WORDS = {
 
 
 _FOLDER = Path(__file__).parent / "triton"
+# As a kernel's source names the package, and its language.
+_TRITON = "triton"
+_PACKAGES = frozenset({"tl", _TRITON})
 _KERNELS = re.compile(r"rocm_sd\.kernels\.triton\.(\w+)")
 # Of this project's own modules, and never changed.
 _read = lru_cache(maxsize=32)(ast.parse)
@@ -267,7 +270,7 @@ class _Checker:
 
     def __init__(self, available: Iterable[str], reached: Iterable[str]) -> None:
         self._available = frozenset(available) | _BUILTINS
-        self._taken = {"tl", "triton", *self._available, *reached}
+        self._taken = {*_PACKAGES, *self._available, *reached}
 
     def function(self, function: ast.FunctionDef) -> None:
         local = {each.arg for each in function.args.args}
@@ -304,7 +307,7 @@ class _Checker:
             self._attribute(node, names)
             return
         if isinstance(node, ast.Name):
-            if node.id in {"tl", "triton"}:
+            if node.id in _PACKAGES:
                 raise NotAllowed(f"{node.id} is not a value", node.lineno)
             if node.id not in names:
                 raise NotAllowed(f"the name {node.id} is not one that a kernel may use", node.lineno)
@@ -329,7 +332,7 @@ class _Checker:
                     f"tl.{name}: {_REASONS.get(name, 'it is not among what kernels may use')}", node.lineno
                 )
             return
-        if isinstance(node.value, ast.Name) and node.value.id == "triton":
+        if isinstance(node.value, ast.Name) and node.value.id == _TRITON:
             raise NotAllowed(f"triton.{name}: kernels use triton.language alone", node.lineno)
         if name not in _MEMBERS:
             raise NotAllowed(f"the attribute {name} is not among what kernels may use", node.lineno)
