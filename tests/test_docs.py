@@ -6,6 +6,7 @@ import json
 import re
 from functools import partialmethod
 from pathlib import Path
+from statistics import median
 
 import diffusers
 import pytest
@@ -203,3 +204,14 @@ def test_the_sample_of_the_readme_runs(monkeypatch, tmp_path):
     assert len(asked) == 1
     assert (tmp_path / "lighthouse.png").is_file()
     assert "forward" not in pipe.unet.mid_block.resnets[0].__dict__
+
+
+def test_the_demo_s_figures_are_those_of_its_records():
+    page = (ROOT / "docs" / "quality.md").read_text(encoding="utf-8")
+    verdict = page.split("**")[1]
+    for steps in (20, 50):
+        seconds = json.loads((ROOT / "benchmarks" / "demo-cpu" / f"steps-{steps}.json").read_text())["seconds"]
+        for engine in ("high", "balanced"):
+            assert f"{median(seconds['stock']) / median(seconds[engine]):.2f}" in verdict
+    for engine, found in seconds.items():
+        assert re.search(rf"^\| `?{engine}`? \| {median(found):.2f} s \|", page, re.MULTILINE), engine
