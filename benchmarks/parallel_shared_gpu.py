@@ -5,15 +5,17 @@
 Two ranks on one card send through the host (gloo), since NCCL wants a card for each. That shows what is right, and
 nothing of speed. emoji-sd draws with its own weights, SD 1.5 with random ones: alone by stock in the card's dtype,
 alone in float64, and by both ranks with each plan, twice. Both times have the same bits on both ranks, and their error
-is at most twice stock's. On a CPU the command tries itself, with emoji-sd alone.
+is at most twice stock's. With `patch` and `tensor` a UNet is replayed from the graphs between its exchanges, or the
+run has failed. On a CPU the command tries itself, with emoji-sd alone; by ROCM_SD_STEP_GRAPH=1 traces stand for graphs.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import platform
+import re
+import time
 from pathlib import Path
 
 import torch
@@ -21,13 +23,18 @@ from torch import distributed as dist
 
 import rocm_sd
 from rocm_sd.bench import workloads
+from rocm_sd.engine import graphs_wanted
 from rocm_sd.files import write_text
 from rocm_sd.integrations.diffusers.loading import hush
 from rocm_sd.numerics import compare
 from rocm_sd.parallel import join, leave, parallel_report, parallelize, unparallelize
+from rocm_sd.parallel.sharing import everybody
 
 DEVICE = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
-PLANS = ("cfg", "data", "patch", "tensor", "pipeline")
+# Those that have graphs between exchanges come first: nobody has to wait for the others to see them.
+PLANS = ("patch", "tensor", "cfg", "data", "pipeline")
+BETWEEN_EXCHANGES = ("patch", "tensor")
+_GRAPHS = re.compile(r"(\w+): graphs between its exchanges \((\d+) for a call\), replayed (\d+) times")
 # Errors of one picture are luck.
 SEEDS = range(4)
 
@@ -40,6 +47,7 @@ def drawn(workload, pipe, steps):
 
 def tried(workload, plan, steps, exact, stock):
     """What one plan gives: within the rule or not, the same bits or not, and what its reports say."""
+    began = time.monotonic()
     pipe = parallelize(workload.pipeline(), plan)
     try:
         first, second = (drawn(workload, pipe, steps) for _ in range(2))
@@ -47,11 +55,25 @@ def tried(workload, plan, steps, exact, stock):
         everybodys = [torch.empty_like(first) for _ in range(dist.get_world_size())]
         dist.all_gather(everybodys, first)
         same = torch.equal(first, second) and all(torch.equal(each, first) for each in everybodys)
-        said = str(parallel_report(pipe)).splitlines()
+        report = str(parallel_report(pipe))
         graphs = [line.strip() for line in str(rocm_sd.report(pipe)).splitlines() if "graph" in line]
     finally:
         unparallelize(pipe)
-    return {"within": found.ok, "same bits": same, "found": str(found), "said": said, "graphs": graphs}
+    captured = {name: {"for a call": int(parts), "replayed": int(times)}
+                for name, parts, times in _GRAPHS.findall(report)}  # fmt: skip
+    # A rank decides for itself, so one that has none must not hide behind rank 0.
+    on_ranks = everybody().agree(captured)
+    wanted = plan in BETWEEN_EXCHANGES and graphs_wanted(DEVICE)
+    replayed = all(each.get("UNet2DConditionModel", {}).get("replayed", 0) > 0 for each in on_ranks)
+    return {
+        "within": found.ok, "same bits": same, "graphs as wanted": replayed or not wanted, "found": str(found),
+        "graphs between exchanges, by rank": on_ranks, "graphs": graphs, "said": report.splitlines(),
+        "seconds": round(time.monotonic() - began, 1),
+    }  # fmt: skip
+
+
+def right(row):
+    return row["within"] and row["same bits"] and row["graphs as wanted"]
 
 
 def main():
@@ -59,27 +81,42 @@ def main():
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--workload", action="append", choices=("emoji", "sd15-512"), help="both, if none is given")
+    parser.add_argument("--plan", action="append", choices=PLANS, help="all of them, if none is given")
+    parser.add_argument("--seconds", type=float, help="no plan is begun after so many; it stands in the record as left")
     options = parser.parse_args()
+    began = time.monotonic()
     hush()
     join(DEVICE)
+    leads = everybody().rank == 0
     asked = [f"--steps {options.steps}", *(f"--workload {name}" for name in options.workload or ())]
+    asked += [f"--plan {name}" for name in options.plan or ()]
     record = {
         "command": " ".join(["torchrun --nproc-per-node 2 benchmarks/parallel_shared_gpu.py", *asked]),
         "device": torch.cuda.get_device_name() if DEVICE.type == "cuda" else "CPU", "backend": dist.get_backend(),
-        "rocm_sd": rocm_sd.__version__, "torch": torch.__version__, "python": platform.python_version(), "rows": [],
+        "rocm_sd": rocm_sd.__version__, "torch": torch.__version__, "python": platform.python_version(),
+        "left": [], "seconds": {}, "rows": [],
     }  # fmt: skip
     for name in options.workload or (("emoji", "sd15-512") if DEVICE.type == "cuda" else ("emoji",)):
         workload = workloads.make(name, DEVICE)
         exact = drawn(workload, workload.pipeline(torch.float64), options.steps)
         stock = drawn(workload, workload.pipeline(), options.steps)
-        for plan in PLANS:
-            row = {"workload": name, "plan": plan} | tried(workload, plan, options.steps, exact, stock)
-            record["rows"].append(row)
-            if os.environ["RANK"] == "0":
-                print(name, plan, row["found"], "the same bits" if row["same bits"] else "OTHER BITS", flush=True)
+        for plan in options.plan or PLANS:
+            spent = everybody().agree(time.monotonic() - began)[0]
+            record["seconds"] |= {f"before {name} by {plan}": round(spent, 1)}
+            if options.seconds is not None and spent > options.seconds:
+                record["left"].append(f"{name} by {plan}")
+            else:
+                row = {"workload": name, "plan": plan} | tried(workload, plan, options.steps, exact, stock)
+                record["rows"].append(row)
+                if leads:
+                    bits = "the same bits" if row["same bits"] else "OTHER BITS"
+                    between = row["graphs between exchanges, by rank"]
+                    print(name, plan, row["found"], bits, between, f"{row['seconds']} s", flush=True)
+            record["seconds"]["all"] = round(time.monotonic() - began, 1)
+            if leads:
                 write_text(options.out / "parallel-shared-gpu.json", json.dumps(record, indent=1) + "\n")
     leave()
-    if not all(row["within"] and row["same bits"] for row in record["rows"]):
+    if record["left"] or not all(right(row) for row in record["rows"]):
         raise SystemExit(1)
 
 
