@@ -10,7 +10,7 @@ import pytest
 
 from rocm_sd.bench.card_report import FAILED, SKIPPED
 from rocm_sd.bench.records import Machine
-from rocm_sd.contribution import attempts, on_host, planning, sending, sick_device
+from rocm_sd.contribution import attempts, on_host, planning, sick_device
 from rocm_sd.contribution.device import Device
 from rocm_sd.contribution.keeping import Kept
 from rocm_sd.contribution.running import Run
@@ -100,28 +100,3 @@ def test_a_torch_that_cannot_be_imported_ends_no_command(tmp_path):
     ended = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
     assert "crashed by signal 6" in ended.stdout
-
-
-def test_the_place_to_send_it_is_the_package_s_own(monkeypatch):
-    class Given(dict):
-        def get_all(self, _name):
-            return ["Issues, https://example.org/x/issues", "Repository, https://example.org/x/"]
-
-    monkeypatch.setattr(sending, "metadata", lambda _name: Given())
-    address = sending.repository()
-    assert address == "https://example.org/x"
-    issue, pull = sending.ways("gfx1100", address)
-    assert "https://example.org/x/issues/new?template=card_report.yml" in issue
-    assert "contributions/gfx1100/" in pull
-    assert "the repository's issue page" in sending.ways("gfx1100", None)[0]
-
-
-def test_a_package_that_is_not_installed_has_no_address():
-    assert sending.repository("no-such-package-here") is None
-
-
-def test_the_template_that_is_named_is_there():
-    from pathlib import Path
-
-    template = Path(__file__).parents[2] / ".github/ISSUE_TEMPLATE" / sending.TEMPLATE
-    assert f"name: {sending.TITLE}\n" in template.read_text(encoding="utf-8")

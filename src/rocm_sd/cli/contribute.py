@@ -153,8 +153,7 @@ def _publish(
     console: Console, machine: Machine, parts: Sequence[Part], kept: Kept, command: str, out: Path, *, agreed: bool
 ) -> None:
     """Shows what will be in the file, asks, and writes it."""
-    from rocm_sd.bench import card_report, publishing
-    from rocm_sd.contribution import sending
+    from rocm_sd.bench import card_report, publishing, sending
 
     spent = sum(part.seconds for part in parts)
     report = card_report.CardReport(machine, command, kept.when, round(spent, 1), tuple(parts))

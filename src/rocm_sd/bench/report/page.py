@@ -8,6 +8,7 @@ from importlib.resources import files
 from typing import TYPE_CHECKING
 
 from rocm_sd import __version__
+from rocm_sd.bench import sending
 from rocm_sd.bench.report import (
     contributed,
     memory,
@@ -72,6 +73,7 @@ def page(
         tuple(notes),
         sections,
         __version__,
+        sending.PLACE,
     )
 
 

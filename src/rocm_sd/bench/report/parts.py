@@ -123,6 +123,7 @@ class Page:
     notes: tuple[str, ...]
     sections: tuple[Section, ...]
     version: str = ""
+    send_to: str = ""
 
 
 def shown(value: float | None) -> str:
