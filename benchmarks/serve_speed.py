@@ -1,13 +1,18 @@
 """How fast pictures are served: shared steps, one at a time, batches of whole requests, and plain Diffusers.
 
-    python benchmarks/serve_speed.py --out results [--workload sd15-512] [--seconds 40] [--in-flight 8]
+    python benchmarks/serve_speed.py --workload sd15-512 --out results [--mixed] [--seconds 4] [--turns 2]
 
-Weights are random (speed alone), and so are the texts' embeddings: text encoders are left out. Every way is put behind
-the same queue, as `rocm-sd serve` has it. First each is measured at its limit: as many clients as it takes ask again as
-soon as they are answered, and pictures a second are counted. Then shared steps and whole requests get requests at
-random moments, at 0.8 of what shared steps manage, and latencies are taken from when a request was due. With `--mixed`
-they ask for 40, 60, 80 or 100% of the steps, with one guidance or another: whole requests are then batched with those
-that ask for the same. `--tiny` tries all of it on a CPU in a minute.
+Each way is a server of its own (benchmarks/serve_ways.py), the fourth a FastAPI app around the stock pipeline; the same
+clients ask all of them over HTTP, and look at every picture. Weights are random (speed alone), and so are the texts'
+embeddings: text encoders are left out. All servers are started first, then they are measured in turns, one at a time:
+
+- At its limit: clients ask again as soon as they are answered, twice as many as the server draws at once, so that one
+  always waits. Counted are the pictures until the last answer.
+- Shared steps and whole requests get the same requests at the same random moments, at 0.8 of what shared steps manage;
+  latencies are taken from when a request was due.
+
+With `--mixed` the same follows for these two with requests for 40, 60, 80 or 100% of the steps, with one guidance or
+another: whole requests are then batched with those that ask for the same. `--tiny` tries all of it on a CPU.
 """
 
 from __future__ import annotations
@@ -16,222 +21,267 @@ import argparse
 import json
 import platform
 import random
-import statistics
+import subprocess
+import sys
 import threading
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+import diffusers
+import fastapi
+import numpy as np
 import torch
+import uvicorn
+from serve_ways import ALONE, DEVICE, MODEL, SHARED, STOCK, WAYS, WHOLE
 
 import rocm_sd
-from rocm_sd.bench import workloads
-from rocm_sd.engine import graphs_wanted
-from rocm_sd.engine.batching import LADDER, Gathering, StepBatcher
+from rocm_sd.bench.serving import ANSWERED, Setting, percentile
+from rocm_sd.bench.serving_http import Client, seen, wait_until_ready
+from rocm_sd.bench.serving_load import arrivals, asked
+from rocm_sd.bench.workloads import WORKLOADS
+from rocm_sd.engine import calibration, graphs_wanted
 from rocm_sd.files import write_text
-from rocm_sd.integrations.diffusers import Drawing, SharedPipeline
-from rocm_sd.integrations.diffusers.loading import hush
-from rocm_sd.serve import Job, Limits, Service
-from rocm_sd.serve.metrics import Metrics
-from rocm_sd.serve.service import ModelFacts
+from rocm_sd.measuring import interval
 
-if TYPE_CHECKING:
-    from rocm_sd.bench.records import WorkloadFacts
-
-SHARED, ALONE, WHOLE, STOCK = "shared steps", "one at a time", "whole requests", "plain Diffusers"
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+TINY_SIDE, TINY_STEPS = 64, 3
+BATCHED = (SHARED, WHOLE)
+# What was asked of the first against the second, by the workload: at their limit, how many times as many pictures.
+ASKED = {(SHARED, STOCK): 4.0, (SHARED, ALONE): {"sd15-512": 3.0, "sdxl-mlperf": 1.3}, (SHARED, WHOLE): None}
+ASKED_OF_P95 = 0.5
+STRETCHES, DRAWS, SEED = 20, 2000, 20260101
 
 
-class WithoutTexts(SharedPipeline):
-    """Of each text random embeddings, always the same ones."""
+class Server:
+    """One way, in a process of its own."""
 
-    def _text(self, text, _loras):
-        random_ = torch.Generator().manual_seed(len(text) * 1009 + sum(map(ord, text)))
-        config, weight = self.pipe.unet.config, next(self.pipe.unet.parameters())
+    def __init__(self, way, options, workload):
+        self.way = way
+        command = [sys.executable, str(Path(__file__).with_name("serve_ways.py")), way, workload]
+        command += ["--in-flight", str(options.in_flight), *(["--tiny"] if options.tiny else [])]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.client = Client(self._process.stdout.readline().strip())
+        self.clients = 2 * (options.in_flight if way in BATCHED else 1)
 
-        def noise(*shape):
-            return torch.randn(shape, generator=random_).to(weight.device, weight.dtype)
-
-        if config.addition_embed_type != "text_time":
-            return (noise(1, 77, config.cross_attention_dim),)
-        width = config.projection_class_embeddings_input_dim - 6 * config.addition_time_embed_dim
-        return noise(1, 77, config.cross_attention_dim), noise(1, width)
-
-
-class Way:
-    """A drawer: one of the four."""
-
-    def __init__(self, name, workload, in_flight):
-        self.name, self.workload = name, workload
-        # Of each call how many pictures it was of.
-        self.together = []
-        pipe = workload.pipeline()
-        if name != STOCK:
-            pipe = rocm_sd.optimize(pipe)
-        ladder = LADDER if graphs_wanted(DEVICE) else ()
-        self._batcher = StepBatcher(
-            DEVICE, most=2 * in_flight, ladder=ladder, on_batch=lambda done: self.together.append(done.pictures)
+    def wait(self):
+        wait_until_ready(
+            self.client, lambda: None if self._process.poll() is None else f"exit code {self._process.returncode}"
         )
-        self._shared, self._one = WithoutTexts(pipe, self._batcher), threading.Lock()
-        self._requests = Gathering("whole requests", self._draw_all, most=in_flight) if name == WHOLE else None
-
-    def models(self):
-        facts = self.workload.facts
-        return {"model": ModelFacts("model", facts.width, facts.height, facts.guidance, ("exact",))}
-
-    def draw(self, _model, drawing, on_step, stop):
-        if self.name == SHARED:
-            return self._shared.draw(drawing, on_step, stop)
-        if self.name == WHOLE:
-            return self._requests.ask(drawing, (drawing.steps, drawing.width, drawing.height, drawing.guidance))
-        with self._one:
-            (image,) = self._draw_all([drawing])
-            return image
-
-    @torch.no_grad()
-    def _draw_all(self, drawings):
-        """One call of the pipeline: all begin and end together."""
-        pipe, first = self._shared.pipe, drawings[0]
-        self.together.append(len(drawings))
-        texts = [self._shared._text(one.prompt, ()) for one in drawings]  # noqa: SLF001 -- as shared steps get them
-        others = [self._shared._text(one.negative, ()) for one in drawings]  # noqa: SLF001 -- as above
-        names = ("prompt_embeds", "pooled_prompt_embeds")
-        given = {}
-        for prefix, several in (("", texts), ("negative_", others)):
-            for name, parts in zip(names, zip(*several, strict=True), strict=False):
-                given[f"{prefix}{name}"] = torch.cat(parts)
-        latents = pipe(
-            **given, num_inference_steps=first.steps, guidance_scale=first.guidance, width=first.width,
-            height=first.height, output_type="latent",
-            generator=[torch.Generator().manual_seed(one.seed) for one in drawings],
-        ).images  # fmt: skip
-        return self._shared._decode(list(latents.split(1)))  # noqa: SLF001 -- the same decode for all
 
     def close(self):
-        self._batcher.close()
-        self._shared.close()
-        if self._requests is not None:
-            self._requests.close()
+        self._process.kill()
+        self._process.wait()
 
 
 @dataclass(frozen=True)
 class Requests:
     """The same ones every time, by their numbers."""
 
-    facts: WorkloadFacts
+    setting: Setting
+    guidance: float
     mixed: bool
 
     def __getitem__(self, number):
-        facts, chance = self.facts, random.Random(number)  # noqa: S311 -- nothing is kept secret by it
-        steps, guidance = facts.steps, facts.guidance
+        setting, chance = self.setting, random.Random(number)  # noqa: S311 -- nothing is kept secret by it
+        steps, guidance = setting.steps, self.guidance
         if self.mixed:
             steps = max(1, round(steps * chance.choice((0.4, 0.6, 0.8, 1.0))))
             guidance = chance.choice((guidance, 0.8 * guidance))
-        drawing = Drawing(f"a picture {number}", "", steps, guidance, number, width=facts.width, height=facts.height)
-        return Job("model", (drawing,), str(number % 16))
+        return {
+            "model": MODEL, "prompt": f"a picture {number}", "n": 1, "response_format": "b64_json",
+            "output_format": "png", "size": f"{setting.width}x{setting.height}", "steps": steps, "guidance": guidance,
+            "seed": number,
+        }  # fmt: skip
+
+    def answer(self, server, number):
+        """Seconds; a request that is not answered by its picture ends the run."""
+        found = asked(server.client, self.setting, self[number])
+        if found.outcome != ANSWERED:
+            raise SystemExit(f"{server.way}: request {number} was {found.outcome} ({found.why})")
+        return found.seconds
 
 
-def at_its_limit(service, requests, clients, seconds):
-    """Pictures a second, and their latencies, while so many clients ask again at once."""
-    ends, found, lock = time.monotonic() + seconds, [], threading.Lock()
-    numbers = iter(range(10**9))
+def in_threads(calls):
+    """All at once; raises the first error."""
+    errors = []
 
-    def client():
-        while time.monotonic() < ends:
-            with lock:
-                number = next(numbers)
-            job = service.submit(requests[number])
-            while not job.is_over:
-                time.sleep(0.001)
-            if job.error is not None:
-                raise job.error
-            with lock:
-                found.append((job.ended, job.ended - job.created))
+    def run(call):
+        try:
+            call()
+        except BaseException as error:  # noqa: BLE001 -- it is raised below
+            errors.append(error)
 
-    threads = [threading.Thread(target=client) for _ in range(clients)]
+    threads = [threading.Thread(target=run, args=(call,), daemon=True) for call in calls]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    done = sorted(found)
-    span = done[-1][0] - done[0][0]
-    return (len(done) - 1) / span if span else 0.0, [seconds for _, seconds in done]
+    if errors:
+        raise errors[0]
 
 
-def at_a_rate(service, requests, rate, seconds, seed=0):
-    """Latencies of requests that come at random moments."""
-    chance, due, jobs = random.Random(seed), 0.0, []  # noqa: S311 -- nothing is kept secret by it
-    began = time.monotonic()
-    while due < seconds:
-        due += chance.expovariate(rate)
-        time.sleep(max(0.0, began + due - time.monotonic()))
-        jobs.append(service.submit(replace_created(requests[len(jobs)], began + due)))
-    while not all(job.is_over for job in jobs):
-        time.sleep(0.01)
-    failed = [job.error for job in jobs if job.error is not None]
-    if failed:
-        raise failed[0]
-    return [job.ended - job.created for job in jobs]
+def at_its_limit(server, requests, seconds):
+    """Pictures a second."""
+    began, numbers, lock, ends = time.perf_counter(), iter(range(10**9)), threading.Lock(), []
+
+    def client():
+        while time.perf_counter() < began + seconds:
+            with lock:
+                number = next(numbers)
+            requests.answer(server, number)
+            ends.append(time.perf_counter())
+
+    in_threads([client] * server.clients)
+    return len(ends) / (max(ends) - began)
 
 
-def replace_created(job, when):
-    job.created = when
-    return job
+def at_a_rate(server, requests, rate, seconds, turn):
+    """Latencies of requests that come at random moments, in the order in which they were due."""
+    due = arrivals(rate, seconds, turn)
+    took, began = [0.0] * len(due), time.perf_counter()
+
+    def one(number):
+        time.sleep(max(0.0, began + due[number] - time.perf_counter()))
+        requests.answer(server, 1000 * turn + number)
+        took[number] = round(time.perf_counter() - began - due[number], 4)
+
+    in_threads([lambda number=number: one(number) for number in range(len(due))])
+    return took
 
 
-def percentiles(latencies):
-    cut = statistics.quantiles(latencies, n=100, method="inclusive") if len(latencies) > 1 else latencies * 99
-    return {f"p{each}": round(cut[each - 1], 4) for each in (50, 90, 95, 99)} | {"count": len(latencies)}
+def against(ours, theirs, turns):
+    """How many times as many pictures a second, and the interval of it."""
+    each = [[1 / rate for rate in turns[way]] for way in (ours, theirs)]
+    low, high = interval(*each)
+    ratio = float(np.median(turns[ours]) / np.median(turns[theirs]))
+    return {"ratio": round(ratio, 3), "low": round(low, 3), "high": round(high, 3)}
+
+
+def p95_against(ours, theirs):
+    """The ratio of the 95th percentiles, 95%: the requests are the same ones, and stretches of them are drawn.
+
+    Requests that wait in one queue are late together: one by one they would claim more than they know.
+    """
+    ours, theirs = np.asarray(ours), np.asarray(theirs)
+    stretches = np.array_split(np.arange(len(ours)), min(STRETCHES, len(ours)))
+    chosen = np.random.default_rng(SEED).integers(len(stretches), size=(DRAWS, len(stretches)))
+    picks = [np.concatenate([stretches[place] for place in places]) for places in chosen]
+    drawn = [percentile(ours[pick], 0.95) / percentile(theirs[pick], 0.95) for pick in picks]
+    low, high = np.quantile(drawn, (0.025, 0.975))
+    ratio = percentile(ours, 0.95) / percentile(theirs, 0.95)
+    return {"ratio": round(ratio, 3), "low": round(float(low), 3), "high": round(float(high), 3)}
+
+
+def at_their_limit(servers, requests, options, asked_for):
+    """All of them, in turns."""
+    found, rates = {}, {way: [] for way in servers}
+    before = {way: seen(server.client) for way, server in servers.items()}
+    for turn in range(options.turns):
+        for way in list(servers) if turn % 2 else reversed(servers):
+            rates[way].append(round(at_its_limit(servers[way], requests, options.seconds), 4))
+            print(f"turn {turn + 1}, at its limit, {way}: {rates[way][-1]:.3f} pictures a second", flush=True)
+    for way, server in servers.items():
+        ours = {"pictures a second": float(np.median(rates[way])), "by turns": rates[way], "clients": server.clients}
+        found[way] = ours | together(before[way], seen(server.client))
+    for (ours, theirs), wanted in asked_for.items():
+        if {ours, theirs} <= servers.keys():
+            said = against(ours, theirs, rates)
+            found[f"{ours} / {theirs}"] = said | ({} if wanted is None else {"asked": wanted})
+    return found
+
+
+def at_one_rate(servers, requests, rate, options):
+    """Those that batch, in turns."""
+    took = {way: [] for way in BATCHED if way in servers}
+    for turn in range(options.turns):
+        for way in list(took) if turn % 2 else reversed(took):
+            took[way] += at_a_rate(servers[way], requests, rate, 2.5 * options.seconds, turn + 1)
+            print(f"turn {turn + 1}, at {rate:.3f} requests a second, {way}", flush=True)
+    found = {"rate": round(rate, 4)}
+    for way, latencies in took.items():
+        shares = {f"p{100 * share:.0f}": percentile(latencies, share) for share in (0.5, 0.9, 0.95, 0.99)}
+        found[way] = shares | {"count": len(latencies), "seconds": latencies}
+    if len(took) > 1:
+        found[f"p95 of {SHARED} / {WHOLE}"] = p95_against(took[SHARED], took[WHOLE]) | {"asked": ASKED_OF_P95}
+    return found
+
+
+def measured(servers, requests, options, asked_for):
+    """One kind of requests."""
+    found = {"at the limit": at_their_limit(servers, requests, options, asked_for)}
+    if SHARED in servers:
+        rate = 0.8 * found["at the limit"][SHARED]["pictures a second"]
+        found["at 0.8"] = at_one_rate(servers, requests, rate, options)
+    return found
+
+
+def together(before, after):
+    """How many pictures shared a call, as the server counted; plain Diffusers has one."""
+    if before.batches is None or after.batches is None:
+        return {}
+    calls = after.batches - before.batches
+    return {"pictures a call": round((after.batch_pictures - before.batch_pictures) / calls, 3)} if calls else {}
+
+
+def run(name, options):
+    recipe = WORKLOADS[name]
+    side, steps = (TINY_SIDE, TINY_STEPS) if options.tiny else (recipe.side, recipe.steps)
+    setting = Setting(1.0, "0.8x", options.seconds, steps, side, side, MODEL, 1)
+    flags = "".join(f" --{flag}" for flag in ("mixed", "tiny") if getattr(options, flag))
+    flags += "".join(f' --way "{way}"' for way in options.way or ())
+    record = {
+        "command": f"python benchmarks/serve_speed.py --workload {name} --seconds {options.seconds:g} "
+        f"--turns {options.turns} --in-flight {options.in_flight}{flags}",
+        "device": torch.cuda.get_device_name() if DEVICE.type == "cuda" else "CPU", "workload": name, "steps": steps,
+        "size": f"{side}x{side}", "in flight": options.in_flight, "weights": "random: speed alone",
+        "interval": "95%" if options.turns >= 8 else "at the limit, the extremes that the turns allow; of p95, 95%",
+        "rocm_sd": rocm_sd.__version__, "torch": torch.__version__, "diffusers": diffusers.__version__,
+        "fastapi": fastapi.__version__, "uvicorn": uvicorn.__version__, "python": platform.python_version(),
+    }  # fmt: skip
+    file = options.out / f"serve-{name}{'-tiny' if options.tiny else ''}.json"
+    asked_for = {pair: wanted.get(name) if isinstance(wanted, dict) else wanted for pair, wanted in ASKED.items()}
+    with ExitStack() as stack:
+        began, servers = time.perf_counter(), {}
+        for way in options.way or (SHARED, ALONE, WHOLE, STOCK):
+            servers[way] = Server(way, options, name)
+            stack.callback(servers[way].close)
+            if calibration.wanted(DEVICE, graphs=graphs_wanted(DEVICE)):
+                # A card is measured by one of them, while it does nothing else.
+                servers[way].wait()
+        for server in servers.values():
+            server.wait()
+        record["ready after"] = round(time.perf_counter() - began, 1)
+        print(f"{name}: all ready after {record['ready after']} s", flush=True)
+        record["requests alike"] = measured(servers, Requests(setting, recipe.guidance, False), options, asked_for)
+        write_text(file, json.dumps(record, indent=1) + "\n")
+        if options.mixed:
+            two = {way: servers[way] for way in BATCHED if way in servers}
+            record["requests unlike"] = measured(two, Requests(setting, recipe.guidance, True), options, asked_for)
+        record["seconds in all"] = round(time.perf_counter() - began, 1)
+    write_text(file, json.dumps(record, indent=1) + "\n")
+    for kind in ("requests alike", "requests unlike"):
+        for part in record.get(kind, {}).values():
+            for what, said in part.items():
+                if isinstance(said, dict) and "ratio" in said:
+                    words = f", asked {said['asked']:g}" if said.get("asked") else ""
+                    print(f"{kind}: {what} {said['ratio']:.3f} ({said['low']:.3f} to {said['high']:.3f}){words}")
+    print(f"wrote {file} after {record['seconds in all']} s")
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--workload", action="append", help="sd15-512 and sdxl-mlperf if none is given")
-    parser.add_argument("--seconds", type=float, default=40.0, help="of each measurement")
+    parser.add_argument("--seconds", type=float, default=4.0, help="of each turn at the limit; at a rate 2.5 times")
+    parser.add_argument("--turns", type=int, default=2)
     parser.add_argument("--in-flight", type=int, default=8)
-    parser.add_argument("--way", action="append", choices=(SHARED, ALONE, WHOLE, STOCK))
-    parser.add_argument("--mixed", action="store_true", help="several numbers of steps, and two of guidance")
+    parser.add_argument("--way", action="append", choices=WAYS)
+    parser.add_argument("--mixed", action="store_true", help="then several numbers of steps, and two of guidance")
     parser.add_argument("--tiny", action="store_true")
     options = parser.parse_args()
-    hush()
     for name in options.workload or ("sd15-512", "sdxl-mlperf"):
-        workload = workloads.make(name, DEVICE, tiny=options.tiny)
-        requests, mixed = Requests(workload.facts, options.mixed), " --mixed" if options.mixed else ""
-        record = {
-            "command": f"python benchmarks/serve_speed.py --workload {name} --seconds {options.seconds:g}{mixed}",
-            "device": torch.cuda.get_device_name() if DEVICE.type == "cuda" else "CPU", "workload": name,
-            "steps": workload.facts.steps, "in flight": options.in_flight, "weights": "random: speed alone",
-            "rocm_sd": rocm_sd.__version__, "torch": torch.__version__, "python": platform.python_version(),
-            "at the limit": {}, "at 0.8": {},
-        }  # fmt: skip
-        limits = Limits(in_flight=options.in_flight, queue=100_000, seconds=3600)
-        for way in options.way or (STOCK, ALONE, SHARED, WHOLE):
-            drawer = Way(way, workload, options.in_flight)
-            service = Service(drawer, limits, Metrics())
-            # Graphs of every size are captured first; one at a time there is one.
-            for clients in (1, 2, 3, 4, 6, options.in_flight) if way in {SHARED, WHOLE} else (1,):
-                at_its_limit(service, requests, clients, 0.1 if options.tiny else 3.0)
-            drawer.together.clear()
-            rate, latencies = at_its_limit(service, requests, options.in_flight, options.seconds)
-            pictures = statistics.mean(drawer.together)
-            record["at the limit"][way] = {
-                "pictures a second": round(rate, 4), "pictures a step": round(pictures, 3), **percentiles(latencies),
-            }  # fmt: skip
-            if way in {SHARED, WHOLE}:
-                capacity = record["at the limit"].get(SHARED, {}).get("pictures a second", rate)
-                record["at 0.8"][way] = {"rate": round(0.8 * capacity, 4)} | percentiles(
-                    at_a_rate(service, requests, 0.8 * capacity, options.seconds)
-                )
-            service.close()
-            print(name, way, record["at the limit"][way], record["at 0.8"].get(way, ""), flush=True)
-            write_text(
-                options.out / f"serve-{name}{'-mixed' if mixed else ''}.json", json.dumps(record, indent=1) + "\n"
-            )
-            del drawer, service
-            if DEVICE.type == "cuda":
-                torch.cuda.empty_cache()
+        run(name, options)
 
 
 if __name__ == "__main__":
