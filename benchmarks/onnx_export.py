@@ -1,6 +1,9 @@
 """Seconds and memory of an export to ONNX, part by part: Stable Diffusion 1.5, 2.1 and SDXL, real size, random weights.
 
 python benchmarks/onnx_export.py sdxl --float16 --folder /path/sdxl --out benchmarks/onnx-cpu
+
+`--upcast-attention`: the config of SD 2.1's own UNet, whose attention is computed in float32. `--for-fusions`: UNet and
+VAE alone, not compared with torch, and no record: what benchmarks/onnx_fusions.py needs, in less memory and time.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from importlib import metadata
 from pathlib import Path
 
 import torch
+from diffusers.models.attention_processor import Attention
 from diffusers.pipelines.stable_diffusion.safety_checker import StableDiffusionSafetyChecker
 from transformers import (
     CLIPConfig,
@@ -68,6 +72,14 @@ def real_pipeline(family, dtype):
     return type(pipe)(**{**pipe.components, **parts})
 
 
+def upcast_attention(unet):
+    """What `upcast_attention` in its config makes of a UNet, of one that is there."""
+    unet.register_to_config(upcast_attention=True)
+    for module in unet.modules():
+        if isinstance(module, Attention):
+            module.upcast_attention = True
+
+
 class Watch:
     """Seconds and the peak of resident memory of each part and step, told by the export's own progress."""
 
@@ -91,22 +103,37 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("family", choices=("sd15", "sd21", "sdxl"))
     parser.add_argument("--float16", action="store_true")
+    parser.add_argument("--upcast-attention", action="store_true")
+    parser.add_argument("--for-fusions", action="store_true")
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/onnx-cpu"))
     asked = parser.parse_args()
     dtype = torch.float16 if asked.float16 else torch.float32
     resident = PeakMemory(CPU)
-    pipe = real_pipeline(asked.family, dtype)
+    alone = asked.for_fusions
+    pipe = (
+        random_pipeline(asked.family, "euler", "epsilon", CPU, dtype) if alone else real_pipeline(asked.family, dtype)
+    )
+    name = asked.family + ("-upcast" if asked.upcast_attention else "")
+    if asked.upcast_attention:
+        upcast_attention(pipe.unet)
     loaded = resident.mib()
     watch = Watch()
+    if alone:
+        export_pipeline(pipe, asked.folder, source=f"{name}-random", check=False, progress=watch)
+        return
     started = time.perf_counter()
-    manifest = export_pipeline(pipe, asked.folder, source=f"{asked.family}-random", progress=watch)
+    manifest = export_pipeline(pipe, asked.folder, source=f"{name}-random", progress=watch)
     found = machine(CPU)
     versions = {**found.versions, **{name: metadata.version(name) for name in ("onnx", "onnxscript", "onnxruntime")}}
     record = {
-        "what": f"export of {asked.family} with random weights in real size to ONNX, checked against torch",
+        "what": f"export of {name} with random weights in real size to ONNX, checked against torch",
         "command": " ".join(
-            ["python", "benchmarks/onnx_export.py", asked.family, *(["--float16"] if asked.float16 else [])]
+            [
+                *("python", "benchmarks/onnx_export.py", asked.family),
+                *(["--float16"] if asked.float16 else []),
+                *(["--upcast-attention"] if asked.upcast_attention else []),
+            ]
         ),
         "machine": {**asdict(found), "versions": versions, "cores": torch.get_num_threads()},
         "dtype": str(dtype).removeprefix("torch."),
@@ -123,7 +150,7 @@ def main() -> None:
         ],
     }
     asked.out.mkdir(parents=True, exist_ok=True)
-    file = asked.out / f"{asked.family}-{record['dtype']}.json"
+    file = asked.out / f"{name}-{record['dtype']}.json"
     file.write_text(json.dumps(record, indent=2) + "\n")
     json.dump(record["parts"], sys.stdout, indent=1)
 

@@ -148,8 +148,10 @@ def test_what_is_not_compared_says_why(plain, tmp_path, monkeypatch):
 
     assert said("cards", "rocm") == {"a CPU has no kernels of rocm"}
     assert said("compiled", "migraphx") == {""}
-    monkeypatch.setattr(comparing, "LARGEST_BYTES", 10)
-    assert said("large", "cpu") == {"its weights are more than 0 GiB"}
+    monkeypatch.setattr(comparing.host_memory, "free", lambda: 2**10)
+    assert said("large", "cpu") == {"it takes 0.0 GiB of memory, and 0.0 are free"}
+    monkeypatch.setattr(comparing.host_memory, "free", lambda: None)
+    assert said("untold", "cpu") == {""}
 
 
 def test_what_is_no_export_is_refused(tmp_path):

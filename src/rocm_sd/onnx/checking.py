@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rocm_sd import numerics
-from rocm_sd.errors import NumericsFailure, first_line, optional_module
+from rocm_sd.errors import NumericsFailure, first_line
 from rocm_sd.onnx.modules import ExportedModule, Sizes
+from rocm_sd.onnx.providers import runtime, session_as_written
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -55,17 +56,12 @@ def _widened(value: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _computed(file: Path, outputs: tuple[str, ...], inputs: dict[str, torch.Tensor]) -> list[torch.Tensor]:
-    runtime = optional_module("onnxruntime", "onnxruntime", "onnx")
-    options = runtime.SessionOptions()
-    # Folded constants of float16 would be held in float32, of which a CPU's kernels are: SDXL's take 10 GB then.
-    options.graph_optimization_level = runtime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    options.log_severity_level = 3
     try:
-        session = runtime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
+        session = session_as_written(file)
     except Exception as error:
         # Of onnxruntime's own classes, one a cause. onnx.checker lets mixed dtypes pass, for one.
         raise NumericsFailure(
-            f"onnxruntime {runtime.__version__} cannot load what torch {torch.__version__} exported "
+            f"onnxruntime {runtime().__version__} cannot load what torch {torch.__version__} exported "
             f"({first_line(error)}).",
             hint="Please report it with the model's name. Another torch, or float32, may do.",
         ) from error

@@ -6,18 +6,20 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rocm_sd.errors import NumericsFailure, first_line, optional_module
+from rocm_sd.arch import host_memory
+from rocm_sd.errors import NumericsFailure, first_line
+from rocm_sd.onnx.providers import runtime, session_as_written
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from numpy.typing import NDArray
 
-__all__ = ["LARGEST_BYTES", "require_as_plain"]
+__all__ = ["require_as_plain", "short_of_memory"]
 
-# Weights of a part that is compared: text encoders and VAEs take seconds. A UNet of SD 1.5 has 3.4 GB in float32, which
-# would be held twice and computed for minutes.
-LARGEST_BYTES = 2**30
+# Of the weights: they are held once, and some once more as a CPU wants them. SD 2.1's UNet of 3.2 GiB takes 3.4 GiB and
+# 6 seconds.
+_TIMES_THE_WEIGHTS = 2
 # Of the root mean square. Rounding of float32 comes to a millionth, of float16 to some thousandths after all layers; a
 # fusion that is wrong changes values by their own size.
 _ALLOWED = {np.dtype(np.float32): 2.0**-12, np.dtype(np.float16): 2.0**-4}
@@ -28,6 +30,15 @@ _TIMESTEP = 501
 # Of token numbers, which the smallest vocabulary has.
 _TOKEN_NUMBERS = 50
 _DTYPES = {"tensor(float)": np.float32, "tensor(float16)": np.float16, "tensor(int64)": np.int64}
+
+
+def short_of_memory(plain: Path) -> str:
+    """Why a part is not compared here, or "". A process that takes what is not there is ended by the system."""
+    needed = _TIMES_THE_WEIGHTS * sum(file.stat().st_size for file in plain.parent.iterdir() if file.is_file())
+    free = host_memory.free()
+    if free is None or needed <= free:
+        return ""
+    return f"it takes {needed / 2**30:.1f} GiB of memory, and {free / 2**30:.1f} are free"
 
 
 def require_as_plain(name: str, plain: Path, fused: Path) -> None:
@@ -60,13 +71,8 @@ def _rms(values: NDArray[Any]) -> float:
 
 def _computed(file: Path, given: dict[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
     """All outputs for these inputs, which the first session chooses."""
-    runtime = optional_module("onnxruntime", "onnxruntime", "onnx")
-    options = runtime.SessionOptions()
-    # As written: what the runtime itself fuses is none of this comparison.
-    options.graph_optimization_level = runtime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    options.log_severity_level = 3
     try:
-        session = runtime.InferenceSession(str(file), options, providers=["CPUExecutionProvider"])
+        session = session_as_written(file)
         inputs = session.get_inputs()
         if not given:
             random = np.random.default_rng(0)
@@ -75,7 +81,7 @@ def _computed(file: Path, given: dict[str, NDArray[Any]]) -> dict[str, NDArray[A
     except Exception as error:
         # Of onnxruntime's own classes, one a cause.
         raise NumericsFailure(
-            f"onnxruntime {runtime.__version__} cannot run {file.parent.name}/{file.name} ({first_line(error)}).",
+            f"onnxruntime {runtime().__version__} cannot run {file.parent.name}/{file.name} ({first_line(error)}).",
             hint="Please report it with the model's name.",
         ) from error
     return {each.name: one for each, one in zip(session.get_outputs(), found, strict=True)}

@@ -174,8 +174,9 @@ def _check(part: OptimizedPart, plain: Path, fused: Path, ops: Ops, manifest: la
         return "the sizes that another exporter's model takes are not known"
     if part.name == "safety_checker":
         return "its answers are yes or no"
-    if sum(file.stat().st_size for file in plain.parent.iterdir()) > comparing.LARGEST_BYTES:
-        return f"its weights are more than {comparing.LARGEST_BYTES / 2**30:.0f} GiB"
+    short = comparing.short_of_memory(plain)
+    if short:
+        return short
     comparing.require_as_plain(part.name, plain, fused)
     return ""
 

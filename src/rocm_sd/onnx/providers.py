@@ -23,6 +23,7 @@ __all__ = [
     "AUTO",
     "AUTOMATIC",
     "CAPTURING",
+    "ERRORS_ALONE",
     "PROVIDERS",
     "TUNABLE",
     "Provider",
@@ -30,6 +31,7 @@ __all__ = [
     "cache_folder",
     "named",
     "runtime",
+    "session_as_written",
 ]
 
 log = logging.getLogger("rocm_sd")
@@ -57,6 +59,8 @@ _ROCM_VERSION = Path("/opt/rocm/.info/version")
 # What captures calls as graphs, and the option by which it does.
 CAPTURING = {"cuda": "enable_cuda_graph", "rocm": "enable_hip_graph", "tensorrt": "trt_cuda_graph_enable"}
 TUNABLE = ("cuda", "rocm")
+# Of ONNX Runtime's log_severity_level.
+ERRORS_ALONE = 3
 
 
 @dataclass(frozen=True)
@@ -95,6 +99,18 @@ class Provider:
 def runtime() -> Any:
     """The module onnxruntime, or MissingDependency."""
     return optional_module("onnxruntime", "onnxruntime", "onnx")
+
+
+def session_as_written(file: Path) -> Any:
+    """On the CPU, with nothing fused or folded by the runtime itself: what the file says, and no more memory than that.
+
+    Folded constants of float16 would be held in float32, of which a CPU's kernels are: SDXL's take 10 GB then.
+    """
+    module = runtime()
+    options = module.SessionOptions()
+    options.graph_optimization_level = module.GraphOptimizationLevel.ORT_DISABLE_ALL
+    options.log_severity_level = ERRORS_ALONE
+    return module.InferenceSession(str(file), options, providers=[PROVIDERS["cpu"]])
 
 
 def automatic() -> tuple[str, ...]:

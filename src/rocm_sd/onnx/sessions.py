@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from rocm_sd.errors import CorruptModel, DeviceUnavailable, Unsupported, first_line
-from rocm_sd.onnx.providers import PROVIDERS, runtime
+from rocm_sd.onnx.providers import ERRORS_ALONE, PROVIDERS, runtime
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -36,7 +36,6 @@ _NUMPY = {
     torch.float32: np.float32, torch.float16: np.float16, torch.float64: np.float64, torch.int64: np.int64,
     torch.int32: np.int32, torch.bool: np.bool_,
 }  # fmt: skip
-_ERROR = 3
 _NO_GRAPH = "-1"
 
 Tensors = dict[str, torch.Tensor]
@@ -170,7 +169,7 @@ class Session:
 def _opened(file: Path, provider: Provider, threads: int) -> Any:
     module = runtime()
     options = module.SessionOptions()
-    options.log_severity_level = _ERROR
+    options.log_severity_level = ERRORS_ALONE
     options.intra_op_num_threads = threads
     # A session's threads wait for its next run by spinning, on the cores that the next part's session needs: emoji-sd's
     # UNet takes 106 ms on two cores beside another session whose threads spin, and 71 beside one whose threads stop.

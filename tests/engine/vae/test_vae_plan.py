@@ -7,6 +7,7 @@ import torch
 from diffusers import AutoencoderKL
 
 from live_memory import live_peak
+from rocm_sd.arch import host_memory
 from rocm_sd.engine import memory
 from rocm_sd.engine.vae.plan import MIB, VaePlan, Way, plan, predicted_peak
 from rocm_sd.ops import OPS
@@ -194,8 +195,8 @@ def test_what_follows_when_memory_runs_out():
 
 def test_free_memory_of_the_host(tmp_path, monkeypatch):
     meminfo, group = tmp_path / "meminfo", tmp_path / "cgroup"
-    monkeypatch.setattr(memory, "_MEMINFO", meminfo)
-    monkeypatch.setattr(memory, "_CGROUP", group)
+    monkeypatch.setattr(host_memory, "_MEMINFO", meminfo)
+    monkeypatch.setattr(host_memory, "_CGROUP", group)
     cpu = torch.device("cpu")
     assert memory.free_memory(cpu) is None
     meminfo.write_text("MemTotal:  9000 kB\nMemFree:  10 kB\nMemAvailable:    5000 kB\n")
