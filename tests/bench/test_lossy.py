@@ -121,13 +121,13 @@ def test_without_a_definition_the_pictures_decide_and_it_is_said(drawn, tmp_path
 @pytest.mark.parametrize(
     "approximation",
     [
-        Approximation(eight_bits="int8"),
         Approximation(SETTING.skipping, merged=0.5),
+        Approximation(merged=0.5, eight_bits="int8"),
         Approximation(small_decoder=True),
         Approximation(Skipping(first_block=0.1)),
     ],
 )
-def test_what_rounding_decides_has_no_definition(approximation):
+def test_what_is_computed_decides_and_there_is_no_definition(approximation):
     assert lossy.definition_of(approximation) is None
     assert lossy.definition_of(SETTING) is not None
 

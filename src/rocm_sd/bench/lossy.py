@@ -1,11 +1,12 @@
 """Engines that approximate: held to their own definition in numerics, and scored by their pictures.
 
 The definition of an approximation that leaves out steps is the same setting on a stock pipeline: which steps compute
-what is decided by their numbers alone, so that float64 decides the same. An engine's error against the definition in
-float64 is at most twice that of the definition in the workload's own dtype, with stock's ops, in as many steps as are
-timed. Where rounding is part of what is approximated (products of eight bits), or decides what is (tokens merged by
-their nearness, blocks left out by how much the first one changed), float64 would take other decisions: there is no such
-definition, the record says so, and the pictures alone decide.
+what is decided by their numbers alone, so that float64 decides the same. That of layers in 8 bits is their rounding, of
+stock's weights and of what comes in, around stock's products (eight_bit_definition.py). An engine's error against the
+definition in float64 is at most twice that of the definition in the workload's own dtype, with stock's ops, in as many
+steps as are timed. Where what was computed decides what is left out (tokens merged by their nearness, blocks left out
+by how much the first one changed), float64 would take other decisions: there is no such definition, the record says so,
+and the pictures alone decide.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rocm_sd.bench import subjects, verdict
-from rocm_sd.bench.gate import PictureGate, free_memory
+from rocm_sd.bench.eight_bit_definition import EightBitDefinition
+from rocm_sd.bench.gate import SEEDS, WRONG, PictureGate, free_memory
 from rocm_sd.bench.quality_search import approximated_model
 from rocm_sd.engine import Approximation, Parts, Skipping, optimize_with
 from rocm_sd.engine.approximation import known
@@ -31,7 +33,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "NO_DEFINITION", "TIMES", "Judged", "Lossy", "LossyJudge", "approximation_of", "by_definition", "claiming",
-    "definition_of", "draw",
+    "definition_of", "draw", "numerics",
 ]  # fmt: skip
 
 # Of the definition's own error in the same dtype, over all steps: errors of many steps differ by chance more than those
@@ -48,7 +50,7 @@ class Lossy:
 
     `setting(pipe, steps)`: in words what is left out of pictures of so many steps, "" for nothing. `definition(pipe,
     steps)`: gets a stock pipeline of any dtype and returns it with the same approximation and stock's ops; None where
-    there is no such definition.
+    there is no such definition. Layers in 8 bits are no part of it: they are found in the engine's pipeline.
     """
 
     quality: str
@@ -69,10 +71,41 @@ def by_definition(pipe: Any, approximation: Approximation) -> Any:
 
 
 def definition_of(approximation: Approximation) -> Callable[[Any], Any] | None:
-    """Of a stock pipeline; None where something is computed more coarsely, or where what was computed decides."""
-    if not replace(approximation, skipping=Skipping()).is_exact or approximation.skipping.first_block:
+    """Of a stock pipeline, but for layers in 8 bits; None where what was computed decides, or another model draws."""
+    wide = replace(approximation, eight_bits=None, eight_bit_decoder=None)
+    if not replace(wide, skipping=Skipping()).is_exact or wide.skipping.first_block:
         return None
-    return partial(by_definition, approximation=approximation)
+    return partial(by_definition, approximation=wide)
+
+
+@dataclass(frozen=True)
+class Numerics:
+    """Errors as in a measurement; `wrong`: why the engine is not what it is defined to be, or None."""
+
+    error: float
+    stock_error: float
+    wrong: str | None
+
+
+def numerics(
+    workload: Workload,
+    batch: int,
+    pipe: Any,
+    defined: Callable[[Any], Any],
+    *,
+    steps: int,
+    seeds: Sequence[int] = SEEDS,
+) -> Numerics:
+    """Of an engine's pipeline, which has drawn a picture. `defined`: as a definition, see `Lossy`."""
+    in_eight_bits = EightBitDefinition(pipe, workload.dtype)
+
+    def whole(stock: Any) -> Any:
+        return defined(in_eight_bits.define(stock))
+
+    gate = PictureGate(workload, batch, defined=whole, steps=steps, seeds=seeds, times=TIMES)
+    found = gate.check(pipe)
+    reason = in_eight_bits.why_wrong()
+    return Numerics(found.error, gate.stock_error, found.wrong if reason is None else f"{WRONG}: {reason}")
 
 
 def claiming(quality: str) -> Lossy:
@@ -146,11 +179,8 @@ class LossyJudge:
         # Asked of a pipeline that is thrown away: what it says does not depend on the dtype.
         if lossy.definition(self._workload.pipeline(), steps) is None:
             return None, None, None, (NO_DEFINITION,)
-        gate = PictureGate(
-            self._workload, batch, defined=lambda stock: lossy.definition(stock, steps), steps=steps, times=TIMES
-        )
-        found = gate.check(pipe)
-        return found.error, gate.stock_error, found.wrong, ()
+        found = numerics(self._workload, batch, pipe, lambda stock: lossy.definition(stock, steps), steps=steps)
+        return found.error, found.stock_error, found.wrong, ()
 
     def _score(self, quality: str, setting: str, pipe: Any, say: Callable[[str], object]) -> verdict.Quality:
         if self._subjects is None:

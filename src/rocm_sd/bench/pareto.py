@@ -286,10 +286,9 @@ class Survey:
         span = max(approximation.skipping.every, approximation.skipping.guided_every)
         # A schedule of its own is that of all steps.
         steps = self.workload.facts.steps if approximation.skipping.whole else 2 * span + 2
-        gate = PictureGate(self.workload, 1, defined=defined, steps=steps, seeds=(0,), times=lossy.TIMES)
-        found = gate.check(pipe)
-        error = found.error if math.isfinite(found.error) else None
-        return replace(measurement, error=error, stock_error=gate.stock_error, left_out=found.wrong)
+        compared = lossy.numerics(self.workload, 1, pipe, defined, steps=steps, seeds=(0,))
+        error = compared.error if math.isfinite(compared.error) else None
+        return replace(measurement, error=error, stock_error=compared.stock_error, left_out=compared.wrong)
 
     def _is_exact(self, name: str, pipe: Any, approximation: Approximation) -> bool:
         """Whether nothing came of what was asked for. Where no step is left out, two steps show it."""

@@ -5,10 +5,11 @@ from rocm_sd.engine.approximation.changes import evenly_changed, feature_changes
 from rocm_sd.engine.approximation.choosing import chosen
 from rocm_sd.engine.approximation.combined import Approximation
 from rocm_sd.engine.approximation.eight_bit_files import load_eight_bits, save_eight_bits
-from rocm_sd.engine.approximation.eight_bits import Tried, is_copied_in_eight_bits
+from rocm_sd.engine.approximation.eight_bits import Tried, eight_bit_layers, is_copied_in_eight_bits
 from rocm_sd.engine.approximation.installing import has_halves, install_eight_bits, install_inside, install_outside
 from rocm_sd.engine.approximation.measured import known, known_with_plan, remember
 from rocm_sd.engine.approximation.merging import Merging
+from rocm_sd.engine.approximation.observing import observe
 from rocm_sd.engine.approximation.picture_steps import PictureStep, PictureSteps
 from rocm_sd.engine.approximation.shipped import Setting, are_about_steps, as_given, costs, of_steps, shipped
 from rocm_sd.engine.approximation.skipping import EXACT, Skipping
@@ -30,6 +31,7 @@ __all__ = [
     "can_be_approximated",
     "chosen",
     "costs",
+    "eight_bit_layers",
     "evenly_changed",
     "feature_changes",
     "has_halves",
@@ -42,6 +44,7 @@ __all__ = [
     "known",
     "known_with_plan",
     "load_eight_bits",
+    "observe",
     "of_steps",
     "preview",
     "remember",
