@@ -10,6 +10,7 @@ import configparser
 import email
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -22,10 +23,12 @@ from PIL import Image
 
 import rocm_sd
 import test_deploy
+from rocm_sd.bench import sending
 
 pytest.importorskip("build")
 pytest.importorskip("hatchling")
 tomllib = pytest.importorskip("tomllib")  # Python 3.10 has none
+long_description = pytest.importorskip("long_description")  # of tools/, and built upon hatchling
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -141,9 +144,29 @@ def test_the_wheel_says_what_it_is(wheel):
     }
 
 
-def test_nobody_knows_the_address_yet():
-    """An address that is not the project's own would send people to somebody else's page."""
+def test_the_addresses_and_the_links_are_those_of_the_checkout(wheel):
+    """An address that is not the project's own would send people to somebody else's page: none is written down."""
     assert "urls" not in PROJECT
+    address = sending.of_remote(ROOT)
+    said = email.message_from_string(record(wheel, "METADATA"))
+    urls = dict(each.split(", ", 1) for each in said.get_all("Project-URL") or [])
+    assert urls == long_description.urls(address, rocm_sd.__version__)
+    shown = long_description.described((ROOT / "README.md").read_text("utf-8"), address, rocm_sd.__version__)
+    assert said.get_payload().strip() == shown.strip()
+
+
+def test_a_clone_of_a_public_repository_names_it(tmp_path):
+    """With what a wheel is built from, and a remote."""
+    needed = ("pyproject.toml", "README.md", "LICENSE", "tools/long_description.py", "src/rocm_sd/bench/sending.py")
+    for name in (*needed, "src/rocm_sd/__init__.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
+    subprocess.run(["git", "-C", str(tmp_path), "remote", "add", "origin", "git@github.com:x/y.git"], check=True)
+    (small,) = built(tmp_path, tmp_path / "dist", "--wheel").glob("*.whl")
+    said = email.message_from_string(record(small, "METADATA"))
+    assert "Repository, https://github.com/x/y" in said.get_all("Project-URL")
+    assert f"https://github.com/x/y/blob/v{rocm_sd.__version__}/BENCHMARKS.md" in said.get_payload()
 
 
 @pytest.mark.parametrize("kind", ["cpu", "rocm"])

@@ -179,10 +179,50 @@ def test_a_release_publishes_what_was_checked_built_and_drawn_with():
     assert first["release.py"] < first["make wheel"]
     assert jobs["draw"]["needs"] == "build"
     assert not any("checkout" in step.get("uses", "") for step in jobs["draw"]["steps"])
-    assert jobs["publish"]["needs"] == ["build", "draw"]
+    assert jobs["publish"]["needs"] == ["build", "test", "draw"]
     assert jobs["publish"]["permissions"] == {"id-token": "write"}
     assert "secrets." not in (FOLDER / "release.yml").read_text(encoding="utf-8")
     assert jobs["page"]["needs"] == "publish"
+
+
+def pythons_tested_before(workflow, name):
+    """Versions on which the whole suite must have passed before that job begins."""
+    needs = workflow["jobs"][name].get("needs", [])
+    found = set()
+    for each in [needs] if isinstance(needs, str) else needs:
+        job = workflow["jobs"][each]
+        binding = "continue-on-error" not in job and "always()" not in str(workflow["jobs"][name].get("if", ""))
+        if binding and {"run": "make test"} in job["steps"]:
+            found |= set(job["strategy"]["matrix"]["python"])
+        found |= pythons_tested_before(workflow, each)
+    return found
+
+
+PROJECT = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+PYTHONS = set(re.findall(r"Programming Language :: Python :: (\d\.\d+)", PROJECT))
+
+
+def test_nothing_is_published_before_the_whole_suite_passed_on_every_python():
+    workflow = read((FOLDER / "release.yml").read_text(encoding="utf-8"))
+    assert pythons_tested_before(workflow, "publish") == PYTHONS
+    assert pythons_tested_before(workflow, "page") == PYTHONS
+    assert pythons_tested_before(workflow, "build") == set()
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "left"),
+    [
+        ("[build, test, draw]", "[build, draw]", set()),
+        ("- run: make test", "- run: make test || true", set()),
+        ("    needs: [build, test, draw]\n", "    needs: [build, test, draw]\n    if: always()\n", set()),
+        ("  test:\n", "  test:\n    continue-on-error: true\n", set()),
+        ('"3.11", "3.12", "3.13"]', '"3.13"]', {"3.10", "3.13"}),
+    ],
+)
+def test_a_release_that_does_not_wait_for_the_suite_is_seen(old, new, left):
+    text = (FOLDER / "release.yml").read_text(encoding="utf-8")
+    assert old in text, "the fault could not be planted"
+    assert pythons_tested_before(read(text.replace(old, new, 1)), "publish") == left
 
 
 def test_the_night_fails_on_a_regression_and_keeps_only_what_passed():

@@ -17,7 +17,7 @@ from urllib.parse import unquote, urlsplit
 if TYPE_CHECKING:
     from importlib.metadata import Distribution
 
-__all__ = ["PAGE", "PLACE", "TEMPLATE", "TITLE", "form", "repository", "ways", "web_address"]
+__all__ = ["PAGE", "PLACE", "TEMPLATE", "TITLE", "form", "is_github", "of_remote", "repository", "ways", "web_address"]
 
 TEMPLATE, TITLE = "card_report.yml", "Results from a card"
 PLACE = f'an issue of the kind "{TITLE}"'
@@ -35,8 +35,8 @@ def repository(package: str = "rocm-sd", checkout: Path = _CHECKOUT) -> str | No
     try:
         known = distribution(package)
     except PackageNotFoundError:
-        return _of_remote(checkout)
-    return _of_metadata(known) or _of_installation(known) or _of_remote(checkout)
+        return of_remote(checkout)
+    return _of_metadata(known) or _of_installation(known) or of_remote(checkout)
 
 
 def _of_metadata(known: Distribution) -> str | None:
@@ -54,10 +54,11 @@ def _of_installation(known: Distribution) -> str | None:
     url = str(asked.get("url", ""))
     if "vcs_info" in asked:
         return web_address(url)
-    return _of_remote(Path(unquote(urlsplit(url).path))) if url.startswith("file:") else None
+    return of_remote(Path(unquote(urlsplit(url).path))) if url.startswith("file:") else None
 
 
-def _of_remote(checkout: Path) -> str | None:
+def of_remote(checkout: Path) -> str | None:
+    """The web address of what the checkout was cloned from."""
     if not (checkout / ".git").exists():
         return None
     for remote in _REMOTES:
@@ -88,8 +89,11 @@ def web_address(remote: str) -> str | None:
 
 def form(address: str) -> str:
     """Where such an issue is begun; elsewhere than on GitHub the forms have addresses of other shapes."""
-    on_github = (urlsplit(address).hostname or "").startswith("github.")
-    return f"{address}/issues/new?template={TEMPLATE}" if on_github else address
+    return f"{address}/issues/new?template={TEMPLATE}" if is_github(address) else address
+
+
+def is_github(address: str) -> bool:
+    return (urlsplit(address).hostname or "").startswith("github.")
 
 
 def ways(arch: str, address: str | None) -> tuple[str, str]:
