@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -18,6 +19,7 @@ import pytest
 from fastapi.testclient import TestClient
 from PIL import Image
 
+from rocm_sd.engine.batching import BatchDone
 from rocm_sd.errors import InvalidOption
 from rocm_sd.serve import Limits, ServeConfig, TooLate
 
@@ -31,8 +33,9 @@ REPLICA = "painter emoji-sd"
 class SlowDrawer(fakes.FakeDrawer):
     """In a replica: of one model. A seed of 13 ends the process that draws it."""
 
-    def __init__(self, _config, _metrics):
+    def __init__(self, _config, metrics):
         super().__init__(step_s=0.05)
+        self._metrics = metrics
 
     def models(self):
         return {"small": super().models()["small"]}
@@ -40,6 +43,7 @@ class SlowDrawer(fakes.FakeDrawer):
     def draw(self, model, drawing, on_step, stop):
         if drawing.seed == 13:
             os.kill(os.getpid(), signal.SIGKILL)
+        self._metrics.batch(BatchDone("small", 1, 2, 0, 0.05))
         return super().draw(model, drawing, on_step, stop)
 
 
@@ -101,9 +105,30 @@ def test_pictures_steps_and_errors_come_through(url):
     assert [model["name"] for model in info["models"]] == ["small"]
 
 
+def told(url):
+    """By replica: the steps that the ingress's metrics have of it, and its memory."""
+    text = httpx.get(f"{url}/metrics").text
+    steps = dict(re.findall(r'rocm_sd_step_seconds_count{model="small",replica="(.+?)"} (.+)', text))
+    bytes_ = dict(re.findall(r'rocm_sd_host_memory_bytes{replica="(.+?)"} (.+)', text))
+    return {name: (float(steps.get(name, 0)), float(memory)) for name, memory in bytes_.items()}
+
+
+def test_the_ingress_has_the_figures_of_each_replica_that_lives(url):
+    until(lambda: len(told(url)) == 2)
+    before = told(url)
+    assert all(memory > 1e7 for _, memory in before.values())
+    for seed in range(4):
+        assert draw(url, seed).status_code == 200
+    drawn = sum(steps for steps, _ in before.values())
+    until(lambda: sum(steps for steps, _ in told(url).values()) >= drawn + 4)
+    os.kill(min(replicas()), signal.SIGKILL)
+    until(lambda: len(told(url).keys() & before.keys()) == 1)
+    until(lambda: len(told(url)) == 2 and told(url).keys() != before.keys())
+
+
 def test_a_replica_that_is_killed_is_replaced_and_its_pictures_are_drawn_again(url):
+    until(lambda: len(replicas()) == 2)
     before, answers = replicas(), {}
-    assert len(before) == 2
     threads = [
         threading.Thread(target=lambda seed=seed: answers.update({seed: draw(url, seed, steps=60)}))
         for seed in range(6)

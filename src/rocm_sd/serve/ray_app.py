@@ -26,13 +26,13 @@ from ray import serve
 from ray.exceptions import RayActorError, RayTaskError, TaskCancelledError
 from ray.serve.context import _get_global_client
 
-from rocm_sd.errors import DeviceUnavailable, InvalidOption, RocmSdError
+from rocm_sd.errors import DeviceUnavailable, InvalidOption, RocmSdError, first_line
 from rocm_sd.serve.app import create_app
 from rocm_sd.serve.config import Limits, ServeConfig
 from rocm_sd.serve.drawers import sources
 from rocm_sd.serve.logs import log
 from rocm_sd.serve.logs import start as start_logs
-from rocm_sd.serve.metrics import Metrics
+from rocm_sd.serve.metrics import TELLS_EVERY_S, Metrics
 from rocm_sd.serve.replica_drawer import drawer_of, require_replica
 from rocm_sd.serve.service import Losable
 
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
     from fastapi import FastAPI
     from PIL.Image import Image
+    from prometheus_client import Metric
     from ray.serve.handle import DeploymentHandle
 
     from rocm_sd.integrations.diffusers import Drawing
@@ -48,7 +49,7 @@ if TYPE_CHECKING:
 
 __all__ = ["RayDrawer", "ReplicaLost", "build", "run"]
 
-APP = "rocm-sd"
+APP, _INGRESS = "rocm-sd", "ingress"
 # A replica loads its model and compiles kernels before it is there.
 _START_S, _DRAIN_S = 900.0, 60.0
 _LOOK_S = 0.2
@@ -76,10 +77,13 @@ class Painter:
     def __init__(self, config: ServeConfig, model: str, drawer: Callable[[ServeConfig, Metrics], Drawer]) -> None:
         start_logs("json")
         own = replace(config, models=(model,) if config.models else (), host="127.0.0.1", keys=None)
-        self._drawer = drawer(own, Metrics())
+        metrics = Metrics()
+        metrics.watch_memory()
+        self._drawer = drawer(own, metrics)
         ((self._name, self._facts),) = self._drawer.models().items()
         if isinstance(self._drawer, Losable):
             self._drawer.when_lost(_end)
+        threading.Thread(target=_tell_figures, args=(metrics,), name="rocm-sd figures", daemon=True).start()
 
     def __del__(self) -> None:
         """Ray calls it before it ends the process: processes of its own end in order."""
@@ -122,6 +126,22 @@ class Painter:
                     return
         finally:
             gone.set()
+
+
+def _tell_figures(metrics: Metrics) -> None:
+    """Of this replica to the ingress, which is asked for all of them, for as long as this process lives."""
+    context = serve.get_replica_context()
+    ingress: Any = serve.get_deployment_handle(_INGRESS, context.app_name)
+    was_heard = True
+    while True:
+        try:
+            ingress.hear_figures.remote(context.replica_id.unique_id, metrics.of_a_replica()).result(timeout_s=_START_S)
+            was_heard = True
+        except Exception as error:  # noqa: BLE001 -- an ingress that is replaced is there again soon
+            if was_heard:
+                log.warning("the ingress does not hear this replica's figures", extra={"error": first_line(error)})
+            was_heard = False
+        time.sleep(TELLS_EVERY_S)
 
 
 def _end(error: BaseException) -> None:
@@ -228,10 +248,18 @@ class Ingress:
     def __init__(self, config: ServeConfig, names: list[str], *handles: DeploymentHandle[Any]) -> None:
         start_logs("json")
         self._config, self._handles = config, dict(zip(names, handles, strict=True))
+        self._metrics: Metrics | None = None
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         # One that never hears of its models is replaced, as a replica is.
-        return create_app(self._config, lambda _config, _metrics: RayDrawer(self._handles), on_failure=_end)
+        app = create_app(self._config, lambda _config, _metrics: RayDrawer(self._handles), on_failure=_end)
+        self._metrics = app.state.server.metrics
+        return app
+
+    def hear_figures(self, replica: str, figures: tuple[Metric, ...]) -> None:
+        """Called by replicas; what /metrics says of them."""
+        if self._metrics is not None:
+            self._metrics.replica(replica, figures)
 
 
 def application(
@@ -263,7 +291,7 @@ def application(
     # As many pictures are handed on as all replicas take at once.
     own = replace(config, limits=replace(limits, in_flight=limits.in_flight * most * len(painters)))
     ingress = serve.deployment(
-        name="ingress",
+        name=_INGRESS,
         num_replicas=1,
         max_ongoing_requests=1000,
         ray_actor_options={"num_cpus": 0},
