@@ -279,6 +279,32 @@ def geglu(fixed: Random, free: Random, limits: Limits) -> Drawn:
     return _named("geglu", dtype, f"{M}x{F}", build, lying, *said)
 
 
+def layer_norm_8bit(fixed: Random, free: Random, limits: Limits) -> Drawn:
+    C = limits.channels(fixed.choice((*UNET, 768, 2048, 77)))
+    to, dtype, lying = fixed.choice(_FORMATS), fixed.choice(DTYPES), fixed.choice(ROWS)
+    affine, residual = (fixed.random() < share for share in (0.8, 0.6))
+    M = _rows(free, limits.elements // C)
+
+    def build(draw: Draw) -> tuple[Any, ...]:
+        x = _matrix(draw, lying, M, C, mean=0.7, std=2.0)
+        added = _matrix(draw, lying, M, C) if residual else None
+        return x, added, *((draw(C, mean=1.0, std=0.3), draw(C)) if affine else (None, None)), 1e-5, to
+
+    said = ("affine" if affine else "", "residual" if residual else "")
+    return _named("layer_norm_8bit", dtype, f"{M}x{C} to {to}", build, lying, *said)
+
+
+def geglu_8bit(fixed: Random, free: Random, limits: Limits) -> Drawn:
+    F = limits.channels(fixed.choice((1280, 2560, 5120, 320, 77)))
+    to, dtype, lying = fixed.choice(_FORMATS), fixed.choice(DTYPES), fixed.choice(ROWS)
+    M = _rows(free, limits.elements // (2 * F))
+
+    def build(draw: Draw) -> tuple[Any, ...]:
+        return _matrix(draw, lying, M, 2 * F, std=2.0), to
+
+    return _named("geglu_8bit", dtype, f"{M}x{F} to {to}", build, lying)
+
+
 def _scale(draw: Draw, to: str | None, largest: float) -> torch.Tensor | None:
     """Of a result in 8 bits, so that some values are beyond the limit."""
     return None if to is None else draw(1, mean=largest / LIMITS[to], std=0.0, dtype=torch.float32)
@@ -435,7 +461,7 @@ CALLS: dict[str, Callable[[Random, Random, Limits], Drawn]] = {
     each.__name__: each
     for each in (
         attention, conv2d, upsample_conv2d, group_norm_silu, layer_norm_residual, geglu, linear_residual, linear_geglu,
-        quantize_rows, linear_8bit, conv2d_8bit,
+        quantize_rows, layer_norm_8bit, geglu_8bit, linear_8bit, conv2d_8bit,
         guided_step, layout_copy, upsample, transformer_block,
     )
 }  # fmt: skip

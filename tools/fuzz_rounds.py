@@ -37,7 +37,7 @@ ROTATION = (
     *("attention", "conv2d", "linear_residual", "group_norm_silu", "upsample_conv2d", "linear_geglu"),
     *("attention", "conv2d", "layer_norm_residual", "geglu", "upsample", "guided_step"),
     *("attention", "conv2d", "linear_residual", "layout_copy", "group_norm_silu", "transformer_block"),
-    *("linear_8bit", "quantize_rows", "conv2d_8bit"),
+    *("linear_8bit", "quantize_rows", "conv2d_8bit", "layer_norm_8bit", "geglu_8bit"),
 )
 GUARD = 256  # elements: what follows stays aligned
 # Of the size of the exact result: no rounding of any dtype in use errs so much, so stock is no yardstick then.

@@ -62,11 +62,25 @@ def test_norms_and_the_gate_round_for_the_layers_after_them(to, rounded, monkeyp
     assert len(rounded) == 7
 
 
-def test_layers_with_a_scale_for_each_row_take_what_comes_as_it_is(rounded):
+def test_norms_and_the_gate_give_each_row_a_scale_where_none_was_calibrated(rounded, monkeypatch):
     block, (x, text) = block_in_eight_bits(torch.int8, calibrated=False), given()
     rounded.clear()
-    assert drawn(block, x, text).isfinite().all()
+    ours = drawn(block, x, text)
+    assert sorted(rounded) == sorted([(2, 12, 32), (2, 12, 32), (2, 5, 24)])
+    rounded.clear()
+    monkeypatch.setattr(eight_bits, "rounding", lambda *_: None)
+    assert torch.equal(ours, drawn(block, x, text))
     assert len(rounded) == 7
+
+
+def test_layers_that_are_smoothed_take_what_comes_as_it_is(rounded):
+    block, (x, text) = block_in_eight_bits(torch.int8, calibrated=False), given()
+    before = drawn(block, x, text)
+    proj = block.ff.net[0].proj
+    proj.smoothing = torch.ones(32)
+    rounded.clear()
+    assert torch.equal(drawn(block, x, text), before)
+    assert rounded.count((2, 12, 32)) == 3
 
 
 def test_a_layer_that_somebody_watches_gets_what_stock_gives_it(rounded):

@@ -3,8 +3,10 @@ from rocm_sd.ops.attention import attention
 from rocm_sd.ops.conv2d import conv2d
 from rocm_sd.ops.conv2d_8bit import conv2d_8bit
 from rocm_sd.ops.geglu import geglu
+from rocm_sd.ops.geglu_8bit import geglu_8bit
 from rocm_sd.ops.group_norm_silu import group_norm_silu
 from rocm_sd.ops.guided_step import guided_step
+from rocm_sd.ops.layer_norm_8bit import layer_norm_8bit
 from rocm_sd.ops.layer_norm_residual import layer_norm_residual
 from rocm_sd.ops.layout_copy import layout_copy
 from rocm_sd.ops.linear_8bit import linear_8bit
@@ -22,8 +24,10 @@ __all__ = [
     "conv2d",
     "conv2d_8bit",
     "geglu",
+    "geglu_8bit",
     "group_norm_silu",
     "guided_step",
+    "layer_norm_8bit",
     "layer_norm_residual",
     "layout_copy",
     "linear_8bit",

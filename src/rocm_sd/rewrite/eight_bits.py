@@ -48,7 +48,10 @@ FORMATS = {torch.int8: "int8", torch.float8_e4m3fn: "float8_e4m3fn", torch.float
 
 @dataclass(frozen=True)
 class Rounded:
-    """What comes into 8-bit layers, rounded by the norm or the gate that computed it: q * scale, a `dtype` before."""
+    """What comes into 8-bit layers, rounded by the norm or the gate that computed it: q * scale, a `dtype` before.
+
+    `scale`: one for all, or one for each row.
+    """
 
     q: torch.Tensor
     scale: torch.Tensor
@@ -165,14 +168,17 @@ def is_eight_bit(layer: nn.Module) -> bool:
     return type(layer) is EightBitLinear and untouched(layer)
 
 
-def rounding(*layers: nn.Module) -> tuple[torch.Tensor, str] | None:
-    """(scale, format) for whoever computes what comes into these layers, to round it; None where it is to come wide."""
+def rounding(*layers: nn.Module) -> tuple[torch.Tensor | None, str] | None:
+    """(scale, format) for whoever computes what comes into these layers, to round it; None where it is to come wide.
+
+    Without a scale each row gets its own.
+    """
     first = layers[0]
     if torch.is_grad_enabled() or not all(is_eight_bit(layer) for layer in layers):
         return None
     assert isinstance(first, EightBitLayer)
     # What is smoothed is multiplied before it is rounded.
-    if first.x_scale is None or first.smoothing is not None or not first.rounds_x:
+    if first.smoothing is not None or not first.rounds_x:
         return None
     return first.x_scale, FORMATS[first.weight.dtype]
 

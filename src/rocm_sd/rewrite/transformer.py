@@ -12,7 +12,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from rocm_sd.ops import OPS, attention, geglu, layer_norm_residual, linear_geglu, linear_residual, transformer_block
+from rocm_sd.ops import (
+    OPS,
+    attention,
+    geglu,
+    geglu_8bit,
+    layer_norm_8bit,
+    layer_norm_residual,
+    linear_geglu,
+    linear_residual,
+    transformer_block,
+)
 from rocm_sd.ops.transformer_block.workload import problem_of
 from rocm_sd.rewrite import conditioning, eight_bits
 from rocm_sd.rewrite.apply import Rule
@@ -31,7 +41,7 @@ __all__ = [
 
 # Of one token each; where a layer in 8 bits comes next, as it takes them.
 Tokens = torch.Tensor | eight_bits.Rounded
-Rounding = tuple[torch.Tensor, str] | None
+Rounding = tuple[torch.Tensor | None, str] | None
 _KIND = "BasicTransformerBlock"
 _PROCESSORS = "diffusers.models.attention_processor"
 _NORMS = ("norm1", "norm2", "norm3")
@@ -303,6 +313,9 @@ def _normed(
     if rounding is None:
         return layer_norm_residual(x, residual, *weight_and_bias(norm), norm.eps)
     scale, to = rounding
+    if scale is None:
+        q, scales, total = layer_norm_8bit(x, residual, *weight_and_bias(norm), norm.eps, to)
+        return eight_bits.Rounded(q, scales, x.dtype), total
     y, total = layer_norm_residual(x, residual, *weight_and_bias(norm), norm.eps, scale.view(1), to)
     return eight_bits.Rounded(y, scale, x.dtype), total
 
@@ -330,6 +343,8 @@ def _gated(projection: Any, out: Any, h: Tokens) -> Tokens:
     if rounding is None:
         return geglu(wide)
     scale, to = rounding
+    if scale is None:
+        return eight_bits.Rounded(*geglu_8bit(wide, to), wide.dtype)
     return eight_bits.Rounded(geglu(wide, None, scale.view(1), to), scale, wide.dtype)
 
 
