@@ -30,6 +30,7 @@ from rocm_sd.bench.serving import (
     LOST,
     OPEN,
     REJECTED,
+    MemoryAt,
     Request,
     Seen,
     ServerFacts,
@@ -49,6 +50,7 @@ from rocm_sd.bench.serving_http import (
     why_no_picture,
 )
 from rocm_sd.bench.serving_load import Load, arrivals, first_picture
+from rocm_sd.bench.serving_memory import MemoryWatch
 from rocm_sd.errors import InvalidOption, RocmSdError
 from rocm_sd.serve import create_app
 from rocm_sd.serve.config import Limits, ServeConfig
@@ -173,6 +175,26 @@ def test_every_request_is_answered_and_the_server_says_the_same():
     assert 0.5 <= record.sent_for_s < 2
     assert serving_tables.wrong(record) is None
     assert serving_tables.verdict(record).startswith(f"All {load.planned} requests were answered, half within ")
+
+
+def test_memory_is_asked_for_while_the_server_draws(monkeypatch):
+    monkeypatch.setattr("rocm_sd.bench.serving_memory._LEAST_S", 0.05)
+    with served() as server:
+        with MemoryWatch(server.client, 0.5) as watch:
+            loaded(server.client)
+        found = watch.found
+        time.sleep(0.2)
+        assert watch.found == found
+    assert len(found) > 4
+    assert [each.at_s for each in found] == sorted(each.at_s for each in found)
+    assert all(each.host_bytes > 50e6 for each in found)
+
+
+def test_a_server_that_is_gone_has_no_memory(monkeypatch):
+    monkeypatch.setattr("rocm_sd.bench.serving_memory._LEAST_S", 0.05)
+    with MemoryWatch(Client("http://127.0.0.1:1"), 0.5) as watch:
+        time.sleep(0.3)
+    assert watch.found == ()
 
 
 def test_a_full_queue_rejects_and_says_when_to_come_again():
@@ -372,6 +394,7 @@ MIXED = made_up(
     *(request(number, 1 + number / 100) for number in range(40)),
     request(40, 0.01, REJECTED, retry_after_s=3.0), request(41, 0.1, FAILED, why="<script>alert(1)</script>"),
     request(42, 2.0, LOST, why="no answer: connection reset by peer"), request(43, 0, OPEN),
+    memory=(MemoryAt(0.0, 2**30, 2**31), MemoryAt(1.0, 2**30 + 2**28, 2**31)),
 )  # fmt: skip
 
 
@@ -393,7 +416,7 @@ def test_figures_are_those_of_the_requests():
     assert shown["open at the end"] == ("1", "")
     assert shown["rate asked for, requests/s"] == ("2.00 (0.8x of 2.50)", "")
     assert shown["latency p95, s"][1].startswith("1.3")
-    assert shown["server's memory, MiB"] == ("1024 before, 1024 after", "")
+    assert shown["server's memory, MiB"] == ("1024 before, 1024 after, 1280 at most", "")
     few = made_up(*(request(number) for number in range(7)))
     assert few.latency_interval(0.5) is None
     assert few.throughput_interval is None
@@ -417,6 +440,30 @@ def test_what_a_reader_should_know_is_said():
     rude = made_up(request(0), request(1, 0.1, REJECTED))
     assert any("Retry-After" in note for note in serving_tables.notes(rude))
     assert serving_tables.notes(made_up(*(request(number) for number in range(40)), notes=("gone",))) == ("gone",)
+
+
+@pytest.mark.parametrize(
+    ("mib", "words"),
+    [
+        ([500, 700, *[900] * 14], None),  # ready for its work in the first quarter
+        ([700] * 8 + [720] * 8, None),  # pictures of the moment
+        ([700] * 8 + [760] * 8, "memory grew: half of the second quarter it held 700 MiB at most, of the last 760"),
+        ([700, 2000] * 3, None),  # too few
+    ],
+    ids=["at its start", "a little", "grown", "few"],
+)
+def test_memory_that_grows_is_said(mib, words):
+    record = made_up(memory=tuple(MemoryAt(float(n), each * 2**20) for n, each in enumerate(mib)))
+    said = [note for note in serving_tables.notes(record) if "memory" in note]
+    assert (len(said), words or "") == (words is not None, words or "")
+    assert not words or words in said[0]
+
+
+def test_a_record_from_before_memory_was_looked_at_is_read(tmp_path):
+    values = MIXED.to_dict()
+    del values["memory"]
+    (tmp_path / "serve.json").write_text(json.dumps(values))
+    assert ServingRecord.load(tmp_path / "serve.json") == replace(MIXED, memory=())
 
 
 def test_a_record_is_read_as_it_was_written(tmp_path):
@@ -448,6 +495,7 @@ def test_a_record_is_read_as_it_was_written(tmp_path):
         (lambda v: v.update(sent_for_s="x"), "sent_for_s should be number"),
         (lambda v: v.pop("machine"), "the file has no machine"),
         (lambda v: v["server"].update(secret=1), "server.secret is not known"),
+        (lambda v: v["memory"][1].update(host_bytes=-1), r"memory\[1\].host_bytes is below 0"),
     ],
 )
 def test_a_damaged_record_is_refused_with_a_sentence(tmp_path, change, sentence):
@@ -485,6 +533,9 @@ def test_the_report_has_a_section_with_a_plot(tmp_path):
     assert section.count('class="dot other"') == 3
     assert "Of 44 requests 1 were lost and 1 failed" in section
     assert "latency p95, s" in section
+    assert section.count('class="trace ours"') == 2  # from the first look to the second, and beside its name
+    assert "Memory of the server" in section
+    assert "1280" in section
     assert "rocm-sd bench serve --rate 0.8x" in section
     assert "<script>alert" not in html
     assert "Test Card" in html

@@ -29,8 +29,8 @@ if TYPE_CHECKING:
     from rocm_sd.typed_json import Rules
 
 __all__ = [
-    "ANSWERED", "FAILED", "FORMAT", "LOST", "OPEN", "OUTCOMES", "REJECTED", "Request", "Seen", "ServerFacts",
-    "ServingRecord", "Setting", "keep_older", "percentile", "record_file",
+    "ANSWERED", "FAILED", "FORMAT", "LOST", "OPEN", "OUTCOMES", "REJECTED", "MemoryAt", "Request", "Seen",
+    "ServerFacts", "ServingRecord", "Setting", "keep_older", "percentile", "record_file",
 ]  # fmt: skip
 
 FORMAT = "rocm-sd-bench-serve/1"
@@ -62,6 +62,8 @@ RULES: Rules = {
     "ServerFacts.capacity": _POSITIVE,
     "ServerFacts.drawn_at_once": _TIME,
     **{f"Seen.{name}": _BYTES for name in ("batch_pictures", "batches", "host_bytes", "device_bytes")},
+    "MemoryAt.at_s": _TIME,
+    **{f"MemoryAt.{name}": _BYTES for name in ("host_bytes", "device_bytes")},
 }
 
 
@@ -124,9 +126,18 @@ class Seen:
 
 
 @dataclass(frozen=True)
+class MemoryAt:
+    """What the server's processes held together, by /metrics, so long after the beginning of the run."""
+
+    at_s: float
+    host_bytes: float
+    device_bytes: float = 0.0
+
+
+@dataclass(frozen=True)
 class ServingRecord:
     """`sent_for_s`: so long requests were sent: the setting's seconds, or less where the run was cut short, which
-    `complete` and a note say.
+    `complete` and a note say. `memory`: in the order of time.
     """
 
     machine: Machine
@@ -140,6 +151,7 @@ class ServingRecord:
     after: Seen = Seen()
     complete: bool = True
     notes: tuple[str, ...] = ()
+    memory: tuple[MemoryAt, ...] = ()
 
     def count(self, outcome: str) -> int:
         return sum(request.outcome == outcome for request in self.requests)

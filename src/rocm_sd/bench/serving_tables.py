@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from rocm_sd.bench.serving import ServingRecord
 
-__all__ = ["HEADINGS", "conditions", "notes", "rich_table", "rows", "title", "verdict", "wrong"]
+__all__ = ["HEADINGS", "MIB", "conditions", "notes", "rich_table", "rows", "title", "verdict", "wrong"]
 
 HEADINGS = ("figure", "value", "95% interval")
 _INTERVALS = (0.5, 0.95)
@@ -22,6 +22,9 @@ _INTERVALS = (0.5, 0.95)
 _LATE = 0.1
 # With fewer in a quarter of the run, its median is luck.
 _LEAST_IN_A_QUARTER, _GROWN = 8, 2.0
+MIB = 2**20
+# Of memory: less comes and goes with the pictures of the moment.
+_LEAST_LOOKS, _MORE, _MORE_BYTES = 3, 1.05, 32 * MIB
 
 
 def title(record: ServingRecord) -> str:
@@ -60,12 +63,36 @@ def rows(record: ServingRecord) -> list[tuple[str, str, str]]:
 
 
 def _memory(record: ServingRecord) -> Iterator[tuple[str, str, str]]:
-    for name, before, after in (
-        ("server's memory, MiB", record.before.host_bytes, record.after.host_bytes),
-        ("its GPU memory, MiB", record.before.device_bytes, record.after.device_bytes),
-    ):
+    for name, before, after, between in (
+        (
+            "server's memory, MiB", record.before.host_bytes, record.after.host_bytes,
+            [each.host_bytes for each in record.memory],
+        ),
+        (
+            "its GPU memory, MiB", record.before.device_bytes, record.after.device_bytes,
+            [each.device_bytes for each in record.memory],
+        ),
+    ):  # fmt: skip
         if before and after:
-            yield name, f"{before / 2**20:.0f} before, {after / 2**20:.0f} after", ""
+            most = f", {max(between) / MIB:.0f} at most" if between else ""
+            yield name, f"{before / MIB:.0f} before, {after / MIB:.0f} after{most}", ""
+
+
+def _grown(record: ServingRecord) -> Iterator[str]:
+    """From the second quarter on: in the first one a server gets what it needs for its work."""
+    quarter = len(record.memory) // 4
+    if quarter < _LEAST_LOOKS:
+        return
+    for name, values in (
+        ("memory", [each.host_bytes for each in record.memory]),
+        ("GPU memory", [each.device_bytes for each in record.memory]),
+    ):
+        second, last = (percentile(values[n * quarter : (n + 1) * quarter], 0.5) for n in (1, 3))
+        if last > max(_MORE * second, second + _MORE_BYTES):
+            yield (
+                f"The server's {name} grew: half of the second quarter it held {second / MIB:.0f} MiB at most, of the "
+                f"last {last / MIB:.0f} MiB. A longer run shows whether that ends."
+            )
 
 
 def wrong(record: ServingRecord) -> str | None:
@@ -114,6 +141,7 @@ def notes(record: ServingRecord) -> tuple[str, ...]:
                 f"The server fell behind: half of the first quarter took {_shown(medians[0])} s at most, of the last "
                 f"{_shown(medians[3])} s, and it grew all the time. A longer run may show longer ones."
             )
+    found += _grown(record)
     if latencies:
         late = percentile([request.late_s for request in record.requests], 0.99)
         if late > _LATE * percentile(latencies, 0.5):

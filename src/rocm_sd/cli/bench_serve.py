@@ -242,9 +242,11 @@ class _Run:
         from rocm_sd.bench.serving import Seen
         from rocm_sd.bench.serving_http import seen
         from rocm_sd.bench.serving_load import Load
+        from rocm_sd.bench.serving_memory import MemoryWatch
 
         before, after, interrupted = seen(self.client), Seen(), False
-        with _progress(errors) as progress:
+        watch = MemoryWatch(self.client, self.planned.setting.seconds)
+        with _progress(errors) as progress, watch:
             load = Load(self.client, self.planned.setting, self.prompts, progress)
             try:
                 load.run()
@@ -254,6 +256,7 @@ class _Run:
         record = replace(
             self.planned, requests=load.requests, sent_for_s=max(load.sent_for_s, 1e-3), before=before, after=after,
             complete=not interrupted and load.gone_s is None, notes=_cut_short(load, interrupted=interrupted),
+            memory=watch.found,
         )  # fmt: skip
         return record, interrupted
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from rocm_sd.bench import serving_tables as tables
-from rocm_sd.bench.report.charts import GUTTER, Scale, chart, label, line, percent, tag
+from rocm_sd.bench.report.charts import GUTTER, Scale, chart, label, line, lines, percent, tag
 from rocm_sd.bench.report.parts import Figure, Section, Table, shown
 from rocm_sd.bench.serving import ANSWERED, FAILED, LOST, REJECTED, percentile
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rocm_sd.bench.report.parts import Svg
     from rocm_sd.bench.serving import Request, ServingRecord
 
-__all__ = ["over_time", "serving"]
+__all__ = ["memory", "over_time", "serving"]
 
 _HEIGHT = 300.0
 # Where points end, in percent, and names of the dashed lines begin; and how far apart two of those are, in pixels.
@@ -35,6 +35,8 @@ def serving(records: Sequence[ServingRecord]) -> Section | None:
         drawn = over_time(title, record) if record.latencies else None
         notes = (tables.verdict(record), tables.conditions(record), *tables.notes(record))
         figures.append(Figure(title, drawn, table, notes, folded=False))
+        if len(record.memory) > 1:
+            figures.append(memory(f"Memory of the server: {title}", record))
     lead = (
         "Requests come when they are due, whether or not earlier ones are over. A point is one that was answered: when "
         "it was due, across, and how long its answer took, up. Dashed are the times that half, and 95% of them, stay "
@@ -67,6 +69,19 @@ def over_time(title: str, record: ServingRecord) -> Svg:
     for outcome in (REJECTED, FAILED, LOST):
         parts += [_dot(x(request.start_s), bottom, "other", request) for request in _thinned(record.of(outcome))]
     return chart(title, tables.verdict(record), _HEIGHT, *parts)
+
+
+def memory(title: str, record: ServingRecord) -> Figure:
+    """What its processes held over the time of the run."""
+    host = [(each.at_s, each.host_bytes / tables.MIB) for each in record.memory]
+    device = [(each.at_s, each.device_bytes / tables.MIB) for each in record.memory]
+    series = {"rocm-sd": host} | ({"its GPU memory": device} if any(value for _, value in device) else {})
+    rows = [
+        (name, *(f"{value:.0f}" for value in (points[0][1], max(value for _, value in points), points[-1][1])))
+        for name, points in series.items()
+    ]
+    table = Table.of(title, ("memory", "first, MiB", "highest, MiB", "last, MiB"), rows)
+    return Figure(title, lines(title, series, unit="MiB"), table, folded=True)
 
 
 def _dot(x: float, y: float, kind: str, request: Request) -> Svg:
