@@ -13,13 +13,15 @@ LONGEST_QUICK_SUM = 1024
 
 @dataclass(frozen=True)
 class Linear8bitConfig(Config):
-    """A tile of block_m x block_n, in steps of block_k; `group_m` tiles that share columns of y run side by side.
+    """A tile of block_m rows by block_n + block_n2 columns, in steps of block_k; 640 and 1280 columns are multiples
+    of 128 + 32, and block_n2 may be 0. `group_m` tiles that share columns of y run side by side.
 
     `stages` is how many steps are loaded ahead.
     """
 
     block_m: int = 64
     block_n: int = 64
+    block_n2: int = 0
     block_k: int = 64
     group_m: int = 8
     warps: int = 4

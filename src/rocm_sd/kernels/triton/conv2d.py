@@ -123,7 +123,8 @@ def add_taps(
         b = _weights(w + at_w + w_tile, in_depth, EVEN_K, WIDEN)
         sum_ = tl.dot(a, b, sum_, max_num_imprecise_acc=IMPRECISE, out_dtype=sum_.dtype)
         if BLOCK_N2:
-            sum2 = tl.dot(a, _weights(w + at_w + w_tile2, in_depth, EVEN_K, WIDEN), sum2)
+            b = _weights(w + at_w + w_tile2, in_depth, EVEN_K, WIDEN)
+            sum2 = tl.dot(a, b, sum2, max_num_imprecise_acc=IMPRECISE, out_dtype=sum2.dtype)
         c += BLOCK_K
         tap_done = c >= Cin
         c = tl.where(tap_done, 0, c)

@@ -34,7 +34,7 @@ def _conv2d_8bit(
     HAS_BIAS: tl.constexpr, HAS_ADD: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
     KERNEL: tl.constexpr, STRIDE: tl.constexpr, PADDING: tl.constexpr,
     EVEN_K: tl.constexpr, ALL_INSIDE: tl.constexpr, ONE_IMAGE: tl.constexpr, IMPRECISE: tl.constexpr,
-    GROUP_M: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_N2: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     tile_m, tile_n = place_tile(tl.program_id(0), tiles_m, tiles_n, GROUP_M)
     first_m = tile_m * BLOCK_M
@@ -43,21 +43,35 @@ def _conv2d_8bit(
     first_image = first_m // (Ho * Wo)
     first_pixel = (first_image * H + (first_m - first_image * Ho * Wo) // Wo * STRIDE) * W
     pixel = ((image * H + iy) * W + ix - first_pixel) * Cin
-    n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    n = tile_n * (BLOCK_N + BLOCK_N2) + tl.arange(0, BLOCK_N)
     column = tl.minimum(n, Cout - 1)
-    channel = column * (KERNEL * KERNEL * Cin)
+    column2 = column
     total = nothing(WHOLE, BLOCK_M, BLOCK_N)
-    total, _ = add_taps(
-        total, total, x + first_pixel.to(tl.int64) * Cin, w, pixel, channel, channel,
+    total2 = total
+    if BLOCK_N2:
+        n2 = tile_n * (BLOCK_N + BLOCK_N2) + BLOCK_N + tl.arange(0, BLOCK_N2)
+        column2 = tl.minimum(n2, Cout - 1)
+        total2 = nothing(WHOLE, BLOCK_M, BLOCK_N2)
+    depth = KERNEL * KERNEL * Cin
+    total, total2 = add_taps(
+        total, total2, x + first_pixel.to(tl.int64) * Cin, w, pixel, column * depth, column2 * depth,
         taps, 0, blocks * KERNEL * KERNEL, blocks, Cin, (W - KERNEL) * Cin,
-        0, BLOCK_K, KERNEL, EVEN_K, ALL_INSIDE, False, IMPRECISE,
+        BLOCK_N2, BLOCK_K, KERNEL, EVEN_K, ALL_INSIDE, False, IMPRECISE,
     )  # fmt: skip
-    value = total.to(tl.float32) * tl.load(x_scale)
+    scale = tl.load(x_scale)
+    value = total.to(tl.float32) * scale
     value *= tl.load(w_scale + column * BY_CHANNEL)[None, :]
     store_tile(
         value, y, bias, add, residual, first_m, n, image, first_image, pixels, Cout,
         HAS_BIAS, HAS_ADD, HAS_RESIDUAL, ONE_IMAGE, BLOCK_M,
     )  # fmt: skip
+    if BLOCK_N2:
+        value = total2.to(tl.float32) * scale
+        value *= tl.load(w_scale + column2 * BY_CHANNEL)[None, :]
+        store_tile(
+            value, y, bias, add, residual, first_m, n2, image, first_image, pixels, Cout,
+            HAS_BIAS, HAS_ADD, HAS_RESIDUAL, ONE_IMAGE, BLOCK_M,
+        )  # fmt: skip
 
 
 def bind(
@@ -76,14 +90,15 @@ def bind(
     N, Cin, H, W = x.shape
     _, Cout, Ho, Wo = shape
     kernel, pixels = weight.shape[2], N * Ho * Wo
-    tiles_m, tiles_n = ceil_div(pixels, config.block_m), ceil_div(Cout, config.block_n)
+    tiles_m, tiles_n = ceil_div(pixels, config.block_m), ceil_div(Cout, config.block_n + config.block_n2)
     constants = {
         "WHOLE": x.dtype is torch.int8, "BY_CHANNEL": int(weight_scale.dim() > 0),
         "HAS_BIAS": bias is not None, "HAS_ADD": add is not None, "HAS_RESIDUAL": residual is not None,
         "KERNEL": kernel, "STRIDE": stride, "PADDING": padding,
         "EVEN_K": Cin % config.block_k == 0, "ALL_INSIDE": padding == 0, "ONE_IMAGE": Ho * Wo % config.block_m == 0,
         "IMPRECISE": imprecise(x, kernel * kernel * Cin, config.block_k),
-        "GROUP_M": config.group_m, "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k,
+        "GROUP_M": config.group_m, "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_N2": config.block_n2,
+        "BLOCK_K": config.block_k,
         "num_warps": config.warps, "num_stages": config.stages,
     }  # fmt: skip
     numbers = (H, W, Cin, Ho, Wo, Cout, pixels, tiles_m, tiles_n, ceil_div(Cin, config.block_k))

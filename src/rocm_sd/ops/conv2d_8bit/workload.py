@@ -99,32 +99,34 @@ def _unet(cin: int, cout: int, size: int, of: str = "int8", batch: int = 2) -> S
     return _sample((batch, cin, size, size), cout, of=of, by_channel=of == "int8")
 
 
-_WMMA = ((128, 64, 64, 4, 2), (64, 64, 64, 4, 2), (64, 128, 64, 8, 2))
-# block_m, block_n, block_k, warps, stages
-_TILES: Mapping[MatrixUnit, tuple[tuple[int, int, int, int, int], ...]] = {
-    MatrixUnit.DOT: ((64, 64, 64, 4, 1), (32, 32, 128, 4, 1)),
-    # Sums of fp8 go through float32 registers: 64 x 128 of them in four warps cost nothing beside the products.
+_WMMA = ((128, 64, 0, 64, 4, 2), (64, 64, 0, 64, 4, 2), (64, 128, 0, 64, 8, 2))
+# block_m, block_n, block_n2, block_k, warps, stages
+_TILES: Mapping[MatrixUnit, tuple[tuple[int, int, int, int, int, int], ...]] = {
+    MatrixUnit.DOT: ((64, 64, 0, 64, 4, 1), (32, 32, 0, 128, 4, 1)),
+    # Sums of fp8 go through float32 registers: 64 x 160 of them in four warps cost little beside the products.
     MatrixUnit.TENSOR_CORE: (
-        (64, 128, 128, 4, 3), (128, 64, 128, 4, 3), (128, 128, 128, 8, 4), (64, 64, 128, 4, 4),
-        (64, 128, 64, 4, 4), (128, 64, 64, 4, 4), (128, 128, 64, 8, 4),
+        (64, 128, 32, 128, 4, 3), (128, 128, 32, 256, 8, 3),
+        (64, 128, 0, 128, 4, 3), (128, 64, 0, 128, 4, 3), (128, 128, 0, 128, 8, 4), (64, 64, 0, 128, 4, 4),
+        (64, 128, 0, 64, 4, 4), (128, 64, 0, 64, 4, 4), (128, 128, 0, 64, 8, 4),
     ),
-    MatrixUnit.MFMA: ((128, 128, 64, 4, 2), (128, 64, 64, 4, 2), (64, 64, 64, 4, 2)),
+    MatrixUnit.MFMA: ((128, 128, 0, 64, 4, 2), (128, 64, 0, 64, 4, 2), (64, 64, 0, 64, 4, 2)),
     MatrixUnit.WMMA_GFX11: _WMMA,
     MatrixUnit.WMMA_GFX12: _WMMA,
 }  # fmt: skip
 
 
 def _space(problem: Problem, arch: Arch) -> Iterator[Conv2d8bitConfig]:
-    """Each tile of the matrix unit that fits, with whole steps of the channels where there are such tiles."""
+    """Each tile of the matrix unit that fits; where there are such, those whose steps are empty to a sixth at most."""
     pixels, cin, cout = (int(problem[name]) for name in ("pixels", "cin", "cout"))
     tiles = _TILES.get(arch.matrix_unit or MatrixUnit.NONE, ())
-    whole = [tile for tile in tiles if cin % tile[2] == 0]
-    for block_m, block_n, block_k, warps, stages in whole or tiles:
-        fitting = fitting_stages(stages, (block_m + block_n) * block_k, arch)
+    tiles = tuple(tile for tile in tiles if not tile[2] or cout % (tile[1] + tile[2]) == 0)
+    full = [tile for tile in tiles if ceil_div(cin, tile[3]) * tile[3] * 5 <= cin * 6]
+    for block_m, block_n, block_n2, block_k, warps, stages in full or tiles:
+        fitting = fitting_stages(stages, (block_m + block_n + block_n2) * block_k, arch)
         # So large that an eighth of the GPU would work.
-        few = ceil_div(pixels, block_m) * ceil_div(cout, block_n) * 8 < (arch.compute_units or 1)
+        few = ceil_div(pixels, block_m) * ceil_div(cout, block_n + block_n2) * 8 < (arch.compute_units or 1)
         if fitting and not few:
-            yield Conv2d8bitConfig(block_m, block_n, block_k, group_m=8, warps=warps, stages=fitting)
+            yield Conv2d8bitConfig(block_m, block_n, block_n2, block_k, group_m=8, warps=warps, stages=fitting)
 
 
 def _work(x: torch.Tensor, x_scale: torch.Tensor, weight: torch.Tensor, *rest: Any) -> Work:

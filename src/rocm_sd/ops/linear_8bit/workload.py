@@ -8,6 +8,7 @@ import torch
 
 from rocm_sd.arch import MatrixUnit
 from rocm_sd.kernels.configs.linear_8bit import Linear8bitConfig
+from rocm_sd.kernels.sizes import ceil_div
 from rocm_sd.ops.definition import Bucket, KernelPromise, Tuning, Verification, Work
 from rocm_sd.ops.eight_bits import LIMITS, drawn, fits
 from rocm_sd.ops.linear_8bit import reference
@@ -108,15 +109,16 @@ def _timed(M: int, C: int) -> tuple[Sample, ...]:
     )
 
 
-_WMMA = ((128, 128, 64, 8, 2), (128, 64, 64, 4, 2), (64, 64, 64, 4, 2))
-# block_m, block_n, block_k, warps, stages
-_TILES: Mapping[MatrixUnit, tuple[tuple[int, int, int, int, int], ...]] = {
+_WMMA = ((128, 128, 0, 64, 8, 2), (128, 64, 0, 64, 4, 2), (64, 64, 0, 64, 4, 2))
+# block_m, block_n, block_n2, block_k, warps, stages
+_TILES: Mapping[MatrixUnit, tuple[tuple[int, int, int, int, int, int], ...]] = {
     # 16 bytes a lane of either operand.
-    MatrixUnit.DOT: ((64, 64, 64, 4, 1), (32, 32, 128, 4, 1)),
+    MatrixUnit.DOT: ((64, 64, 0, 64, 4, 1), (32, 32, 0, 128, 4, 1)),
     MatrixUnit.TENSOR_CORE: (
-        (128, 256, 128, 8, 3), (128, 128, 128, 8, 4), (128, 128, 128, 4, 3), (128, 64, 128, 4, 4), (64, 64, 128, 4, 4),
+        (128, 256, 0, 128, 8, 3), (128, 128, 0, 128, 8, 4), (128, 128, 0, 128, 4, 3), (128, 64, 0, 128, 4, 4),
+        (64, 64, 0, 128, 4, 4), (64, 128, 32, 128, 4, 4), (64, 128, 0, 128, 4, 4),
     ),
-    MatrixUnit.MFMA: ((256, 128, 64, 8, 2), (128, 128, 64, 4, 2), (64, 64, 64, 4, 2)),
+    MatrixUnit.MFMA: ((256, 128, 0, 64, 8, 2), (128, 128, 0, 64, 4, 2), (64, 64, 0, 64, 4, 2)),
     MatrixUnit.WMMA_GFX11: _WMMA,
     MatrixUnit.WMMA_GFX12: _WMMA,
 }  # fmt: skip
@@ -125,9 +127,11 @@ _TILES: Mapping[MatrixUnit, tuple[tuple[int, int, int, int, int], ...]] = {
 def _space(problem: Problem, arch: Arch) -> Iterator[Linear8bitConfig]:
     """Each tile of the matrix unit, but those so large that an eighth of the GPU works."""
     m, n = int(problem["m"]), int(problem["n"])
-    for block_m, block_n, block_k, warps, stages in _TILES.get(arch.matrix_unit or MatrixUnit.NONE, ()):
-        if -(-m // block_m) * -(-n // block_n) * 8 >= (arch.compute_units or 1):
-            yield Linear8bitConfig(block_m, block_n, block_k, group_m=8, warps=warps, stages=stages)
+    for block_m, block_n, block_n2, block_k, warps, stages in _TILES.get(arch.matrix_unit or MatrixUnit.NONE, ()):
+        if block_n2 and n % (block_n + block_n2):
+            continue
+        if ceil_div(m, block_m) * ceil_div(n, block_n + block_n2) * 8 >= (arch.compute_units or 1):
+            yield Linear8bitConfig(block_m, block_n, block_n2, block_k, group_m=8, warps=warps, stages=stages)
 
 
 def _work(x: torch.Tensor, x_scale: torch.Tensor, weight: torch.Tensor, *rest: Any) -> Work:
@@ -150,6 +154,7 @@ VERIFICATION = Verification(
         *(_sample(33, 48, 64, of) for of in (OCP, FNUZ)),
         *(_sample(5, 77, 45, of, torch.bfloat16, bias=False) for of in (OCP, FNUZ)),
         *(_whole(20, 40, 160, of, residual=False) for of in (OCP, FNUZ)),
+        *(_sample(20, 40, 96, of, residual=False, by_row=False) for of in (OCP, FNUZ)),
         _sample(1, 1, 1),
     ),
     real=(
