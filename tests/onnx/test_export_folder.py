@@ -106,14 +106,19 @@ def test_nothing_of_another_export_is_left_beside_what_is_written_over_it(begun,
     for name in ("unet", "safety_checker"):
         shutil.copytree(begun / "text_encoder", begun / name)
     (begun / "unet" / "mine.txt").write_text("of this folder")
-    (begun / "vae_decoder").mkdir()
-    (begun / "vae_decoder" / "diffusion_pytorch_model.safetensors").write_text("no part of an export")
     pipe.text_encoder.get_input_embeddings().weight.data.add_(0.1)
     with pytest.raises(Stopped):
         export_pipeline(pipe, begun, source="tiny", force=True, progress=stop_at("text_encoder: tracing"))
     assert layout.found_parts(begun) == {}
     assert layout.Manifest.load(begun).parts == ()
-    assert (begun / "vae_decoder").is_dir()
+
+
+def test_a_stock_models_weights_are_not_written_over_even_by_force(tmp_path, pipe):
+    pipe.save_pretrained(tmp_path)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    with pytest.raises(RocmSdError, match="holds something else than ONNX"):
+        export_pipeline(pipe, tmp_path, source="tiny", force=True, progress=stop_at_once)
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
 
 def stop_at(what):

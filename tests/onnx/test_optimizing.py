@@ -178,9 +178,9 @@ def test_an_export_that_was_interrupted_is_finished_first(plain, tmp_path, liste
     assert _left(tmp_path) == ["plain"]
 
 
-def test_a_folder_that_is_there_stays_unless_it_may_go(plain, tmp_path):
+def test_an_export_that_is_there_stays_unless_it_may_go(plain, tmp_path):
     out = tmp_path / "fused"
-    out.mkdir()
+    optimize_folder(plain, out, provider="cpu")
     (out / "mine").write_text("kept")
     with pytest.raises(RocmSdError, match="is there already") as caught:
         optimize_folder(plain, out, provider="cpu")
@@ -189,6 +189,27 @@ def test_a_folder_that_is_there_stays_unless_it_may_go(plain, tmp_path):
     optimize_folder(plain, out, provider="cpu", overwrite=True)
     assert not (out / "mine").exists()
     assert _left(tmp_path) == ["fused", "plain"]
+
+
+@pytest.mark.parametrize("name", ["thesis.txt", "model_index.json", "unet/diffusion_pytorch_model.safetensors"])
+def test_a_folder_that_is_no_export_is_never_replaced(plain, tmp_path, name):
+    file = tmp_path / "documents" / name
+    file.parent.mkdir(parents=True)
+    file.write_text("years of work")
+    with pytest.raises(RocmSdError, match="no export of rocm-sd, and is not replaced"):
+        optimize_folder(plain, tmp_path / "documents", provider="cpu", overwrite=True)
+    assert file.read_text() == "years of work"
+    assert _left(tmp_path) == ["documents", "plain"]
+
+
+def test_a_link_to_the_folder_stays(plain, tmp_path):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "fused").symlink_to("disk")
+    for overwrite in (False, True):
+        optimize_folder(plain, tmp_path / "fused", provider="cpu", overwrite=overwrite)
+        assert (tmp_path / "fused").is_symlink()
+        assert (tmp_path / "disk" / layout.MANIFEST).is_file()
+    assert _left(tmp_path) == ["disk", "fused", "plain"]
 
 
 def test_the_result_lies_beside_its_source(plain):

@@ -24,7 +24,7 @@ def optimize(
     provider: Annotated[
         str, typer.Option(help="Whose fused ops are used: cpu, migraphx, rocm, cuda, or auto, the best installed.")
     ] = "auto",
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a folder that is there.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an export that is there.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print what was fused as JSON.")] = False,
 ) -> None:
     """Fuse the graphs of an exported pipeline: attention, norms, gated feed-forwards, upsampling, layouts.

@@ -73,6 +73,7 @@ def export_pipeline(
     wanted = layout.Manifest(source, type(pipe).__name__, _made_by(), extra={"single": single, "made_of": {}})
     manifest, done = _begun(out, wanted, modules, force=force)
     missing = [each for each in modules.values() if each.name not in done]
+    _require_no_others(out, missing)
     _require_room(out, missing, single=single)
     export.advance(STEPS_OF_A_PART * len(done), "starting")
     with told_when_full(out):
@@ -262,6 +263,14 @@ def _begun(
     if changed and not force:
         raise RocmSdError(f"{out} holds other weights of {changed[0]}, or of another dtype.", hint=other)
     return replace(found, parts=tuple(part for part in found.parts if part.name in done)), done
+
+
+def _require_no_others(out: Path, missing: list[ExportedModule]) -> None:
+    """Forced or not: a folder of that name that holds no part of an export, a stock model's weights say, is kept."""
+    for each in missing:
+        place = out / each.name
+        if place.is_dir() and not (place / layout.MODEL).is_file() and any(place.iterdir()):
+            raise RocmSdError(f"{place} holds something else than ONNX.", hint="Give a new folder for the export.")
 
 
 def _said(found: layout.Manifest) -> str:

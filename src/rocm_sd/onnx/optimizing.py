@@ -46,7 +46,9 @@ def optimize_folder(
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> Optimized:
-    """`source`: a folder that `rocm-sd onnx export` or Optimum wrote. `out`: a new folder, or with `overwrite` any."""
+    """`source`: a folder that `rocm-sd onnx export` or Optimum wrote. `out`: a new folder, or with `overwrite` one of
+    ours. Where it is a link, that stays.
+    """
     optional_module("onnxruntime", "onnxruntime", "onnx")
     optional_module("onnx_ir", "onnx-ir", "onnx")
     # They need the packages that were asked for just now.
@@ -55,6 +57,7 @@ def optimize_folder(
     ops = ops_of(provider)
     manifest, parts, index = _checked(source)
     _require_free(source, out, overwrite=overwrite)
+    out = Path(os.path.realpath(out))
     _require_room(parts, out)
     tell = progress or (lambda *_: None)
     with told_when_full(out):
@@ -101,6 +104,9 @@ def _require_free(source: Path, out: Path, *, overwrite: bool) -> None:
         raise RocmSdError(f"{out} is a file.", hint="Give the name of a folder.")
     if out.is_dir() and any(out.iterdir()) and not overwrite:
         raise RocmSdError(f"{out} is there already.", hint="Give another folder, or --overwrite to replace it.")
+    if out.is_dir() and any(out.iterdir()) and not (out / layout.MANIFEST).is_file():
+        # All of it would go, and nobody could bring it back.
+        raise RocmSdError(f"{out} is no export of rocm-sd, and is not replaced.", hint="Give another folder.")
 
 
 def _require_room(parts: dict[str, Path], out: Path) -> None:
