@@ -172,3 +172,10 @@ def test_importing_is_quick_and_brings_no_torch(tmp_path):
     seconds, torch_loaded = zip(*(run.stdout.split() for run in runs), strict=True)
     assert set(torch_loaded) == {"False"}
     assert min(map(float, seconds)) < 0.030
+
+
+def test_every_gpu_of_the_table_has_a_generation_and_nothing_else_has():
+    assert all(arch.generation(entry) is not None for entry in GPUS)
+    assert arch.generation(arch.CPU) is None
+    assert arch.generation(arch.get("gfx9999")) is None
+    assert arch.generation(arch.get("gfx942:sramecc+:xnack-")) == arch.generation(arch.get("sm_90"))

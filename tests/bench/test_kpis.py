@@ -47,7 +47,7 @@ def test_percent_is_ours_over_theirs_in_steps_a_second():
     assert ait.percent == pytest.approx(100 * 50 / 65.7)
     assert ait.target == 80
     assert ait.reached is False
-    tensorrt = next(k for k in kpis.kpis(record("sm_90", ms=1000.0)) if k.baseline.engine == "TensorRT")
+    tensorrt = next(k for k in kpis.kpis(record("sm_80", ms=1000.0)) if k.baseline.engine == "TensorRT")
     assert tensorrt.percent == pytest.approx(100 * 50 / (50 / 0.818))
     assert tensorrt.target is None
     assert tensorrt.reached is None
@@ -80,6 +80,18 @@ def test_a_card_is_compared_with_its_own_class_alone(name):
     assert {arch.get(k.baseline.arch).datacenter for k in found} == {arch.get(name).datacenter}
     radeons = [k.baseline.hardware for k in found if k.baseline.hardware.startswith(("RX", "RTX"))]
     assert bool(radeons) == (name not in {"sm_90", "gfx942"})
+    assert {arch.generation(arch.get(k.baseline.arch)) for k in found} == {arch.generation(arch.get(name))}
+
+
+def test_a_card_is_not_compared_with_one_of_the_generation_before():
+    hopper = {k.baseline.hardware for k in kpis.kpis(record("sm_90"))}
+    assert "H100" in hopper
+    assert not [name for name in hopper if name.startswith(("MI100", "MI250", "A100"))]
+    assert not kpis.same_class("sm_90", "gfx908")
+    assert not kpis.same_class("gfx1100", "sm_86")
+    assert kpis.same_class("gfx90a", "sm_80")
+    assert kpis.same_class("gfx942", "sm_90")
+    assert kpis.same_class("gfx1100", "sm_89")
 
 
 def test_a_card_of_no_known_class_is_compared_with_none():
@@ -106,7 +118,7 @@ def test_throughput_is_compared_only_for_as_many_steps():
 
 
 def test_what_differs_is_named():
-    found = kpis.kpis(record("sm_90", dtype="bfloat16", steps=20))
+    found = kpis.kpis(record("sm_80", dtype="bfloat16", steps=20))
     fal = next(k for k in found if k.baseline.engine == "TensorRT")
     words = "; ".join(fal.differences)
     assert "50 steps there, 20 here" in words

@@ -19,6 +19,7 @@ from rocm_sd.arch.detect import (
     emulated,
     emulating,
 )
+from rocm_sd.arch.generations import generation
 from rocm_sd.arch.kfd import FoundGpu, find_gpus
 from rocm_sd.arch.occupancy import Occupancy, occupancy
 from rocm_sd.arch.roofline import Roofline, roofline
@@ -43,6 +44,7 @@ __all__ = [
     "emulated",
     "emulating",
     "find_gpus",
+    "generation",
     "get",
     "occupancy",
     "roofline",

@@ -2,7 +2,8 @@
 
 80% of an RTX 4090 on RDNA3, 90% of an H100 on CDNA3, 70% of an RTX 3090 on older RDNA. A figure counts where the model
 and the size of the picture are the same, and the cards are of one class: those of data centres are never held against
-those of desktops. Whatever else differs (steps, engine, dtype, year) is named with the result.
+those of desktops, nor those of one generation against those of another. Whatever else differs (steps, engine, dtype,
+year) is named with the result.
 """
 
 from __future__ import annotations
@@ -135,9 +136,10 @@ def kpis(record: Record, engine: str = OURS) -> tuple[Kpi, ...]:
 
 
 def same_class(one: str, other: str) -> bool:
-    """Both cards of data centres, or neither; an architecture that is not known has no class."""
-    classes = {arch.get(name).datacenter for name in (one, other)}
-    return None not in classes and len(classes) == 1
+    """Both cards of data centres, or neither, and of one generation; one that is not known has no class."""
+    ours, theirs = arch.get(one), arch.get(other)
+    classes = {(each.datacenter, arch.generation(each)) for each in (ours, theirs)}
+    return len(classes) == 1 and None not in classes.pop()
 
 
 def _rates(measured: Measurement, baseline: Baseline, facts: WorkloadFacts) -> tuple[float, float, str] | None:
