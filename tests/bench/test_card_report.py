@@ -223,3 +223,36 @@ def test_a_report_shows_its_parts_and_its_records(tmp_path, capsys):
     for words in ("A card's own report", "crashed by signal 11", "2 of 4 parts passed, 1 failed, 1 skipped",
                   "rocm-sd contribute --budget 10m", "none was found", "2.50"):  # fmt: skip
         assert words in shown
+
+
+def test_what_was_sent_stands_first_alone_and_last_beside_runs_of_the_project(tmp_path):
+    file = written(tmp_path)
+    alone = report.page(report.read([file]))
+    assert alone.sections[0].id == "contributed"
+    assert alone.subtitle.startswith("Contributed from")
+    (tmp_path / "own.json").write_text(json.dumps(RECORD.to_dict()))
+    beside = report.page(report.read([file, tmp_path / "own.json"]))
+    names = [section.id for section in beside.sections]
+    assert names[0] == "speed"
+    assert names.index("contributed") > names.index("memory")
+    assert not beside.subtitle.startswith("Contributed from")
+
+
+def test_a_part_that_passed_is_not_called_failed_for_what_it_skipped(tmp_path):
+    titles = [figure.title for figure in report.page(report.read([written(tmp_path)])).sections[0].figures]
+    failed = [part.name for part in REPORT.parts if part.state == "failed"]
+    assert [title for title in titles if title.endswith("what failed or was skipped")] == [
+        f"{name}: what failed or was skipped" for name in failed
+    ]
+    skipped = [part.name for part in REPORT.parts if part.state == "skipped"]
+    assert {f"{name}: what was skipped" for name in skipped} <= set(titles)
+
+
+def test_the_first_figures_are_a_card_s_and_a_processor_s_come_last(tmp_path):
+    processor = replace(RECORD, machine=replace(RECORD.machine, device="AMD EPYC", arch="cpu"))
+    for name, record in (("a.json", processor), ("b.json", RECORD)):
+        (tmp_path / name).write_text(json.dumps(record.to_dict()))
+    found = report.page(report.read([tmp_path / "a.json", tmp_path / "b.json"])).headlines
+    on = ["AMD EPYC" in each.detail for each in found]
+    assert on == sorted(on)
+    assert set(on) == {True, False}

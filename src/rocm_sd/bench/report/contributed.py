@@ -37,5 +37,5 @@ def _not_passed(part: Part) -> Figure | None:
     rows.sort(key=lambda row: row[1] != FAILED)
     if not rows:
         return None
-    title = f"{part.name}: not passed"
+    title = f"{part.name}: what failed or was skipped" if rows[0][1] == FAILED else f"{part.name}: what was skipped"
     return Figure(title, table=Table.of(title, ("item", "state", "why"), rows, text=(0, 1, 2)), folded=True)

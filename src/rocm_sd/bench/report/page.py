@@ -51,8 +51,10 @@ def page(
     served = serving.serving(inputs.served)
     split = several_gpus.several_gpus(inputs.split)
     cards = contributed.contributed(inputs.contributed)
+    sent = (cards,) if cards else ()
+    is_first = _is_all_sent(inputs)
     sections = (
-        *((cards,) if cards else ()),
+        *(sent if is_first else ()),
         speed.speed(records),
         *((surveyed,) if surveyed else ()),
         *((served,) if served else ()),
@@ -62,19 +64,27 @@ def page(
         *((projected,) if projected else ()),
         *((split,) if split else ()),
         *((scaled,) if scaled else ()),
+        *(() if is_first else sent),
         other_cards.ladder(outcomes),
         pictures.pictures(given, drawn),
     )
     return Page(
         "Measured, and how to repeat it",
         _subtitle(inputs),
-        speed.headlines(records),
+        # A processor's figures say the least of a project for GPUs.
+        speed.headlines(sorted(records, key=lambda record: record.machine.arch == "cpu")),
         speed.cards(inputs.records),
         tuple(notes),
         sections,
         __version__,
         sending.PLACE,
     )
+
+
+def _is_all_sent(inputs: Inputs) -> bool:
+    """Whether the page is of what was contributed, and of nothing besides."""
+    inside = sum(len(part.records) for report in inputs.contributed for part in report.parts)
+    return not inputs.op_runs and len(inputs.records) == inside
 
 
 def _subtitle(inputs: Inputs) -> str:
@@ -85,10 +95,10 @@ def _subtitle(inputs: Inputs) -> str:
     ops_on = " and ".join(dict.fromkeys(run.device for run in inputs.op_runs))
     sent = " and ".join(dict.fromkeys(f"{one.machine.device}, {one.when[:10]}" for one in inputs.contributed))
     sentences = [
-        f"Contributed from {sent}." if sent else "",
         f"Pictures on {pictures_on}, {span}." if dates else "",
         f"Single ops on {ops_on}." if ops_on else "",
     ]
+    sentences.insert(0 if _is_all_sent(inputs) else len(sentences), f"Contributed from {sent}." if sent else "")
     return " ".join(filter(None, sentences)) or "Proofs and pictures."
 
 
