@@ -28,6 +28,7 @@ _GPUOPEN_WMMA = "GPUOpen, how to accelerate AI applications on RDNA 3 using WMMA
 _GPUOPEN_RDNA4 = "GPUOpen, using the matrix cores of RDNA 4"
 _NO_MATRIX = "GPUOpen: WMMA begins with RDNA 3"
 _VENDOR_PAGE = unconfirmed("AMD product page")
+_EPILOGUE = "linear_8bit and conv2d_8bit in Triton: epilogues read a scale for each column in either case"
 
 _TRITON_YES = cite(_TRITON, triton_backend="hip", triton_supported=True)
 
@@ -102,7 +103,10 @@ _VGPR_1536 = cite(_LLVM, vgpr_file_bytes=192 * _KIB, vgpr_granule_wave32=24, vgp
 
 _RDNA3 = _RDNA | matrix(_GPUOPEN_WMMA, MatrixUnit.WMMA_GFX11, "float16 bfloat16 int8 int4", Fp8.NONE)
 _RDNA4 = (
-    _RDNA | _VGPR_1536 | matrix(_GPUOPEN_RDNA4, MatrixUnit.WMMA_GFX12, "float16 bfloat16 float8 int8 int4", Fp8.OCP)
+    _RDNA
+    | _VGPR_1536
+    | matrix(_GPUOPEN_RDNA4, MatrixUnit.WMMA_GFX12, "float16 bfloat16 float8 int8 int4", Fp8.OCP)
+    | cite(_EPILOGUE, quick_fp8_by_channel=True)
 )
 _APU = cite(_LLVM_GUIDE, integrated=True)
 
@@ -133,6 +137,7 @@ AMD: tuple[Arch, ...] = (
     Chip("gfx942", "cdna3", "Instinct MI300X").of(
         _CDNA2,
         matrix(_CDNA3_ISA, MatrixUnit.MFMA, "float16 bfloat16 float32 tf32 float64 float8 int8", Fp8.FNUZ),
+        cite(_EPILOGUE, quick_fp8_by_channel=True),
         cite(_SPECS, compute_units=304, l2_bytes=32 * _MIB, llc_bytes=256 * _MIB, bandwidth_gbps=5300.0),
         peaks("ROCm documentation, MI325X listing (same compute units and clock)", float16=1307.0),
         peaks(_VENDOR_PAGE, bfloat16=1307.0, float8=2614.0, int8=2614.0, tf32=653.0, float32=163.4),
@@ -147,6 +152,7 @@ AMD: tuple[Arch, ...] = (
             "float16 bfloat16 float32 float64 float8 float6 float4 int8",
             Fp8.OCP,
         ),
+        cite(_EPILOGUE, quick_fp8_by_channel=True),
         cite(_SPECS, compute_units=256, l2_bytes=32 * _MIB, llc_bytes=256 * _MIB),
         cite("AMD MI355X figures in ROCm documentation", bandwidth_gbps=8000.0),
         peaks(_VENDOR_PAGE, float16=2500.0, bfloat16=2500.0),

@@ -103,6 +103,7 @@ NVIDIA: tuple[Arch, ...] = (
         cite(_GUIDE, max_workgroups_per_cu=32, lds_per_cu=228 * _KIB, lds_per_workgroup=227 * _KIB),
         matrix(_PTX, _CORES, _HOPPER, Fp8.OCP),
         cite(_WGMMA, has_wgmma=True),
+        cite(unconfirmed("torch._scaled_mm: with scales for rows another kernel, slower"), quick_fp8_by_channel=False),
         cite("cuDeviceGetAttribute on an H200", compute_units=132, l2_bytes=60 * _MIB),
         cite("NVIDIA H200 product page", bandwidth_gbps=4800.0),
         peaks(_HOPPER_RATES, float16=989.4, bfloat16=989.4, float8=1978.9, tf32=494.7, int8=1978.9, float32=66.9),

@@ -87,6 +87,8 @@ class Arch:
     fp8: Fp8 | None = None
     has_bf16: bool | None = None
     has_wgmma: bool | None = None
+    # Whether fp8 products with a scale for each row of the weight take no longer than with one scale for all of it.
+    quick_fp8_by_channel: bool | None = None
     integrated: bool | None = None
     datacenter: bool | None = None
 

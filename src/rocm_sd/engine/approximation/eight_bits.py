@@ -18,12 +18,10 @@ from torch import nn
 
 from rocm_sd import arch
 from rocm_sd.arch import Fp8
-from rocm_sd.engine.approximation import smoothing
+from rocm_sd.engine.approximation.eight_bit_plans import Group, Planned, planned, weights
 from rocm_sd.engine.approximation.measured import weight_bytes
-from rocm_sd.engine.approximation.observing import NotObserved, Observed, observe, too_far
+from rocm_sd.engine.approximation.observing import NotObserved, observe, too_far
 from rocm_sd.engine.installed import Approximated, Installed
-from rocm_sd.ops.eight_bits import LIMITS
-from rocm_sd.ops.quantize_rows.reference import quantize_rows
 from rocm_sd.rewrite.convolutions import unusual
 from rocm_sd.rewrite.eight_bit_convolutions import EightBitConv2d, is_eight_bit_convolution
 from rocm_sd.rewrite.eight_bits import (
@@ -32,7 +30,6 @@ from rocm_sd.rewrite.eight_bits import (
     Origin,
     is_eight_bit,
     lay_together,
-    quantized,
     rounds_x,
 )
 from rocm_sd.rewrite.layers import is_plain
@@ -56,22 +53,9 @@ __all__ = [
     "ready",
 ]
 
-# So large is what came into a layer at most, over what came in while it was observed.
-_HEADROOM = 2.0
 _SMALLEST = 64  # of a layer's sides: below, there is nothing to gain
 _BLOCKS = ("transformer_blocks", "single_transformer_blocks")
 _ROWS = 4  # of a weight, from all over it, that tell it from another one
-
-
-@dataclass(frozen=True)
-class Group:
-    """Layers of one input, by their names in the model."""
-
-    names: tuple[str, ...]
-    layers: tuple[nn.Linear | nn.Conv2d, ...]
-
-    def named(self) -> Iterator[tuple[str, nn.Linear | nn.Conv2d]]:
-        return zip(self.names, self.layers, strict=True)
 
 
 @dataclass(frozen=True)
@@ -90,36 +74,24 @@ KEPT: WeakKeyDictionary[nn.Module, dict[str, Kept]] = WeakKeyDictionary()
 _STANDING: WeakSet[EightBitLayer] = WeakSet()
 
 
-@dataclass(frozen=True)
-class _Planned:
-    """How a group comes into 8 bits, and its error then: of its results on the rows that were seen, the root mean
-    square error over that of the results.
-    """
-
-    x_scale: torch.Tensor | None
-    smoothing: torch.Tensor | None
-    error: float
-
-
 class Tried:
     """What short pictures have told of models. A model that is optimised anew in the middle of a picture is not tried
     on others meanwhile.
     """
 
     def __init__(self) -> None:
-        self._planned: WeakKeyDictionary[nn.Module, tuple[Any, list[_Planned]]] = WeakKeyDictionary()
+        self._planned: WeakKeyDictionary[nn.Module, tuple[Any, list[Planned]]] = WeakKeyDictionary()
 
     def planned(
         self, target: Any, model: nn.Module, every: Sequence[Group], to: torch.dtype, device: torch.device
-    ) -> list[_Planned]:
+    ) -> list[Planned]:
         """Of each group. Raises NotObserved where nothing could be drawn."""
         layers = {name: layer for group in every for name, layer in group.named()}
-        rounds = rounds_x(to, device)
-        asked = to, rounds, tuple(layers)
+        asked = to, arch.detect(device), tuple(layers)
         known = self._planned.get(model)
         if known is None or known[0] != asked:
             seen = observe(target, layers, decoded=hasattr(model, "decoder"))
-            known = asked, [_planned(group, seen[group.names[0]], to, rounds=rounds) for group in every]
+            known = asked, planned(every, seen, to, device)
             self._planned[model] = known
         return known[1]
 
@@ -192,12 +164,12 @@ def install(
     if not every:
         return Installed(tuple, lambda: None), f"{kind} has no layers that can be put into {eight_bits}"
     try:
-        planned = tried.planned(target, model, every, to, device)
+        plans = tried.planned(target, model, every, to, device)
     except NotObserved as reason:
         return Installed(tuple, lambda: None), f"{kind} is not put into {eight_bits}: {reason}"
-    errors = {group.names[0]: one.error for group, one in zip(every, planned, strict=True)}
+    errors = {group.names[0]: one.error for group, one in zip(every, plans, strict=True)}
     delicate = too_far(errors)
-    converted = [(group, one) for group, one in zip(every, planned, strict=True) if group.names[0] not in delicate]
+    converted = [(group, one) for group, one in zip(every, plans, strict=True) if group.names[0] not in delicate]
     waiting = [Waiting(model, group) for group, _ in converted]
     rounds = rounds_x(to, device)
     before = sum(p.numel() * p.element_size() for p in model.parameters())
@@ -255,13 +227,6 @@ def _name(to: torch.dtype) -> str:
     return str(to).removeprefix("torch.")
 
 
-def _by_row(to: torch.dtype) -> bool:
-    """int8 has a scale for each row. In fp8 a value has its own exponent: one scale for all loses nothing, and the
-    libraries' products with one are the faster.
-    """
-    return to is torch.int8
-
-
 def digest_of(weight: torch.Tensor) -> str:
     """Of its shape and of some of its rows, whatever dtype and device it has now."""
     told = hashlib.sha256(repr(tuple(weight.shape)).encode())
@@ -269,51 +234,12 @@ def digest_of(weight: torch.Tensor) -> str:
     return told.hexdigest()[:24]
 
 
-@torch.no_grad()
-def _planned(group: Group, seen: Observed, to: torch.dtype, *, rounds: bool = True) -> _Planned:
-    """Smoothed where that is worth it. `rounds`: whether x is rounded, too."""
-    exact = torch.cat([seen.rows.double() @ layer.weight.detach().flatten(1).double().T for layer in group.layers], -1)
-    # Pixels with scales of their own could not be summed over the taps.
-    convolves = isinstance(group.layers[0], nn.Conv2d)
-
-    def tried(factors: torch.Tensor | None) -> _Planned:
-        largest = seen.largest if factors is None else (seen.columns * factors.float()).amax()
-        most = max(float(largest) * _HEADROOM / LIMITS[_name(to)], 1e-12)
-        x_scale = None if _by_row(to) and not convolves else largest.new_tensor(most)
-        rows = seen.rows if factors is None else seen.rows * factors.to(seen.rows.dtype)
-        left = rows.double()
-        if rounds:
-            q, own = quantize_rows(rows, _name(to), None if x_scale is None else x_scale.view(1))
-            left = q.double() * (own.double().unsqueeze(-1) if x_scale is None else x_scale.double())
-        weights = [w.double() * s.double().view(-1, *[1] * s.dim()) for w, s in _weights(group, to, factors)]
-        ours = torch.cat([left @ weight.T for weight in weights], -1)
-        error = (ours - exact).square().mean().sqrt() / exact.square().mean().sqrt().clamp_min(1e-30)
-        return _Planned(x_scale, factors, float(error))
-
-    plain = tried(None)
-    if convolves:
-        return plain
-    factors = smoothing.factors(seen.columns, [layer.weight for layer in group.layers])
-    smoothed = plain if factors is None else tried(factors)
-    return smoothed if smoothing.worth_it(smoothed.error, plain.error) else plain
-
-
-def _weights(group: Group, to: torch.dtype, factors: torch.Tensor | None) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Of layers with one scale for all, the same one: so they can be read as one."""
-    weights = [layer.weight.flatten(1) for layer in group.layers]
-    wide = [weight if factors is None else weight.float() / factors.float() for weight in weights]
-    if _by_row(to):
-        return [quantized(weight, to, by_row=True) for weight in wide]
-    q, scale = quantized(torch.cat(wide), to, by_row=False)
-    parts = torch.split(q.view(torch.int8), [len(weight) for weight in weights])
-    return [(part.view(to), scale) for part in parts]
-
-
-def _in_eight_bits(group: Group, planned: _Planned, to: torch.dtype) -> list[EightBitLayer]:
+def _in_eight_bits(group: Group, plan: Planned, to: torch.dtype) -> list[EightBitLayer]:
     made = []
-    for layer, (weight, scale) in zip(group.layers, _weights(group, to, planned.smoothing), strict=True):
-        origin = Origin(group.names[0], digest_of(layer.weight), _name(layer.weight.dtype), planned.error)
-        made.append(in_eight_bits(layer, weight, scale, planned.x_scale, planned.smoothing, origin))
+    rounded = weights(group, to, plan.smoothing, by_row=plan.by_row)
+    for layer, (weight, scale) in zip(group.layers, rounded, strict=True):
+        origin = Origin(group.names[0], digest_of(layer.weight), _name(layer.weight.dtype), plan.error)
+        made.append(in_eight_bits(layer, weight, scale, plan.x_scale, plan.smoothing, origin))
     linears = [layer for layer in made if isinstance(layer, EightBitLinear)]
     if len(linears) > 1:
         lay_together(linears)
