@@ -39,6 +39,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from rocm_sd.engine import is_out_of_memory
 from rocm_sd.errors import DeviceUnavailable, InvalidOption, JobFailed, RocmSdError, Unsupported, explained, first_line
 from rocm_sd.parallel.ranks import leave
 
@@ -328,7 +329,7 @@ def _fail(end: Path, error: BaseException, ended: list[int]) -> NoReturn:
         known: RocmSdError = _ended_by(ended[0])
         code = 128 + ended[0]
     elif isinstance(error, Exception):
-        known, trace = explained(error), traceback.format_exc()
+        known, trace = _known(error), traceback.format_exc()
         code = known.exit_code
     else:
         # Also where sys.exit() meant no failure: the others still count on this rank.
@@ -346,6 +347,14 @@ def _fail(end: Path, error: BaseException, ended: list[int]) -> NoReturn:
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.alarm(_END_S)
     sys.exit(code)
+
+
+def _known(error: Exception) -> RocmSdError:
+    """A rank has a way out that one GPU does not have."""
+    known = explained(error)
+    if known is not error and is_out_of_memory(error):
+        known.hint = f"{known.hint} With --parallel pipeline, each GPU has a part of the model."
+    return known
 
 
 def _tell(end: Path, error: RocmSdError, trace: str = "") -> None:

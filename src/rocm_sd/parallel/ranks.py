@@ -22,15 +22,16 @@ from torch import distributed as dist
 from rocm_sd.arch.host import installed
 from rocm_sd.engine import is_out_of_memory
 from rocm_sd.engine.capture import exchange, no_exchange
-from rocm_sd.errors import JobFailed, Unsupported, first_line
+from rocm_sd.errors import JobFailed, first_line
 from rocm_sd.parallel.groups import forget_groups, group_by_its_members
+from rocm_sd.parallel.meeting import require_told, why_cards_are_apart, why_not_met, why_unlike_versions
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["Ranks", "Traffic", "join", "leave"]
+__all__ = ["Ranks", "Traffic", "join", "leave", "own_card"]
 
 _PATIENCE = timedelta(minutes=10)
 
@@ -243,35 +244,27 @@ def join(device: torch.device, *, patience: timedelta = _PATIENCE) -> None:
     """
     if device.type == "cuda":
         # What NCCL sends of objects, it sends from the current card: the first one, if nobody says otherwise.
-        device = _own_card(device)
+        device = own_card(device)
         torch.cuda.set_device(device)
     if not dist.is_initialized():
-        if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
-            raise Unsupported(
-                "parallelize",
-                "a process that belongs to no job",
-                hint='Type: rocm-sd generate --gpus 2 "a frog", or start your script with torchrun.',
-            )
+        require_told(os.environ)
         backend = _backend(device)
         try:
             dist.init_process_group(backend, timeout=patience)
         except (RuntimeError, ValueError, dist.DistError) as error:
-            place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
-            raise JobFailed(
-                f"The processes of this job did not find each other at {place} ({first_line(error)}).",
-                hint="Is the port free, and can it be reached? Another one: MASTER_PORT.",
-            ) from error
+            raise why_not_met(error) from error
         if backend == "nccl":
             _require_own_cards(device)
     everybody = Ranks("versions", dist.group.WORLD, Traffic())
-    said = everybody.agree({"rocm-sd": installed("rocm-sd"), "torch": str(torch.__version__)})
-    for rank, versions in enumerate(said):
-        for name, version in versions.items():
-            if version != said[0][name]:
-                raise JobFailed(
-                    f"Rank {rank} has {name} {version}, and rank 0 has {said[0][name]}: pictures would differ.",
-                    hint="Install the same versions everywhere.",
-                )
+    try:
+        said = everybody.agree({"rocm-sd": installed("rocm-sd"), "torch": str(torch.__version__)})
+    except JobFailed as error:
+        if dist.get_backend() == "nccl":
+            raise why_cards_are_apart(error) from error
+        raise
+    unlike = why_unlike_versions(said)
+    if unlike is not None:
+        raise unlike
 
 
 def leave() -> None:
@@ -288,7 +281,7 @@ def _backend(device: torch.device) -> str:
     return "nccl" if ranks_here <= torch.cuda.device_count() else "gloo"
 
 
-def _own_card(device: torch.device) -> torch.device:
+def own_card(device: torch.device) -> torch.device:
     """The one that was named, or the one of this rank's number among those that it sees."""
     if device != torch.device("cuda"):
         return device
