@@ -6,7 +6,8 @@ Two ranks on one card send through the host (gloo), since NCCL wants a card for 
 nothing of speed. emoji-sd draws with its own weights, SD 1.5 with random ones: alone by stock in the card's dtype,
 alone in float64, and by both ranks with each plan, twice. Both times have the same bits on both ranks, and their error
 is at most twice stock's. With `patch` and `tensor` a UNet is replayed from the graphs between its exchanges, or the
-run has failed. On a CPU the command tries itself, with emoji-sd alone; by ROCM_SD_STEP_GRAPH=1 traces stand for graphs.
+run has failed. A pipeline begins in the host's memory, and what comes of it to the card is counted. On a CPU the
+command tries itself, with emoji-sd alone; by ROCM_SD_STEP_GRAPH=1 traces stand for graphs.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ from rocm_sd.files import write_text
 from rocm_sd.integrations.diffusers.loading import hush
 from rocm_sd.numerics import compare
 from rocm_sd.parallel import join, leave, parallel_report, parallelize, unparallelize
+from rocm_sd.parallel.homes import size_of
+from rocm_sd.parallel.placing import whole_of
 from rocm_sd.parallel.sharing import everybody
 
 DEVICE = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
@@ -45,10 +48,28 @@ def drawn(workload, pipe, steps):
     return torch.cat(pictures).double().cpu()
 
 
+def begin_counting():
+    """Bytes that this process has on the card by now."""
+    if DEVICE.type != "cuda":
+        return None
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    return torch.cuda.memory_allocated()
+
+
+def most_since(before):
+    """So many bytes more were there at one moment; a CPU's processes have no card."""
+    return None if before is None else torch.cuda.max_memory_allocated() - before
+
+
 def tried(workload, plan, steps, exact, stock):
     """What one plan gives: within the rule or not, the same bits or not, and what its reports say."""
     began = time.monotonic()
-    pipe = parallelize(workload.pipeline(), plan)
+    pipe = workload.pipeline().to("cpu")
+    whole = size_of(whole_of(pipe))
+    before = begin_counting()
+    parallelize(pipe, plan, device=DEVICE)
+    most = most_since(before)
     try:
         first, second = (drawn(workload, pipe, steps) for _ in range(2))
         found = compare(first, exact, stock)
@@ -67,6 +88,7 @@ def tried(workload, plan, steps, exact, stock):
     replayed = all(each.get("UNet2DConditionModel", {}).get("replayed", 0) > 0 for each in on_ranks)
     return {
         "within": found.ok, "same bits": same, "graphs as wanted": replayed or not wanted, "found": str(found),
+        "bytes of weights": whole, "most bytes on the card while it was split, by rank": everybody().agree(most),
         "graphs between exchanges, by rank": on_ranks, "graphs": graphs, "said": report.splitlines(),
         "seconds": round(time.monotonic() - began, 1),
     }  # fmt: skip

@@ -139,7 +139,7 @@ def unet_case(folder):
     vae = vae_of()
     with torch.no_grad():
         alone = model(**given, return_dict=False)[0], vae.decode(given["sample"], return_dict=False)[0]
-        install_owned(vae, "decode", 1, Ranks("pipeline", dist.group.WORLD, traffic), unread=vae.decoder)
+        install_owned(vae, "decode", 1, vae.decoder, Ranks("pipeline", dist.group.WORLD, traffic))
         install_patches(model, Ranks("patch", dist.group.WORLD, traffic), [1.0] * dist.get_world_size())
         if dist.get_rank():
             dist.barrier()

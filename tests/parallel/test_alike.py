@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from rocm_sd.parallel.answers import Kind, device_of
+from rocm_sd.parallel.homes import send_home
 from rocm_sd.parallel.inputs import _sums, why_unlike
 from rocm_sd.parallel.leading import _method
-from rocm_sd.parallel.stages import _send_home
 from tiny_models import unet_of, vae_of
 
 
@@ -86,7 +86,7 @@ def test_what_pipelines_call_of_a_text_encoder_stays_on_the_card():
     """With `clip_skip`, its last norm."""
     moves = []
     text_model = Moved("model", moves, final_layer_norm=Moved("norm", moves), embeddings=Moved("embeddings", moves))
-    back = _send_home(Moved("encoder", moves, text_model=text_model))
+    back = send_home(Moved("encoder", moves, text_model=text_model))
     assert moves == [("encoder", "cpu"), ("norm", "meta")]
     back()
     assert moves[2:] == [("encoder", "meta")]

@@ -15,6 +15,7 @@ from rocm_sd.parallel.stages import ranges
 
 GB = 10**9
 FITS = Facts(2, 5 * GB, 20 * GB, 50e9, is_unet=True)
+DIVIDED = {"weights": 18 * GB, "by_tensor": 12 * GB, "by_pipeline": 10 * GB}
 
 
 @pytest.mark.parametrize(
@@ -64,6 +65,13 @@ def test_a_plan_for_another_number_of_ranks(text):
         ({"weights": 18 * GB}, "tensor=2", "18.0 GB of weights do not fit"),
         ({"weights": 18 * GB, "link": 8e9}, "pipeline=2", "with 8.0 GB/s is no fast one"),
         ({"weights": 18 * GB, "link": None}, "pipeline=2", "whose speed is not known is no fast one"),
+        (DIVIDED, "tensor=2", "is fast; the fullest rank has 12.0 GB by tensor"),
+        (DIVIDED | {"link": 8e9}, "pipeline=2", "is no fast one; the fullest rank has 10.0 GB by pipeline"),
+        (DIVIDED | {"by_tensor": 17 * GB}, "pipeline=2", "10.0 GB by pipeline, and by tensor it has more"),
+        (DIVIDED | {"link": 8e9, "by_pipeline": 17 * GB}, "tensor=2", "12.0 GB by tensor, and by pipeline it has more"),
+        (DIVIDED | {"link": 8e9, "by_pipeline": None}, "tensor=2", "12.0 GB by tensor, and by pipeline it cannot be"),
+        (DIVIDED | {"by_tensor": 18 * GB, "by_pipeline": 17 * GB}, "pipeline=2", "may not fit either: take more GPUs"),
+        (DIVIDED | {"weights": 16 * GB}, "cfg=2", "half of guidance"),
     ],
 )
 def test_auto(facts, plan, why):

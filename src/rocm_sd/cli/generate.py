@@ -127,13 +127,13 @@ class _Drawing:
     out: Path
     tiled: bool = False
 
-    def load(self, console: Console, device: torch.device) -> Any:
+    def load(self, console: Console, device: torch.device, dtype: torch.dtype | None = None) -> Any:
         from rocm_sd.integrations import diffusers as host
         from rocm_sd.integrations.diffusers.loading import hush
 
         hush()
         with status(console, f"Loading {self.source.name} ..."):
-            pipe = host.load_pipeline(self.source, device, config=self.config)
+            pipe = host.load_pipeline(self.source, device, dtype, self.config)
             if self.scheduler:
                 host.set_scheduler(pipe, self.scheduler)
         return pipe
@@ -163,8 +163,10 @@ def _draw(drawing: _Drawing, device: torch.device, *, compare: bool) -> None:
 
 def _draw_on_rank(device: torch.device, drawing: _Drawing, plan: str) -> None:
     """Every rank draws, and rank 0 alone says so and writes the pictures."""
+    import torch
     from torch import distributed as dist
 
+    from rocm_sd.integrations.diffusers.loading import default_dtype
     from rocm_sd.parallel import join, parallel_report, parallelize
 
     handler = RichHandler(console=Console(stderr=True), show_time=False, show_path=False)
@@ -173,12 +175,11 @@ def _draw_on_rank(device: torch.device, drawing: _Drawing, plan: str) -> None:
     join(device)
     rank = dist.get_rank()
     console = Console(quiet=rank != 0)
-    pipe = drawing.load(console, device)
+    # A model may be larger than a card: each rank's has its own part alone.
+    pipe = drawing.load(console, torch.device("cpu"), default_dtype(device))
     parameters = drawing.parameters(pipe)
-    pictures = drawing.request.batch
-    pipe = parallelize(
-        pipe, plan, drawing.level, drawing.quality, pictures, guided=(drawing.request.guidance or 0.0) > 1
-    )
+    pictures, guided = drawing.request.batch, (drawing.request.guidance or 0.0) > 1
+    pipe = parallelize(pipe, plan, drawing.level, drawing.quality, pictures, device=device, guided=guided)
     by_picture = pictures > 1 and "data" in parallel_report(pipe).plan.dims
     draw = _share_out if by_picture else run_with_progress
     ours = draw(console, pipe, drawing.request, "rocm-sd")

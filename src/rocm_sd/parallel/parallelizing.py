@@ -2,8 +2,8 @@
 
 torchrun --nproc-per-node 2 draw.py        # or: rocm-sd generate --gpus 2 "a frog"
 
-pipe = rocm_sd.parallelize(pipe)           # in draw.py, in place of optimize
-image = pipe("a frog").images[0]           # the same picture, on every rank
+pipe = rocm_sd.parallelize(pipe, device="cuda")   # in draw.py, in place of optimize, and of pipe.to("cuda")
+image = pipe("a frog").images[0]                  # the same picture, on every rank
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import platform
 import time
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakKeyDictionary, ref
 
@@ -37,12 +38,14 @@ from rocm_sd.parallel import sharing
 from rocm_sd.parallel.batch import install_batch
 from rocm_sd.parallel.graphs import install_graphs
 from rocm_sd.parallel.groups import mesh_of, neighbours
+from rocm_sd.parallel.homes import size_of
 from rocm_sd.parallel.inputs import install_check
 from rocm_sd.parallel.patch_models import Staleness, can_be_patched, install_patches
+from rocm_sd.parallel.placing import SPLIT_WEIGHTS, Seat, fullest, of_others, part_of, require_at_home, whole_of
 from rocm_sd.parallel.plans import Facts, Plan, choose, parse
-from rocm_sd.parallel.ranks import Ranks, Traffic, along, join
+from rocm_sd.parallel.ranks import Ranks, Traffic, along, join, own_card
 from rocm_sd.parallel.sharing import everybody
-from rocm_sd.parallel.stages import install_owned, install_stages
+from rocm_sd.parallel.stages import install_owned, install_stages, owned_parts
 from rocm_sd.parallel.tensor import install_tensor
 
 if TYPE_CHECKING:
@@ -60,6 +63,8 @@ R = TypeVar("R")
 _INSIDE: dict[str, Callable[..., Installed]] = {
     "pipeline": install_stages, "patch": install_patches, "tensor": install_tensor,
 }  # fmt: skip
+# Blocks are shared out by their whole size, so before their layers are cut.
+_ORDER = ("pipeline", "tensor", "patch", "cfg")
 _STOCK = replace(EVERYTHING, rules=frozenset(), captured=False, hoisted=False, calibrated=False)
 _SENT = 16 << 20  # bytes, to measure a link with
 
@@ -68,7 +73,7 @@ _SENT = 16 << 20  # bytes, to measure a link with
 class ParallelReport:
     """`traffic`: what this rank has sent until now; `picture`: the ranks that draw one together. `link`: bytes a
     second, measured; `wired`: how the cards are connected, where the driver says it. `split`: models that all ranks
-    have to call at once.
+    have to call at once. `placed`: how weights came to this rank's card, where `parallelize` has put them there.
     """
 
     plan: Plan
@@ -80,13 +85,15 @@ class ParallelReport:
     picture: Ranks | None = None
     installed: list[Installed] = field(default_factory=list)
     split: list[nn.Module] = field(default_factory=list)
+    placed: Installed | None = None
 
     def __str__(self) -> str:
         lines = [f"{self.plan} ({self.ranks} ranks), because {self.plan.why}."]
         if self.link is not None:
             wired = "" if self.wired is None else f"; the driver says that the cards are connected by {self.wired}"
             lines.append(f"  the link took {self.link / 1e9:.1f} GB/s, measured{wired}")
-        lines += [f"  {note}" for each in self.installed for note in each.notes()]
+        placed = [] if self.placed is None else [self.placed]
+        lines += [f"  {note}" for each in (*placed, *self.installed) for note in each.notes()]
         if "data" in self.plan.dims:
             lines.append("  share_out gives each picture to whoever is free; a call by itself is drawn by all")
         sent = ", ".join(f"{bytes_ / 1e6:.1f} MB for {name}" for name, bytes_ in sorted(self.traffic.sent.items()))
@@ -103,45 +110,81 @@ def parallelize(
     quality: Any = "exact",
     pictures: int = 1,
     *,
+    device: str | torch.device | None = None,
     served: bool = False,
     guided: bool = True,
 ) -> Target:
     """Have a pipeline drawn by all processes of this job, and return it. `level` and `quality` are as in `optimize`.
 
     `plan`: data, cfg, pipeline, patch, tensor, a mesh of them (`cfg=2,patch=2`), or `auto`. Each process loads the
-    pipeline, calls this, and then draws the same: what comes is the same picture on all of them. `pictures`: how many
-    are to be drawn, and `guided`: whether with guidance, by which `auto` chooses. `served`: many callers share each
-    call, and nothing is measured in one.
+    pipeline, calls this, and then draws the same: what comes is the same picture on all of them. `device`: "cuda" takes
+    a pipeline that was not moved anywhere, and puts on each rank's card the part that it computes, never the whole: for
+    models larger than a card. `pictures`: how many are to be drawn, and `guided`: whether with guidance, by which
+    `auto` chooses. `served`: many callers share each call, and nothing is measured in one.
     """
     target: Any = pipe
     if not hasattr(target, "components"):
         raise Unsupported("parallelize", f"a {type(target).__name__}: it takes a Diffusers pipeline")
     unparallelize(pipe)
-    device = torch.device(target.device)
-    join(device)
+    place = torch.device(target.device) if device is None else own_card(torch.device(device))
+    if device is not None:
+        require_at_home(target, place)
+    join(place)
     world = everybody()
-    model: Any = getattr(target, "unet", None) or getattr(target, "transformer", None)
-    link = _link_speed(world, device)
+    job = _Job(world, place, _link_speed(world, place), _speeds(world, place))
+    models = _models(target)
     if plan != "auto":
         chosen = parse(plan, world.size)
     else:
-        chosen = _best(world, device, model, link, pictures, served=served, guided=guided)
-    traffic = Traffic()
-    said = ParallelReport(chosen, world.rank, world.size, link, traffic, _wired(world, device))
+        chosen = choose(_facts(target, models, job, pictures, served=served, guided=guided))
+    said = ParallelReport(chosen, world.rank, world.size, job.link, Traffic(), _wired(world, place))
     # Before anything is split: what fails half-way is undone.
     _PARALLEL[target] = said
     try:
-        _put_to_work(target, model, said, world, device, level, quality, served=served)
+        coming = None
+        if device is not None:
+            part = part_of(target, models, job.seats(chosen))
+            said.placed = part.place(target, place)
+            coming = part.bytes_cut
+        _put_to_work(target, models, said, job, level, quality, coming, served=served)
     except BaseException:
         unparallelize(pipe)
         raise
     return pipe
 
 
+@dataclass(frozen=True)
+class _Job:
+    """`device`: this rank's; `link`: bytes a second; `speeds`: of every rank."""
+
+    world: Ranks
+    device: torch.device
+    link: float | None
+    speeds: list[float]
+
+    def mesh(self, plan: Plan) -> Any:
+        return mesh_of(self.device.type, plan.dims)
+
+    def weights(self, ranks: Ranks) -> list[float]:
+        return [self.speeds[rank] for rank in ranks.members]
+
+    def seats(self, plan: Plan) -> dict[str, Seat]:
+        """Of what splits weights."""
+        found = {name: along(self.mesh(plan), name, Traffic()) for name in SPLIT_WEIGHTS if name in plan.dims}
+        return {name: Seat(ranks.rank, self.weights(ranks)) for name, ranks in found.items()}
+
+
+def _models(pipe: Any) -> list[Any]:
+    """The denoiser, and ControlNets."""
+    return [getattr(pipe, "unet", None) or getattr(pipe, "transformer", None), *_controlnets(pipe)]
+
+
 def _put_to_work(
-    pipe: Any, model: Any, said: ParallelReport, world: Ranks, device: torch.device, level: str, quality: Any, *,
+    pipe: Any, models: list[Any], said: ParallelReport, job: _Job, level: str, quality: Any, coming: int | None, *,
     served: bool,
 ) -> None:  # fmt: skip
+    """`coming`: bytes that are still to come to this rank's card; None where the whole pipeline was there."""
+    world, device, model = job.world, job.device, models[0]
     chosen = said.plan
     inside = [name for name in chosen.dims if name in _INSIDE]
     if inside and quality != "exact" and "pipeline" in inside:
@@ -150,18 +193,18 @@ def _put_to_work(
     parts = _STOCK if inside else replace(EVERYTHING, calibrated=not served)
     if set(chosen.dims) - {"data"}:
         # A level with halved batches has other exchanges: it is chosen alike, by the fullest card.
-        free = [each for each in world.agree(free_memory(device)) if each is not None]
-        said.installed.append(Installed(tuple, reckon_with(pipe, min(free, default=None))))
+        there = free_memory(device)
+        free = [each for each in world.agree(None if there is None else there - (coming or 0)) if each is not None]
+        in_place = coming is not None and bool(set(chosen.dims) & set(SPLIT_WEIGHTS))
+        said.installed.append(Installed(tuple, reckon_with(pipe, min(free, default=None), in_place=in_place)))
     optimize_with(pipe, level, _without_stale(quality) if stale else quality, parts)
     if chosen.dims:
-        speeds = _speeds(world, device)
-        mesh = mesh_of(device.type, chosen.dims)
         said.picture = Ranks("vae", neighbours(world.size // chosen.dims.get("data", 1)), said.traffic)
         as_stock = all(world.agree(bool(inside) or not (graphs_wanted(device) or report(pipe).replaced)))
         # What goes by the number of a step cannot be baked into a graph, nor can blocks of other ranks.
         graphs = bool(inside) and quality == "exact" and "pipeline" not in inside and graphs_wanted(device)
         for module, each in _installed(
-            pipe, model, chosen, mesh, speeds, said.picture, stale, as_stock=as_stock, graphs=graphs
+            pipe, models, chosen, job, said.picture, stale, as_stock=as_stock, graphs=graphs
         ):
             said.installed.append(each)
             said.split += [module] if module not in said.split else []
@@ -177,6 +220,8 @@ def unparallelize(pipe: Target) -> Target:
         for each in reversed(said.installed):
             each.restore()
         restore(pipe)
+        if said.placed is not None:
+            said.placed.restore()
     return pipe
 
 
@@ -199,47 +244,59 @@ def share_out(count: int, draw: Callable[[int], R], pipe: Any = None) -> list[R]
     return sharing.share_out(count, draw, None if said is None else said.picture)
 
 
-def _best(
-    world: Ranks, device: torch.device, model: Any, link: float | None, pictures: int, *, served: bool, guided: bool
-) -> Plan:
-    weights = sum(each.numel() * each.element_size() for each in model.parameters()) if model is not None else 0
-    free = free_memory(device) if device.type != "cpu" else None
-    # The same on every rank: by the fullest card, and the slowest link.
-    known = [each for each in world.agree(free) if each is not None]
-    is_unet = model is not None and type(model).__name__ == "UNet2DConditionModel"
+def _facts(pipe: Any, models: list[Any], job: _Job, pictures: int, *, served: bool, guided: bool) -> Facts:
+    model, whole = models[0], whole_of(pipe)
     # A model that takes the scale of guidance as an input computes one half.
     guided = guided and getattr(getattr(model, "config", None), "time_cond_proj_dim", None) is None
-    free_in_all = min(known) + weights if known else None
-    return choose(Facts(world.size, weights, free_in_all, link, is_unet, pictures, served, guided))
+    free = free_memory(job.device) if job.device.type != "cpu" else None
+    # What lies there already is room for the same weights. The same on every rank: by the fullest card.
+    here = size_of(weight for weight in whole if weight.device.type == job.device.type)
+    known = [each for each in job.world.agree(None if free is None else free + here) if each is not None]
+    by_tensor, by_pipeline = (fullest(pipe, models, name, job.speeds) for name in ("tensor", "pipeline"))
+    return Facts(
+        job.world.size, size_of(whole), min(known, default=None), job.link,
+        type(model).__name__ == "UNet2DConditionModel", pictures, served, guided, by_tensor, by_pipeline,
+    )  # fmt: skip
 
 
 def _installed(
-    pipe: Any, model: Any, plan: Plan, mesh: Any, speeds: list[float], picture: Ranks, stale: list[Setting], *,
-    as_stock: bool, graphs: bool,
+    pipe: Any, models: list[Any], plan: Plan, job: _Job, picture: Ranks, stale: list[Setting], *, as_stock: bool,
+    graphs: bool,
 ) -> Iterator[tuple[nn.Module, Installed]]:  # fmt: skip
-    models = [model, *_controlnets(pipe)]
-    names = [name for name in ("tensor", "pipeline", "patch", "cfg") if name in plan.dims]
+    model = models[0]
+    names = [name for name in _ORDER if name in plan.dims]
     for name in names:
         if name == "cfg" and graphs:
             yield from ((each, install_graphs(each)) for each in models)
-        ranks = along(mesh, name, picture.traffic)
-        weights = [speeds[rank] for rank in ranks.members]
+        ranks = along(job.mesh(plan), name, picture.traffic)
+        weights = job.weights(ranks)
         for each in models:
             if name == "cfg":
                 yield each, install_batch(each, ranks, weights)
             elif name == "patch" and each is model and stale:
                 yield each, _with_stale_rows(pipe, model, ranks, weights, stale)
             elif name != "pipeline" or each is model:
-                yield each, _INSIDE[name](each, ranks, weights)
+                yield each, _inside(name, pipe, models, plan, job)(each, ranks, weights)
         if name == "pipeline":
-            yield from _placed(pipe, ranks)
+            yield from _owned(pipe, ranks)
     if "cfg" not in names and graphs:
         yield from ((each, install_graphs(each)) for each in models)
     decoder = getattr(getattr(pipe, "vae", None), "decoder", None)
     # Where it is answered from a graph, or one rank has it, there are no rows to be taken from it.
     if decoder is not None and picture.size > 1 and can_be_patched(decoder) and as_stock and "pipeline" not in names:
         yield decoder, Installed(tuple, decode_together(pipe.vae))
-        yield decoder, install_patches(decoder, picture, [speeds[rank] for rank in picture.members])
+        yield decoder, install_patches(decoder, picture, job.weights(picture))
+
+
+def _inside(name: str, pipe: Any, models: list[Any], plan: Plan, job: _Job) -> Callable[..., Installed]:
+    if name == "tensor" and "pipeline" in plan.dims:
+        return partial(install_tensor, away=set(of_others(pipe, models, job.seats(plan))))
+    return _INSIDE[name]
+
+
+def _owned(pipe: Any, ranks: Ranks) -> Iterator[tuple[nn.Module, Installed]]:
+    for part, method, owner, unread in owned_parts(pipe, ranks.size):
+        yield part, install_owned(part, method, owner, unread, ranks)
 
 
 def _stale_settings(model: Any, quality: Any, plan: Plan) -> list[Setting]:
@@ -268,18 +325,6 @@ def _with_stale_rows(
         stop()
 
     return Installed(installed.notes, restore)
-
-
-def _placed(pipe: Any, ranks: Ranks) -> Iterator[tuple[nn.Module, Installed]]:
-    """Text encoders are the first rank's, and the VAE is the last one's."""
-    for name in ("text_encoder", "text_encoder_2", "text_encoder_3"):
-        module = getattr(pipe, name, None)
-        if module is not None:
-            yield module, install_owned(module, "forward", 0, ranks)
-    vae = getattr(pipe, "vae", None)
-    if vae is not None and hasattr(vae, "decoder"):
-        # And not the decoder: how a picture is decoded goes by the memory that is free.
-        yield vae, install_owned(vae, "decode", ranks.size - 1, ranks, unread=vae.decoder)
 
 
 def _controlnets(pipe: Any) -> list[Any]:

@@ -19,6 +19,8 @@ STRATEGIES = ("data", "cfg", "pipeline", "patch", "tensor")
 # Sums of every layer take longer than its products below it: PCIe 4.0 x16 has about 25 in each direction, Infinity
 # Fabric between MI300X 50 and more.
 _FAST_LINK = 40e9
+# Of a card's memory; pictures and the libraries have the rest.
+_SHARE_OF_WEIGHTS = 0.8
 
 
 @dataclass(frozen=True)
@@ -38,9 +40,10 @@ class Plan:
 
 @dataclass(frozen=True)
 class Facts:
-    """What a choice depends on. `free`: bytes on the fullest card; `link`: bytes a second between two ranks, as
-    measured. `served`: pictures of several requests share each call. `guided`: a step computes one half with the prompt
-    and one without.
+    """What a choice depends on. `weights`: of the whole pipeline, in bytes; `by_tensor` and `by_pipeline`: what of them
+    is on the fullest rank then, None where the model has no such plan. `free`: bytes on the fullest card, without the
+    pipeline; `link`: bytes a second between two ranks, as measured. `served`: pictures of several requests share each
+    call. `guided`: a step computes one half with the prompt and one without.
     """
 
     ranks: int
@@ -51,10 +54,16 @@ class Facts:
     pictures: int = 1
     served: bool = False
     guided: bool = True
+    by_tensor: int | None = None
+    by_pipeline: int | None = None
 
     @property
     def crowded(self) -> bool:
-        return self.free is not None and self.weights > 0.8 * self.free
+        return self.free is not None and not self.fits(self.weights)
+
+    def fits(self, weights: int) -> bool:
+        """Beside pictures."""
+        return self.free is None or weights <= _SHARE_OF_WEIGHTS * self.free
 
 
 def parse(text: str, ranks: int) -> Plan:
@@ -71,7 +80,8 @@ def parse(text: str, ranks: int) -> Plan:
     if len(open_ones) == 1 and ranks % known == 0:
         dims[open_ones[0]] = ranks // known
     if any(not size for size in dims.values()) or math.prod(dims.values()) != ranks:
-        raise Unsupported("plan", f"{text!r} on {ranks} ranks", hint=f"Its sizes, multiplied, are to be {ranks}.")
+        hint = f"Its sizes, multiplied, are to be {ranks}. A name alone takes all of them: {next(iter(dims))}."
+        raise Unsupported("plan", f"{text!r} on {ranks} ranks", hint=hint)
     ordered = {name: dims[name] for name in STRATEGIES if dims.get(name, 1) > 1}
     return Plan(ordered, "it was asked for")
 
@@ -83,11 +93,9 @@ def choose(facts: Facts) -> Plan:
     link = "whose speed is not known" if facts.link is None else f"with {facts.link / 1e9:.1f} GB/s"
     halved = facts.is_unet and facts.guided
     alone = facts.pictures == 1
-    gb = f"{facts.weights / 1e9:.1f} GB of weights do not fit beside pictures into {(facts.free or 0) / 1e9:.1f} GB"
     choices: tuple[tuple[bool, dict[str, int], str], ...] = (
         (ranks == 1, {}, "there is one rank"),
-        (facts.crowded and fast, {"tensor": ranks}, f"{gb}, and the link {link} is fast"),
-        (facts.crowded, {"pipeline": ranks}, f"{gb}, and the link {link} is no fast one"),
+        (facts.crowded, *_divided(facts, link, fast=fast)),
         (facts.served, {"cfg": ranks}, "pictures that are drawn at once share a call, and each rank has some of them"),
         (facts.pictures >= ranks, {"data": ranks}, f"{facts.pictures} pictures are drawn, and nothing has to be sent"),
         (halved and ranks == 2, {"cfg": 2}, "each half of guidance has a rank, and one answer a step is sent"),
@@ -107,3 +115,23 @@ def choose(facts: Facts) -> Plan:
         (True, {"data": ranks}, "its pictures can be shared out, and nothing else is faster"),
     )
     return next(Plan(dims, why) for holds, dims, why in choices if holds)
+
+
+def _divided(facts: Facts, link: str, *, fast: bool) -> tuple[dict[str, int], str]:
+    """Where the whole is too large for a card: by the link, unless the other plan alone fits."""
+    gb = f"{facts.weights / 1e9:.1f} GB of weights do not fit beside pictures into {(facts.free or 0) / 1e9:.1f} GB"
+    held = {"tensor": facts.by_tensor, "pipeline": facts.by_pipeline}
+    by_link = "tensor" if fast else "pipeline"
+    order = sorted(held, key=lambda name: name != by_link)
+    known = {name: size for name in order if (size := held[name]) is not None}
+    if not known:
+        return {by_link: facts.ranks}, f"{gb}, and the link {link} is {'fast' if fast else 'no fast one'}"
+    fitting = [name for name, size in known.items() if facts.fits(size)]
+    name = fitting[0] if fitting else min(known, key=known.__getitem__)
+    has = f"the fullest rank has {known[name] / 1e9:.1f} GB by {name}"
+    if not fitting:
+        return {name: facts.ranks}, f"{gb}; {has}, the least, and that may not fit either: take more GPUs"
+    if name == by_link:
+        return {name: facts.ranks}, f"{gb}, and the link {link} is {'fast' if fast else 'no fast one'}; {has}"
+    other = "cannot be" if held[by_link] is None else "has more"
+    return {name: facts.ranks}, f"{gb}; {has}, and by {by_link} it {other}"

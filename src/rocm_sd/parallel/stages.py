@@ -23,6 +23,7 @@ from torch.utils import _pytree as pytree
 from rocm_sd.engine import Installed, divide
 from rocm_sd.errors import Unsupported
 from rocm_sd.parallel.answers import Kind, device_of, hand_on, kinds
+from rocm_sd.parallel.homes import send_home, size_of
 from rocm_sd.rewrite import forwards
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
     from rocm_sd.parallel.ranks import Ranks
 
-__all__ = ["install_owned", "install_stages", "ranges"]
+__all__ = ["blocks_of", "install_owned", "install_stages", "owned_parts", "owners_of", "ranges"]
 
 
 def ranges(costs: Sequence[float], weights: Sequence[float]) -> list[int]:
@@ -51,11 +52,9 @@ def ranges(costs: Sequence[float], weights: Sequence[float]) -> list[int]:
     return owners
 
 
-def install_owned(
-    module: nn.Module, method: str, owner: int, ranks: Ranks, unread: nn.Module | None = None
-) -> Installed:
+def install_owned(module: nn.Module, method: str, owner: int, unread: nn.Module, ranks: Ranks) -> Installed:
     """One rank computes what the method returns, and all have it. The arguments are the same everywhere. `unread`: what
-    of the module the others do not need for anything else; all of it, if nothing is said.
+    of the module the others do not need for anything else.
     """
     name = type(module).__name__ if method == "forward" else f"{method} of {type(module).__name__}"
 
@@ -65,13 +64,44 @@ def install_owned(
         return hand_on(ranks, own, owner, others, device_of((args, kwargs)))
 
     take_off = forwards.surround(module, answer, name=method)
-    home = _send_home(unread or module) if ranks.rank != owner else (lambda: None)
+    home = send_home(unread) if ranks.rank != owner else (lambda: None)
 
     def restore() -> None:
         take_off()
         home()
 
     return Installed(lambda: (f"{name} is on rank {owner} of {ranks.size}",), restore)
+
+
+def blocks_of(unet: Any, ranks: int) -> list[nn.Module]:
+    """In the order of the forward. Raises Unsupported where they cannot be shared out among so many."""
+    kind = type(unet).__name__
+    if kind != "UNet2DConditionModel":
+        raise Unsupported("pipeline", f"{kind}: its blocks are not known", hint="Use data, or cfg.")
+    blocks = [*unet.down_blocks, *([unet.mid_block] if unet.mid_block is not None else []), *unet.up_blocks]
+    if len(blocks) < ranks:
+        hint = f"Use {len(blocks)} GPUs or fewer, or another plan."
+        raise Unsupported("pipeline", f"{ranks} ranks for {len(blocks)} blocks of {kind}", hint=hint)
+    return blocks
+
+
+def owners_of(blocks: Sequence[nn.Module], weights: Sequence[float]) -> list[int]:
+    """Before any of them is split otherwise: all ranks have to find the same."""
+    return ranges([size_of(block.parameters()) for block in blocks], weights)
+
+
+def owned_parts(pipe: Any, ranks: int) -> Iterator[tuple[nn.Module, str, int, nn.Module]]:
+    """Text encoders are the first rank's, and the VAE is the last one's: each with the method that it computes, its
+    owner and what of it others do not need.
+    """
+    for name in ("text_encoder", "text_encoder_2", "text_encoder_3"):
+        module = getattr(pipe, name, None)
+        if module is not None:
+            yield module, "forward", 0, module
+    vae = getattr(pipe, "vae", None)
+    if vae is not None and hasattr(vae, "decoder"):
+        # And not the decoder's forward: how a picture is decoded goes by the memory that is free.
+        yield vae, "decode", ranks - 1, vae.decoder
 
 
 @dataclass
@@ -124,16 +154,11 @@ class _Stages:
 
 def install_stages(unet: Any, ranks: Ranks, weights: Sequence[float]) -> Installed:
     """Give each rank a range of the UNet's blocks."""
-    kind = type(unet).__name__
-    if kind != "UNet2DConditionModel":
-        raise Unsupported("pipeline", f"{kind}: its blocks are not known", hint="Use data, or cfg.")
-    blocks = [*unet.down_blocks, *([unet.mid_block] if unet.mid_block is not None else []), *unet.up_blocks]
-    if len(blocks) < ranks.size:
-        raise Unsupported("pipeline", f"{ranks.size} ranks for {len(blocks)} blocks of {kind}", hint="Use fewer ranks.")
-    owners = ranges([sum(each.numel() for each in block.parameters()) for block in blocks], weights)
+    kind, blocks = type(unet).__name__, blocks_of(unet, ranks.size)
+    owners = owners_of(blocks, weights)
     stages = _Stages(ranks, owners, _readers(unet, owners))
     undo = [_stand_in(block, place, stages) for place, block in enumerate(blocks)]
-    undo += [_send_home(block) for place, block in enumerate(blocks) if owners[place] != ranks.rank]
+    undo += [send_home(block) for place, block in enumerate(blocks) if owners[place] != ranks.rank]
     flights = [0]
 
     def answer(model: Any, whole: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -201,24 +226,3 @@ def _stand_in(block: nn.Module, place: int, stages: _Stages) -> Callable[[], Non
         return stages.run(place, whole, args, kwargs)
 
     return forwards.surround(block, answer)
-
-
-def _send_home(module: nn.Module) -> Callable[[], None]:
-    """To the host's memory; how to bring it back."""
-    first = next(module.parameters(), None)
-    if first is None or first.device.type == "cpu":
-        return lambda: None
-    device = first.device
-    module.to("cpu")
-    for part in _called_alone(module):
-        part.to(device)
-
-    def back() -> None:
-        module.to(device)
-
-    return back
-
-
-def _called_alone(module: nn.Module) -> list[nn.Module]:
-    """What pipelines call by its name, besides the module: with `clip_skip` a text encoder's last norm."""
-    return [part for name, part in module.named_modules() if name.rpartition(".")[2] == "final_layer_norm"]

@@ -35,8 +35,8 @@ _MARGIN = 2**29
 
 _OFFLOAD_STATE = ("_all_hooks", "_offload_gpu_id", "_offload_device")
 _GROUP_OFFLOADING = "group_offloading"
-# By target: free bytes to reckon with, whatever the device says.
-_AGREED: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+# By target: free bytes to reckon with, whatever the device says, and whether weights that are elsewhere stay there.
+_AGREED: weakref.WeakKeyDictionary[Any, tuple[int, bool]] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -70,8 +70,9 @@ def decide(target: Any, level: str, free: int | None = None) -> Decision:
     require_one_of("level", level, LEVELS)
     parts = modules_of(target)
     place = placement(target)
-    need = _need(target, parts, place.device)
-    free = _AGREED.get(target) if free is None else free
+    agreed, in_place = _AGREED.get(target, (None, False))
+    need = _need(target, parts, place.device, in_place=in_place)
+    free = agreed if free is None else free
     free = free_memory(place.device) if free is None else free
     short = free is not None and need.in_all > free
     found: Any = {"sizes": need.sizes, "activations": need.activations, "free": free, "kept": place.by}
@@ -82,18 +83,19 @@ def decide(target: Any, level: str, free: int | None = None) -> Decision:
         return Decision("performance", why, place.device, False, graphs, False, **found)
     # Chosen by auto, parts are moved only where halving the activations is not enough.
     tight = level == "memory" or (free is not None and need.in_halves > free)
-    offload = tight and graphs and hasattr(target, "enable_model_cpu_offload")
+    offload = tight and graphs and not in_place and hasattr(target, "enable_model_cpu_offload")
     why = _why_memory(level, place, need, free, offload=offload)
     return Decision("memory", why, place.device, offload, False, True, **found)
 
 
-def reckon_with(target: Any, free: int | None) -> Callable[[], None]:
+def reckon_with(target: Any, free: int | None, *, in_place: bool = False) -> Callable[[], None]:
     """Have every later decision for this target reckon with so many free bytes; how to end that. None: the device says.
 
     For processes that draw together: one that halves its batches has other exchanges than one that does not.
+    `in_place`: what is not on the device by now does not come, and nothing is moved; the others compute with it.
     """
     if free is not None:
-        _AGREED[target] = free
+        _AGREED[target] = free, in_place
     held = weakref.ref(target)
 
     def end() -> None:
@@ -196,7 +198,7 @@ class _Need:
         )
 
 
-def _need(target: Any, parts: Mapping[str, nn.Module], device: torch.device) -> _Need:
+def _need(target: Any, parts: Mapping[str, nn.Module], device: torch.device, *, in_place: bool = False) -> _Need:
     sizes, missing, seen = {}, 0, set()
     for name, part in parts.items():
         sizes[name] = 0
@@ -206,7 +208,7 @@ def _need(target: Any, parts: Mapping[str, nn.Module], device: torch.device) -> 
                 seen.add(id(tensor))
                 count = tensor.numel() * tensor.element_size()
                 sizes[name] += count
-                missing += 0 if _is(tensor.device, device) else count
+                missing += 0 if in_place or _is(tensor.device, device) else count
     found = ((part, known) for part in parts.values() if (known := denoiser(part)) is not None and known.maps)
     model, known = next(found, (None, None))
     if known is None:
