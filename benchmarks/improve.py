@@ -1,9 +1,10 @@
-"""What small changes of the shipped kernels win in modelled time: `rocm-sd improve` over several ops, kept as a record.
+"""What the tuner's search and small changes of the shipped kernels win in modelled time, kept as a record.
 
     python benchmarks/improve.py --arch gfx1100 --out benchmarks/improve-cpu [--ops upsample,geglu] [--budget 5m]
 
-Each op has its own budget, as the command has; proposals are its mutations, with no language model and no card. The
-rounds are those that `rocm-sd improve OP --arch ARCH` makes with the same seed, and each climbs the same ladder.
+Each op has its own budget, as the command has; proposals are those of the built-in proposers, with no language model
+and no card. The rounds are those that `rocm-sd improve OP --arch ARCH --device cpu` makes with the same seed, and each
+climbs the same ladder.
 ARCH.json has the machine, the versions, the command, and of every op all rounds with their rungs and modelled times.
 """
 
@@ -24,12 +25,14 @@ import torch
 from rocm_sd.agents import keeping
 from rocm_sd.agents.improving import improve, run_of
 from rocm_sd.agents.judging import Judge
-from rocm_sd.agents.proposers import Mutations
+from rocm_sd.agents.proposers import BuiltIn
 from rocm_sd.bench.machine import machine
 from rocm_sd.cli.terminal import budget_seconds, parts
 from rocm_sd.ops import OPS
 
 MOST_SHOWN = 160
+# The emulated rung: on no card, the last.
+GREEN = 4
 
 
 def told(done):
@@ -40,15 +43,17 @@ def told(done):
 def searched(name, arch, seconds, seed, folder):
     """The rounds of one op, and why they ended."""
     op, architectures = OPS[name], (arch,)
-    run = run_of(op, architectures, Mutations.name, seed)
+    proposer = BuiltIn(op, architectures, seed)
+    run = run_of(op, architectures, proposer.name, seed)
     print(f"{name} on {arch}", flush=True)
     with keeping.keeping(folder, run) as kept:
-        proposer = Mutations(op, architectures, seed)
-        ended = improve(op, kept, proposer, Judge(op, architectures), seconds=seconds, told=told)
+        judge = Judge(op, architectures, gains_alone=True)
+        ended = improve(op, kept, proposer, judge, seconds=seconds, told=told)
         record = keeping.Improvement(keeping.FORMAT, run, kept.rounds)
     verdicts = Counter(each.judged.verdict for each in record.rounds)
     failed = Counter(each.judged.height + 1 for each in record.rounds if each.judged.verdict == "refused")
-    ratios = [each.judged.ratio[arch] for each in record.rounds if each.judged.ratio]
+    green = [each.judged for each in record.rounds if each.judged.height == GREEN]
+    ratios = [each.ratio[arch] for each in green if each.ratio]
     return {
         "op": name,
         "ended": ended,
@@ -64,7 +69,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--arch", required=True)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--ops", default="upsample,layer_norm_residual,geglu")
+    parser.add_argument("--ops", default="group_norm_silu,upsample")
     parser.add_argument("--budget", default="5m", help="of each op: 90s, 5m, 1h")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()

@@ -8,7 +8,7 @@ from dataclasses import asdict
 
 import pytest
 
-from rocm_sd.agents import judging, trying
+from rocm_sd.agents import asking, trying
 from rocm_sd.agents.judging import OFFERED, REFUSED, SLOWER, Judge
 from rocm_sd.agents.proposals import Proposal, functions_text
 from rocm_sd.errors import RocmSdError
@@ -21,6 +21,13 @@ GEGLU = OPS["geglu"]
 BOTH = ("gfx1100", "gfx942")
 CALLS = [bucket.sample.name for bucket in GEGLU.tuning.buckets]
 KERNEL = Proposal("kernel", "a change", functions_text(GEGLU))
+
+
+def config_of_a_space(function, job, figures):
+    """What a process says of one config among several."""
+    made = answers(climb=False, calls=[job["bucket"]], **figures)
+    compiled, counted = made["compile_and_execute"]["compiled"], made["interpret"]["counted"]
+    return {"fault": "", "figures": counted if "interpret" in function else compiled}
 
 
 def rung(number, arch, state="passed"):
@@ -54,6 +61,9 @@ def answering(monkeypatch):
 
     def set_to(change=lambda _answers: None, **figures):
         def confined(function, job, **_named):
+            if "configs" in job:
+                entries = [config_of_a_space(function, job, figures) for _ in job["configs"]]
+                return json.loads(json.dumps({"found": entries}))
             proposed = job["climb"]
             found = answers(
                 proposed, calls=[job["bucket"]] if job["bucket"] else CALLS, **(figures if proposed else {})
@@ -66,7 +76,7 @@ def answering(monkeypatch):
                 raise answer
             return answer
 
-        monkeypatch.setattr(judging, "confined", confined)
+        monkeypatch.setattr(asking, "confined", confined)
         return Judge(GEGLU, BOTH)
 
     return set_to
@@ -130,14 +140,16 @@ def test_a_failed_rung_ends_the_climb(answering):
 
 def test_a_config_that_does_not_compile_leaves_the_others_of_its_space(answering, monkeypatch):
     judge = answering(loaded=2**14, vector=20)
-    confined = judging.confined
+    confined = asking.confined
 
     def one_fails(function, job, **named):
-        if job["config"].get("warps") == 2:
-            raise RocmSdError("Compiling it ended with an error.")
-        return confined(function, job, **named)
+        found = confined(function, job, **named)
+        for config, entry in zip(job.get("configs", ()), found.get("found", ()), strict=True):
+            if config["warps"] == 2:
+                entry["fault"] = "Compiling it ended with an error."
+        return found
 
-    monkeypatch.setattr(judging, "confined", one_fails)
+    monkeypatch.setattr(asking, "confined", one_fails)
     judged = judge(Proposal("space", bucket=CALLS[0], config={"block_f": 256, "rows": 1}, space={"warps": (1, 2)}))
     assert (judged.verdict, judged.config["warps"]) == (OFFERED, 1)
     judged = judge(Proposal("space", bucket=CALLS[0], config={"block_f": 256, "rows": 1}, space={"warps": (2,)}))
@@ -152,7 +164,7 @@ def test_the_call_of_a_million_values_is_made_with_each_architectures_config(mon
         compute("triton", ())
         return "passed", "", {"largest_error": 0.0}
 
-    tried = trying._Tried({"op": "geglu", "source": "", "bucket": "", "config": {}, "architectures": BOTH})
+    tried = trying.Tried({"op": "geglu", "source": "", "bucket": "", "config": {}, "architectures": BOTH})
     own = tried.implementation
 
     class Recording:

@@ -17,6 +17,7 @@ import torch
 from rocm_sd.agents import keeping
 from rocm_sd.agents.judging import OFFERED, REFUSED, Judge, Judged, Rung
 from rocm_sd.agents.keeping import Round, Run
+from rocm_sd.arch import ARCHS
 from rocm_sd.errors import RocmSdError, require_known
 from rocm_sd.ops import OPS
 from rocm_sd.ops.accepted import FORMAT, Accepted, keep
@@ -31,11 +32,19 @@ if TYPE_CHECKING:
     from rocm_sd.agents.proposers import Proposer, Reviewer
     from rocm_sd.ops.registry import Op
 
-__all__ = ["accept", "improve", "run_of"]
+__all__ = ["accept", "improve", "provable", "run_of"]
 
 
-def run_of(op: Op, architectures: Sequence[str], agent: str, seed: int = 0) -> Run:
+def provable() -> list[str]:
+    """Architectures that a proposal can be proven for: the emulated ones, and those that a card alone judges."""
+    return [*EMULATED, *(each.name for each in ARCHS.values() if each.triton_supported and not each.has_gates)]
+
+
+def run_of(op: Op, architectures: Sequence[str], agent: str, seed: int = 0, card: str = "") -> Run:
+    """`card`: the name of the one on which proposals are timed."""
     versions = {"kernel": op.kernel_hash(), "torch": torch.__version__, "triton": _version("triton")}
+    if card:
+        versions["card"] = card
     return Run(op.name, tuple(architectures), agent, seed, versions)
 
 
@@ -121,7 +130,7 @@ def accept(
 def _proven(
     name: str, run: Run, done: Round, judge: Callable[[Op, Sequence[str]], Callable[[Proposal], Judged]]
 ) -> Judged:
-    require_known("architecture", run.architectures, EMULATED)
+    require_known("architecture", run.architectures, provable())
     judged = judge(OPS[run.op], run.architectures)(done.proposal[0])
     if judged.verdict != OFFERED:
         raise RocmSdError(

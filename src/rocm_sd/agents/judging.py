@@ -11,21 +11,30 @@ the shipped kernel needs; on a card the measured time decides in its place. What
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rocm_sd import arch as archs
-from rocm_sd import typed_json
-from rocm_sd.agents.confinement import LIMITS, confined
-from rocm_sd.agents.proposals import Proposal, module_of, why_not_allowed
-from rocm_sd.agents.trying import KERNELS, MANY, SOURCE
+from rocm_sd.agents.asking import Asking, plain
+from rocm_sd.agents.confinement import LIMITS
+from rocm_sd.agents.modelling import Work, ratio, worse
+from rocm_sd.agents.proposals import Proposal, why_not_allowed
+from rocm_sd.agents.verdicts import (
+    LEAST_GAIN,
+    OFFERED,
+    REFUSED,
+    RULES,
+    SLOWER,
+    Judged,
+    Rung,
+    Timing,
+    has_failed,
+)
 from rocm_sd.errors import MissingDependency, RocmSdError
-from rocm_sd.tuning.ranking import model
-from rocm_sd.tuning.static.tasks import CompiledLaunch
-from rocm_sd.typed_json import Misfit, Rules
-from rocm_sd.verify.ladder import EMULATED, HOST
-from rocm_sd.verify.programs import CountedLaunch
+from rocm_sd.typed_json import Misfit
+from rocm_sd.verify.proofs import EMULATED
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -33,125 +42,49 @@ if TYPE_CHECKING:
     from rocm_sd.agents.confinement import Limits
     from rocm_sd.ops.registry import Op
 
-__all__ = ["OFFERED", "REFUSED", "RULES", "SLOWER", "Judge", "Judged", "Rung", "Timing"]
+__all__ = [
+    "OFFERED",
+    "REFUSED",
+    "RULES",
+    "SHARE",
+    "SLOWER",
+    "Judge",
+    "Judged",
+    "OnCard",
+    "Rung",
+    "Timing",
+]
 
-OFFERED, SLOWER, REFUSED = "offered", "no better", "refused"
-# Less than that is within what the model leaves out.
-_LEAST_GAIN = 0.01
-_TRYING = "rocm_sd.agents.trying"
 # To interpret a million values of a product takes a minute of a core, and more by the clock where others use it.
 _LIMITS = replace(LIMITS, seconds=900.0, cpu_seconds=300)
 _MOST_SAID = 1500
-_WORSE = 1.005  # of the shipped kernel's count, before a finding names it
-# Of whoever wrote down a rung or a verdict: a process, or the file of a stranger.
-RULES: Rules = {
-    "Rung.rung": {"minimum": 1, "maximum": 5},
-    "Rung.state": {"enum": ["passed", "failed", "skipped"]},
-    "Judged.verdict": {"enum": [OFFERED, SLOWER, REFUSED]},
-}
-_Times = dict[str, dict[str, float]]
+# Configs that one process tries: a fault of one costs the others their start alone.
+_AT_ONCE = 16
+SHARE = "share"  # of the shipped config's time, in the figures of a rung that the best of a space need not climb
+# Of a space: whoever is refused by a rung leaves its place to the next best.
+_MOST_CLIMBS = 3
 
 
-@dataclass(frozen=True)
-class Rung:
-    """`arch` names what it was shown on: an architecture, or the machine itself."""
+class OnCard(Protocol):
+    """Rung 5 and the times of a proposal, on the card whose architecture it names."""
 
-    rung: int
-    arch: str
-    state: str
-    finding: str
-    figures: dict[str, Any] = field(default_factory=dict)
+    @property
+    def arch(self) -> str: ...
 
+    def climbed(
+        self, proposal: Proposal, job: Mapping[str, Any], files: Mapping[str, str]
+    ) -> tuple[Rung, tuple[Timing, ...]]:
+        """Raises RocmSdError or Misfit where its process ends, or makes something up."""
 
-@dataclass(frozen=True)
-class Timing:
-    """Measured on a card, in turns with the kernel that is shipped: how many times as fast, with its interval."""
-
-    device: str
-    ratio: float
-    low: float
-    high: float
+    def searched(self, proposal: Proposal, job: Mapping[str, Any]) -> list[tuple[float, dict[str, int]]]:
+        """(share of the shipped config's time, config) of those that are right there, the best first."""
 
 
-@dataclass(frozen=True)
-class Judged:
-    """`modelled`: microseconds by architecture and call; `ratio`: their share of the shipped kernel's.
+class Judge(Asking):
+    """Of proposals for one op. `note` hears which rung is being climbed; `limits` are those of each process.
 
-    `worse`: of one that is no better, which counted work is more than the shipped kernel's, in words.
+    `gains_alone`: what the model finds no faster climbs no rung, where nobody learns from what it would have found.
     """
-
-    verdict: str
-    rungs: tuple[Rung, ...]
-    modelled: dict[str, dict[str, float]] = field(default_factory=dict)
-    ratio: dict[str, float] = field(default_factory=dict)
-    config: dict[str, int] = field(default_factory=dict)
-    measured: tuple[Timing, ...] = ()
-    worse: tuple[str, ...] = ()
-
-    @property
-    def height(self) -> int:
-        """The highest rung that was passed on all that it was tried on."""
-        failed = {each.rung for each in self.rungs if each.state == "failed"}
-        passed = {each.rung for each in self.rungs if each.state != "failed"} - failed
-        return max((rung for rung in passed if not failed or rung < min(failed)), default=0)
-
-    @property
-    def finding(self) -> str:
-        """One paragraph for who proposed it."""
-        failed = next((each for each in self.rungs if each.state == "failed"), None)
-        if failed is not None:
-            where = "" if failed.rung == 1 else f" ({failed.arch})"
-            return f"It failed at rung {failed.rung}, {_RUNGS[failed.rung]}{where}: {failed.finding}"
-        times = "; ".join(f"{arch}: {value:.3f} of the shipped kernel's time" for arch, value in self.ratio.items())
-        figures = "; ".join(
-            f"{each.arch}: {each.figures['vgprs']} VGPRs, {each.figures['lds']} bytes of LDS, "
-            f"{each.figures['waves_per_simd']} waves a SIMD"
-            for each in self.rungs
-            if each.rung == 3 and {"vgprs", "lds", "waves_per_simd"} <= set(each.figures)
-        )
-        worse = f" Worse than the shipped kernel: {'; '.join(self.worse)}." if self.worse else ""
-        return f"It passed every rung. Modelled: {times}. Machine code: {figures}.{worse}"
-
-    @property
-    def score(self) -> float:
-        """The geometric mean over architectures; infinity for what failed."""
-        if self.verdict == REFUSED or not self.ratio or min(self.ratio.values()) <= 0.0:
-            return math.inf
-        return math.exp(sum(math.log(value) for value in self.ratio.values()) / len(self.ratio))
-
-
-_RUNGS = {
-    1: "what a proposal may contain",
-    2: "results in the interpreter",
-    3: "gates on machine code",
-    4: "execution of the machine code",
-    5: "results on the card",
-}
-
-
-@dataclass(frozen=True)
-class _Interpreted:
-    rungs: tuple[Rung, ...]
-    counted: dict[str, dict[str, Any]]
-
-
-@dataclass(frozen=True)
-class _Compiled:
-    rungs: tuple[Rung, ...]
-    compiled: dict[str, dict[str, Any]]
-    counted: dict[str, dict[str, Any]]
-
-
-@dataclass(frozen=True)
-class _Work:
-    """Modelled times, and by architecture what they come from: larger is worse."""
-
-    times: _Times
-    counts: dict[str, dict[str, float]]
-
-
-class Judge:
-    """Of proposals for one op. `note` hears which rung is being climbed; `limits` are those of each process."""
 
     def __init__(
         self,
@@ -159,9 +92,24 @@ class Judge:
         architectures: Sequence[str],
         note: Callable[[str], object] = lambda _what: None,
         limits: Limits = _LIMITS,
+        card: OnCard | None = None,
+        *,
+        gains_alone: bool = False,
     ) -> None:
-        self.op, self.architectures, self._note, self._limits = op, tuple(architectures), note, limits
-        self._shipped: dict[str, _Work] = {}
+        super().__init__(op, architectures, limits)
+        self._note, self._gains_alone = note, gains_alone
+        self._card = card if card is not None and card.arch in self.architectures else None
+        self._require_a_card_where_nothing_else_proves()
+        self._shipped: dict[str, Work] = {}
+
+    def _require_a_card_where_nothing_else_proves(self) -> None:
+        there = {*self._read, *([self._card.arch] if self._card is not None else [])}
+        for name in self.architectures:
+            if name not in there:
+                raise RocmSdError(
+                    f"Kernels for {name} are proven on such a card alone, and none is here.",
+                    hint=f"Name architectures that are proven without one: --arch {','.join(EMULATED)}",
+                )
 
     def __call__(self, proposal: Proposal) -> Judged:
         reason = why_not_allowed(self.op, proposal)
@@ -175,7 +123,7 @@ class Judge:
             return self._best_of(proposal, allowed)
         return self._climbed(proposal, (allowed,))
 
-    def shipped(self, kind: str = "kernel", bucket: str = "", source: str = "") -> _Work:
+    def shipped(self, kind: str = "kernel", bucket: str = "", source: str = "") -> Work:
         """Of what is shipped, by architecture and call."""
         key = f"{kind == 'hip'} {bucket}"
         if key not in self._shipped:
@@ -185,198 +133,180 @@ class Judge:
             )
         return self._shipped[key]
 
-    def shipped_as(self, asked: Proposal) -> _Work:
+    def shipped_as(self, asked: Proposal) -> Work:
         """The same of the shipped kernel with another config, or of one bucket."""
+        if not self._read:
+            return Work({}, {})
         interpreted, compiled = self._figures(asked, {})
         return self._modelled(asked, compiled.compiled, interpreted.counted)
 
     def _best_of(self, proposal: Proposal, allowed: Rung) -> Judged:
-        """Of all configs the one whose work is least climbs; the others are told by their modelled times."""
-        times: list[tuple[float, dict[str, int]]] = []
-        faults: list[str] = []
-        shipped = self.shipped(proposal.kind, proposal.bucket, proposal.source)
-        for config in proposal.configs():
-            each = replace(proposal, kind="config", config=config, space={})
-            self._note(f"{config}")
-            try:
-                interpreted, compiled = self._figures(each, {})
-                work = self._modelled(each, compiled.compiled, interpreted.counted)
-            except (RocmSdError, Misfit) as error:
-                # Also a config that does not compile: the others may.
-                faults.append(f"{config}: {error}")
-                continue
-            times.append((math.prod(_ratio(work, shipped).values()), config))
-        if not times:
+        """Of all configs the best climbs, by the times that a card measured where there is one, else by modelled ones:
+        and where it is refused, the next.
+        """
+        configs, faults = list(proposal.configs()), list[str]()
+        ranked: list[tuple[float, dict[str, int]]] = []
+        try:
+            if self._card is not None:
+                configs = list(self._interpretable(proposal, configs, faults))
+            if self._read:
+                ranked = self._ranked(proposal, configs, faults)
+                configs = [config for _, config in ranked]
+            if self._card is not None and configs:
+                self._note(f"{len(configs)} configs on the card")
+                ranked = self._card.searched(proposal, self._job(proposal, climb=True) | {"configs": configs})
+        except (RocmSdError, Misfit) as error:
+            return Judged(REFUSED, (allowed, Rung(3, "any", "failed", str(error)[:_MOST_SAID])))
+        if not ranked:
             said = "; ".join(faults)[:_MOST_SAID]
-            return Judged(REFUSED, (allowed, Rung(3, "any", "failed", f"no config could be compiled: {said}")))
-        _, best = min(times, key=lambda each: (each[0], tuple(each[1].values())))
-        return self._climbed(replace(proposal, kind="config", config=best, space={}), (allowed,))
+            return Judged(REFUSED, (allowed, Rung(3, "any", "failed", f"no config could be used: {said}")))
+        share, best = ranked[0]
+        if share > (1.0 - LEAST_GAIN if self._card is None else 1.0):
+            where, how = (4, "modelled") if self._card is None else (5, "measured")
+            said = f"the best of {len(ranked)} configs needs {share:.3f} of the shipped config's {how} time"
+            rung = Rung(where, "any" if self._card is None else self._card.arch, "skipped", said, {SHARE: share})
+            return Judged(SLOWER, (allowed, rung), config=best)
+        judged = Judged(REFUSED, (allowed,))
+        for _, config in ranked[:_MOST_CLIMBS]:
+            judged = self._climbed(replace(proposal, kind="config", config=config, space={}, listed=()), (allowed,))
+            if judged.verdict != REFUSED:
+                break
+        return judged
+
+    def _ranked(
+        self, proposal: Proposal, configs: Sequence[dict[str, int]], faults: list[str]
+    ) -> list[tuple[float, dict[str, int]]]:
+        """(share of the shipped time, config), the best first, of those that compile and fail no gate."""
+        shipped = self.shipped(proposal.kind, proposal.bucket, proposal.source)
+        found: list[tuple[float, dict[str, int]]] = []
+        for some in _pieces(configs):
+            self._note(f"{len(configs)} configs, compiled and counted")
+            counted = self._each("interpret_each", proposal, some, interpret=True)
+            compiled = self._each("figures_of_each", proposal, some)
+            for config, one, other in zip(some, counted, compiled, strict=True):
+                fault = one.fault or other.fault or _failed_gates(other.figures)
+                if not fault:
+                    try:
+                        work = self._modelled(proposal, other.figures, one.figures)
+                        found.append((_mean(ratio(work, shipped)), config))
+                    except (RocmSdError, Misfit) as error:
+                        fault = str(error)
+                if fault:
+                    faults.append(f"{config}: {fault}")
+        return sorted(found, key=lambda each: (each[0], tuple(each[1].values())))
+
+    def _interpretable(
+        self, proposal: Proposal, configs: Sequence[dict[str, int]], faults: list[str]
+    ) -> Iterator[dict[str, int]]:
+        """Those of the op's own space, which every test run interprets; of others those that pass rung 2 at small
+        sizes: nothing that is unproven comes to the card.
+        """
+        own = self._own_space(proposal.bucket)
+        yield from (config for config in configs if config in own)
+        for some in _pieces([config for config in configs if config not in own]):
+            self._note(f"{len(some)} configs, interpreted")
+            for config, one in zip(
+                some, self._each("interpret_each", proposal, some, interpret=True, climb=True), strict=True
+            ):
+                if one.fault:
+                    faults.append(f"{config}: {one.fault}")
+                else:
+                    yield config
+
+    def _own_space(self, bucket: str) -> list[dict[str, int]]:
+        assert self.op.tuning is not None
+        assert self.op.verification is not None
+        sample = next(each.sample for each in self.op.tuning.buckets if each.sample.name == bucket)
+        problem = self.op.verification.problem(*sample.make(filled=False))
+        return [
+            config.to_dict() for name in self.architectures for config in self.op.tuning.space(problem, archs.get(name))
+        ]
 
     def _climbed(self, proposal: Proposal, rungs: tuple[Rung, ...]) -> Judged:
         files = self._files(proposal)
+        work, shipped = Work({}, {}), Work({}, {})
+        timings: tuple[Timing, ...] = ()
+        at = 2
         try:
+            if self._gains_alone and self._card is None and (found := self._without_gain(proposal, files, rungs)):
+                return found
             counted: Mapping[str, Mapping[str, Any]] = {}
             if proposal.kind != "hip":
                 self._note("rung 2, interpreted")
                 interpreted = self._interpreted(proposal, files, climb=True)
                 rungs, counted = rungs + interpreted.rungs, interpreted.counted
-            if not _has_failed(rungs):
+            at = 3
+            if self._read and not has_failed(rungs):
                 self._note("rungs 3 and 4, compiled and emulated")
                 compiled = self._compiled(proposal, files, climb=True)
                 rungs, counted = rungs + compiled.rungs, counted or compiled.counted
-            if not _has_failed(rungs):
-                work = self._modelled(proposal, compiled.compiled, counted)
+                if not has_failed(rungs):
+                    work = self._modelled(proposal, compiled.compiled, counted)
+            if not has_failed(rungs):
+                rungs += tuple(_not_read(self.architectures, self._read))
+                at = 5
+                rungs, timings = self._on_card(proposal, files, rungs)
         except (RocmSdError, Misfit) as error:
-            at = 2 if proposal.kind != "hip" and len(rungs) == 1 else 3
-            ended = Rung(at, "any", "failed", str(error)[:_MOST_SAID])
-            return Judged(REFUSED, (*rungs, ended), config=proposal.config)
-        if _has_failed(rungs):
+            where = self._card.arch if at == 5 and self._card is not None else "any"
+            return Judged(REFUSED, (*rungs, Rung(at, where, "failed", str(error)[:_MOST_SAID])), config=proposal.config)
+        if has_failed(rungs):
             return Judged(REFUSED, rungs, config=proposal.config)
+        if self._read:
+            shipped = self.shipped(proposal.kind, proposal.bucket, proposal.source)
+        judged = Judged(SLOWER, rungs, work.times, ratio(work, shipped), proposal.config, timings)
+        if judged.is_better:
+            return replace(judged, verdict=OFFERED)
+        return replace(judged, worse=tuple(worse(work, shipped)))
+
+    def _without_gain(self, proposal: Proposal, files: Mapping[str, str], rungs: tuple[Rung, ...]) -> Judged | None:
+        """The verdict on what needs as much counted work as the shipped kernel; None where it is to climb."""
+        self._note("its counted work")
+        interpreted, compiled = self._figures(proposal, files)
+        work = self._modelled(proposal, compiled.compiled, interpreted.counted or compiled.counted)
         shipped = self.shipped(proposal.kind, proposal.bucket, proposal.source)
-        ratio = _ratio(work, shipped)
-        if max(ratio.values()) <= 1.0 and min(ratio.values()) <= 1.0 - _LEAST_GAIN:
-            return Judged(OFFERED, rungs, work.times, ratio, proposal.config)
-        return Judged(SLOWER, rungs, work.times, ratio, proposal.config, worse=tuple(_worse(work, shipped)))
+        judged = Judged(SLOWER, (), work.times, ratio(work, shipped), proposal.config)
+        if judged.is_better:
+            return None
+        left = Rung(2, "any", "skipped", "it needs no less counted work, so that no rung after the first was climbed")
+        return replace(judged, rungs=(*rungs, left), worse=tuple(worse(work, shipped)))
 
-    def _modelled(
-        self, proposal: Proposal, compiled: Mapping[str, Mapping[str, Any]], counted: Mapping[str, Mapping[str, Any]]
-    ) -> _Work:
-        """Raises RocmSdError or Misfit for whatever figures a process may have made up."""
-        assert self.op.tuning is not None
-        names = [bucket.sample.name for bucket in self.op.tuning.buckets]
-        calls = [name for name in names if proposal.bucket in {"", name}]
-        try:
-            return _modelled(calls, self.architectures, compiled, counted)
-        except (ArithmeticError, LookupError, TypeError) as error:
-            raise RocmSdError(
-                f"The process answered with figures that no kernel has ({type(error).__name__})."
-            ) from error
-
-    def _files(self, proposal: Proposal) -> dict[str, str]:
-        if proposal.kind == "hip":
-            return {SOURCE: proposal.text}
-        return {KERNELS: module_of(self.op, proposal)} if proposal.kind == "kernel" else {}
-
-    def _figures(self, proposal: Proposal, files: Mapping[str, str]) -> tuple[_Interpreted, _Compiled]:
-        """What the model needs, and no rung."""
-        compiled = self._compiled(proposal, files, climb=False)
-        if proposal.kind == "hip":
-            return _Interpreted((), compiled.counted), compiled
-        return self._interpreted(proposal, files, climb=False), compiled
-
-    def _interpreted(self, proposal: Proposal, files: Mapping[str, str], *, climb: bool) -> _Interpreted:
-        answer = confined(
-            f"{_TRYING}:interpret",
-            self._job(proposal, climb=climb),
-            files=files,
-            environment={"TRITON_INTERPRET": "1"},
-            limits=self._limits,
-        )
-        found = typed_json.read(_Interpreted, answer, RULES, top="the process's answer")
-        return replace(found, rungs=_climbed(found.rungs, [(2, HOST), (2, MANY)] if climb else []))
-
-    def _compiled(self, proposal: Proposal, files: Mapping[str, str], *, climb: bool) -> _Compiled:
-        job = self._job(proposal, climb=climb)
-        answer = confined(f"{_TRYING}:compile_and_execute", job, files=files, limits=self._limits)
-        found = typed_json.read(_Compiled, answer, RULES, top="the process's answer")
-        emulated = [(4, arch) for arch in self.architectures if arch in EMULATED]
-        wanted = [*((3, arch) for arch in self.architectures), *emulated]
-        return replace(found, rungs=_climbed(found.rungs, wanted if climb else []))
-
-    def _job(self, proposal: Proposal, *, climb: bool) -> dict[str, Any]:
-        return {
-            "op": self.op.name,
-            "source": proposal.source,
-            "bucket": proposal.bucket,
-            "config": proposal.config,
-            "architectures": list(self.architectures),
-            "climb": climb,
-        }
+    def _on_card(
+        self, proposal: Proposal, files: Mapping[str, str], rungs: tuple[Rung, ...]
+    ) -> tuple[tuple[Rung, ...], tuple[Timing, ...]]:
+        """A proposal that seems faster is timed a second time, in a process of its own, and those times are what
+        counts: of many proposals that are as fast as the shipped kernel, some win the first time by chance.
+        """
+        if self._card is None:
+            return rungs, ()
+        timings: tuple[Timing, ...] = ()
+        rung = None
+        for what in ("on the card", "on the card, once more"):
+            self._note(f"rung 5, {what}")
+            rung, timings = self._card.climbed(proposal, self._job(proposal, climb=True), files)
+            if rung.state == "failed" or not Judged(SLOWER, (), measured=timings).is_better:
+                break
+        assert rung is not None
+        return (*rungs, rung), () if rung.state == "failed" else timings
 
 
-def _has_failed(rungs: Sequence[Rung]) -> bool:
-    return any(each.state == "failed" for each in rungs)
+def _pieces(configs: Sequence[dict[str, int]]) -> Iterator[list[dict[str, int]]]:
+    left = iter(configs)
+    while some := list(islice(left, _AT_ONCE)):
+        yield some
 
 
-def _climbed(found: Sequence[Rung], wanted: Sequence[tuple[int, str]]) -> tuple[Rung, ...]:
-    """All that were to be climbed, or those to the first that failed: nothing is passed by leaving it out. Their words
-    may be those of a proposal, and no terminal obeys them.
-    """
-    climbed = [(each.rung, each.arch) for each in found]
-    failed = [number for number, each in enumerate(found, 1) if each.state == "failed"]
-    whole = failed == [len(found)] if failed else len(found) == len(wanted)
-    if not whole or climbed != list(wanted)[: len(climbed)]:
-        shown = ", ".join(f"{rung} on {arch}" for rung, arch in wanted) or "none"
-        raise RocmSdError(f"The process answered with other rungs than were to be climbed ({shown}).")
-    figures = [{name: _plain(value) for name, value in each.figures.items()} for each in found]
-    return tuple(
-        replace(each, finding=_plain(each.finding), figures=values) for each, values in zip(found, figures, strict=True)
-    )
+def _not_read(architectures: Sequence[str], read: Sequence[str]) -> Iterator[Rung]:
+    for name in architectures:
+        if name not in read:
+            yield Rung(3, name, "skipped", "no gate and no emulator reads machine code for it: the card alone judges")
 
 
-def _plain(value: Any) -> Any:
-    return "".join(each if each.isprintable() else " " for each in value) if isinstance(value, str) else value
+def _failed_gates(compiled: Mapping[str, Mapping[str, Any]]) -> str:
+    """Rung 3 refuses for any of them; what is no launch is found by the model."""
+    launches = [each for calls in compiled.values() for found in calls.values() for each in found]
+    failed = [each["failed"] for each in launches if isinstance(each, dict) and isinstance(each.get("failed"), dict)]
+    return "; ".join(plain(f"{name}: {said}") for each in failed for name, said in each.items())
 
 
-def _ratio(work: _Work, shipped: _Work) -> dict[str, float]:
-    return {
-        arch: max(
-            0.0001,
-            round(math.prod(us / shipped.times[arch][call] for call, us in calls.items()) ** (1 / len(calls)), 4),
-        )
-        for arch, calls in work.times.items()
-    }
-
-
-def _worse(work: _Work, shipped: _Work) -> Iterator[str]:
-    for arch, counts in work.counts.items():
-        for name, count in counts.items():
-            before = shipped.counts[arch].get(name, 0.0)
-            if count > before * _WORSE:
-                more = f"{count / before:.2f} times" if before else f"{count:.6g} in place of none"
-                yield f"{arch}: {name}, {more}"
-
-
-def _count(counts: dict[str, float], made: CompiledLaunch, counted: CountedLaunch) -> None:
-    """Add what all workgroups of a launch do; registers and LDS are those of the launch that has most."""
-    groups, code, program = math.prod(made.grid), made.code, counted.program
-    waves = groups * code.waves
-    sums = {
-        "bytes loaded": groups * program.loaded,
-        "bytes stored": groups * program.stored,
-        "vector instructions": waves * (code.main.vector + code.rest.vector),
-        "transcendental instructions": waves * (code.main.transcendental + code.rest.transcendental),
-        "matrix operations": groups * program.matrix_flops(code.waves),
-    }
-    for name, value in sums.items():
-        counts[name] = counts.get(name, 0.0) + value
-    for name, value in (("VGPRs", made.vgprs), ("bytes of LDS", made.lds)):
-        counts[name] = max(counts.get(name, 0.0), value)
-
-
-def _modelled(
-    calls: Sequence[str],
-    architectures: Sequence[str],
-    compiled: Mapping[str, Mapping[str, Any]],
-    counted: Mapping[str, Mapping[str, Any]],
-) -> _Work:
-    """A call's launches one after the other; a gate's blemishes have ended the climb before."""
-    wanted = {arch: set(calls) for arch in architectures}
-    if any({arch: set(each) for arch, each in found.items()} != wanted for found in (compiled, counted)):
-        raise RocmSdError("The process answered with other calls than were to be modelled.")
-    work = _Work({}, {})
-    for arch in architectures:
-        times, counts = work.times.setdefault(arch, {}), work.counts.setdefault(arch, {})
-        for call in calls:
-            made = [typed_json.read(CompiledLaunch, each) for each in compiled[arch][call]]
-            programs = [typed_json.read(CountedLaunch, each) for each in counted[arch][call]]
-            if [(each.kernel, each.grid) for each in made] != [(each.kernel, each.grid) for each in programs]:
-                raise RocmSdError(f"Other kernels or grids were counted than were compiled, for {call} on {arch}.")
-            seconds = 0.0
-            for one, other in zip(made, programs, strict=True):
-                seconds += model(archs.get(arch), math.prod(one.grid), one.code, other.program).seconds
-                _count(counts, one, other)
-            times[call] = round(seconds * 1e6, 3)
-            if not 0.0 < times[call] < math.inf:
-                raise RocmSdError(f"The process answered with figures that make no time, for {call} on {arch}.")
-    return work
+def _mean(shares: Mapping[str, float]) -> float:
+    return math.exp(sum(math.log(value) for value in shares.values()) / len(shares))

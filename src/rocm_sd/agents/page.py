@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 __all__ = ["made", "write"]
 
-_RUNGS = ("allowed", "interpreted", "compiled", "emulated")
+_RUNGS = ("allowed", "interpreted", "compiled", "emulated", "on the card")
 _CLASSES = {OFFERED: "offered", REFUSED: "refused"}
 
 
@@ -34,6 +34,7 @@ def made(record: Improvement) -> str:
     offered = sorted((each for each in rounds if each.judged.verdict == OFFERED), key=lambda each: each.judged.score)
     text: str = template.render(
         run=run,
+        devices=list(dict.fromkeys(timing.device for each in rounds for timing in each.judged.measured)),
         rungs=_RUNGS,
         tree=_below(0, record),
         offered=[{"name": named(run.op, each.proposal[0]), **_row(record, each)} for each in offered],
@@ -66,6 +67,11 @@ def _row(record: Improvement, done: Round) -> dict[str, Any]:
         "marks": [_mark(done, rung) for rung in range(1, len(_RUNGS) + 1)],
         "finding": done.judged.finding,
         "ratio": ", ".join(f"{arch} {value:.3f}" for arch, value in done.judged.ratio.items()),
+        "measured": [
+            f"{each.call}: {each.us:g} us, shipped {each.shipped_us:g}, stock {each.stock_us:g}; "
+            f"{each.ratio:.3f} ({each.low:.3f} to {each.high:.3f}) times as fast as shipped"
+            for each in done.judged.measured
+        ],
         "review": done.review,
         "op": record.run.op,
     }

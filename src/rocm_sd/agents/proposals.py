@@ -26,6 +26,7 @@ from rocm_sd.kernels.proposed import NotAllowed, checked, checked_hip, jit_funct
 from rocm_sd.ops import OPS
 from rocm_sd.ops.accepted import module_text
 from rocm_sd.plain_json import NotPlain, parsed
+from rocm_sd.tuning.search.halving import strategies
 from rocm_sd.typed_json import Misfit, Rules, read
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from rocm_sd.ops.registry import Op
 
 __all__ = [
-    "FORMAT", "KINDS", "RULES", "NoProposal", "Proposal", "from_answer", "functions_text", "module_of",
+    "FORMAT", "KINDS", "MOST_CONFIGS", "RULES", "NoProposal", "Proposal", "from_answer", "functions_text", "module_of",
     "reference_text", "require_sense", "why_not_allowed",
 ]  # fmt: skip
 
@@ -46,6 +47,7 @@ RULES: Rules = {
     "Proposal.why": {"maxLength": 2000},
     "Proposal.bucket": {"maxLength": 200},
     "Proposal.source": {"maxLength": 100},
+    "Proposal.strategy": {"maxLength": 100},
 }
 _FENCE = re.compile(r"```[ \t]*([\w+-]*)")
 FORMAT = """\
@@ -82,7 +84,8 @@ class NoProposal(RocmSdError):
 class Proposal:
     """`why` is in the proposer's words. `bucket`: the call that a config is for, of the op's tuning data.
 
-    A kernel may bring its own config, for all problems. `source`: which HIP source `text` stands for.
+    A kernel may bring its own config, for all problems. `source`: which HIP source `text` stands for. A space is
+    `space` or, where it is no product, `listed`; on a card `strategy`, one of the tuner's, says what of it is timed.
     """
 
     kind: str
@@ -92,14 +95,22 @@ class Proposal:
     space: dict[str, tuple[int, ...]] = field(default_factory=dict)
     bucket: str = ""
     source: str = ""
+    listed: tuple[dict[str, int], ...] = ()
+    strategy: str = ""
 
     @property
     def digest(self) -> str:
         """Of what it does, whatever reason is given for it."""
-        plain = json.dumps({**asdict(self), "why": ""}, sort_keys=True)
+        values = {**asdict(self), "why": ""}
+        # What was offered before there were these goes by the name that it had.
+        values = {name: value for name, value in values.items() if value or name not in {"listed", "strategy"}}
+        plain = json.dumps(values, sort_keys=True)
         return hashlib.sha256(plain.encode()).hexdigest()[:12]
 
     def configs(self) -> Iterator[dict[str, int]]:
+        if self.listed:
+            yield from self.listed
+            return
         names = list(self.space)
         for values in product(*self.space.values()):
             yield {**self.config, **dict(zip(names, values, strict=True))}
@@ -158,6 +169,9 @@ def require_sense(op: Op, proposal: Proposal) -> None:
         if proposal.bucket not in buckets:
             raise NoProposal(f"There is no bucket {proposal.bucket!r}; there are: {'; '.join(buckets)}.")
         _require_configs(op, proposal)
+        if proposal.strategy and proposal.strategy not in strategies():
+            known = ", ".join(strategies())
+            raise NoProposal(f"There is no search strategy {proposal.strategy!r}; there are: {known}.")
     elif proposal.kind == "kernel":
         module_of(op, proposal)
         if proposal.config:

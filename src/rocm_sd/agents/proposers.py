@@ -1,4 +1,4 @@
-"""Who proposes: small changes at random, a language model, or a record that is replayed.
+"""Who proposes: the tuner's search, small changes at random, a language model, or a record that is replayed.
 
 A proposer gives one proposal a round, from what the rounds before have found. It keeps nothing to itself: the same
 rounds and the same seed give the same proposal, so that a run that was killed goes on as if it had not been.
@@ -11,21 +11,34 @@ import random
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
+from rocm_sd import arch as archs
 from rocm_sd.agents.endpoint import Endpoint, EndpointFailed, LimitReached, Message, Spent
 from rocm_sd.agents.judging import REFUSED
 from rocm_sd.agents.mutations import config_mutations, kernel_mutations
-from rocm_sd.agents.proposals import FORMAT, NoProposal, Proposal, from_answer, functions_text, reference_text
+from rocm_sd.agents.proposals import (
+    FORMAT,
+    MOST_CONFIGS,
+    NoProposal,
+    Proposal,
+    from_answer,
+    functions_text,
+    reference_text,
+)
 from rocm_sd.errors import InvalidOption
 from rocm_sd.tuning.choice import lookup
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from rocm_sd.agents.keeping import Round
     from rocm_sd.agents.roster import Agent
+    from rocm_sd.kernels.config import Config
     from rocm_sd.ops.registry import Op
+    from rocm_sd.ops.samples import Sample
 
-__all__ = ["LanguageModel", "Mutations", "Proposed", "Proposer", "Replayed", "Reviewer", "commented"]
+__all__ = [
+    "BuiltIn", "LanguageModel", "Mutations", "Proposed", "Proposer", "Replayed", "Reviewer", "Searching", "commented",
+]  # fmt: skip
 
 # Of the rounds before, so many findings are told.
 _TOLD = 6
@@ -71,18 +84,18 @@ def _parent(rounds: Sequence[Round]) -> tuple[int, Proposal | None]:
 
 
 class Mutations:
-    """Of the shipped kernel and of what was best so far; configs and kernels in turns."""
+    """Of the shipped kernel and of what was best so far; configs and kernels in turns, or kernels alone."""
 
     name = "mutations"
 
-    def __init__(self, op: Op, architectures: Sequence[str], seed: int = 0) -> None:
-        self.op, self.architectures, self.seed = op, tuple(architectures), seed
+    def __init__(self, op: Op, architectures: Sequence[str], seed: int = 0, *, kernels_alone: bool = False) -> None:
+        self.op, self.architectures, self.seed, self._kernels_alone = op, tuple(architectures), seed, kernels_alone
 
     def propose(self, rounds: Sequence[Round]) -> Proposed | None:
         tried = {one.digest for each in rounds for one in each.proposal}
         kinds = (self._configs, self._kernels)
         first = len(rounds) % 2
-        for kind in (kinds[first], kinds[1 - first]):
+        for kind in (self._kernels,) if self._kernels_alone else (kinds[first], kinds[1 - first]):
             new = [(parent, one) for parent, one in kind(rounds) if one.digest not in tried]
             if new:
                 chosen = random.Random(f"{self.seed} {len(rounds)}").choice(new)  # noqa: S311 -- no secret
@@ -92,20 +105,9 @@ class Mutations:
     def _configs(self, rounds: Sequence[Round]) -> Iterator[tuple[int, Proposal]]:
         """Neighbours of the best config of each bucket, or of the one that is shipped for it."""
         assert self.op.tuning is not None
-        assert self.op.verification is not None
         for bucket in self.op.tuning.buckets:
-            there = [
-                each for each in rounds
-                if each.proposal and each.proposal[0].bucket == bucket.sample.name and each.judged.score < 1.0
-            ]  # fmt: skip
-            best = min(there, key=lambda each: (each.judged.score, each.number), default=None)
-            problem = self.op.verification.problem(*bucket.sample.make(filled=False))
-            choice = lookup(self.op.name, self.architectures[0], problem, self.op.defaults)
-            config = self.op.config_of(self.op.verification.implementation, choice)
-            if best is not None:
-                config = config.fitting(best.judged.config) or config
+            number, config = _best_config(self.op, self.architectures[0], bucket.sample, rounds)
             for why, values in config_mutations(config):
-                number = 0 if best is None else best.number
                 yield number, Proposal("config", why, config=values, bucket=bucket.sample.name)
 
     def _kernels(self, rounds: Sequence[Round]) -> Iterator[tuple[int, Proposal]]:
@@ -113,6 +115,84 @@ class Mutations:
         text = functions_text(self.op) if parent is None else parent.text
         for why, changed in kernel_mutations(text):
             yield number, Proposal("kernel", why, text=changed)
+
+
+def _best_config(op: Op, arch: str, sample: Sample, rounds: Sequence[Round]) -> tuple[int, Config]:
+    """(round, config) of the best for a bucket, or 0 and the shipped one."""
+    assert op.verification is not None
+    there = [
+        each for each in rounds
+        if each.proposal and each.proposal[0].bucket == sample.name and each.judged.score < 1.0
+    ]  # fmt: skip
+    best = min(there, key=lambda each: (each.judged.score, each.number), default=None)
+    problem = op.verification.problem(*sample.make(filled=False))
+    config = op.config_of(op.verification.implementation, lookup(op.name, arch, problem, op.defaults))
+    if best is None:
+        return 0, config
+    return best.number, config.fitting(best.judged.config) or config
+
+
+class Searching:
+    """The tuner's search: of each bucket the op's whole space, and then what lies next to the best, while that wins.
+
+    On a card a search strategy says what is timed how often; elsewhere every config is compiled, counted and ranked, as
+    `rocm-sd tune --static` does it.
+    """
+
+    name = "search"
+
+    def __init__(self, op: Op, architectures: Sequence[str], strategy: str) -> None:
+        self.op, self.architectures, self.strategy = op, tuple(architectures), strategy
+
+    def propose(self, rounds: Sequence[Round]) -> Proposed | None:
+        assert self.op.tuning is not None
+        tried = {one.digest for each in rounds for one in each.proposal}
+        for kind in (self._whole, self._beside):
+            for bucket in self.op.tuning.buckets:
+                number, why, configs = kind(bucket.sample, rounds)
+                given = f"search by {self.strategy}: {why}, {bucket.sample.name}"
+                new = Proposal("space", given, bucket=bucket.sample.name, listed=configs, strategy=self.strategy)
+                if configs and new.digest not in tried:
+                    return Proposed(number, "", given, new)
+        return None
+
+    def _whole(self, sample: Sample, _rounds: Sequence[Round]) -> tuple[int, str, tuple[dict[str, int], ...]]:
+        assert self.op.tuning is not None
+        assert self.op.verification is not None
+        problem = self.op.verification.problem(*sample.make(filled=False))
+        spaces = (self.op.tuning.space(problem, archs.get(name)) for name in self.architectures)
+        configs = _different(config.to_dict() for space in spaces for config in space)[:MOST_CONFIGS]
+        return 0, f"{len(configs)} configs of the tuner", configs
+
+    def _beside(self, sample: Sample, rounds: Sequence[Round]) -> tuple[int, str, tuple[dict[str, int], ...]]:
+        number, config = _best_config(self.op, self.architectures[0], sample, rounds)
+        tried = [
+            values for each in rounds for one in each.proposal if one.bucket == sample.name for values in one.listed
+        ]
+        near = _different(values for _, values in config_mutations(config))
+        configs = tuple(values for values in near if values not in tried)[:MOST_CONFIGS]
+        return number, f"{len(configs)} configs next to {config}", configs
+
+
+def _different(configs: Iterable[dict[str, int]]) -> tuple[dict[str, int], ...]:
+    return tuple({tuple(each.items()): each for each in configs}.values())
+
+
+class BuiltIn:
+    """The tuner's search and mutations of the kernel, in turns: what is asked where no language model is."""
+
+    prefix = "built-in"
+
+    def __init__(self, op: Op, architectures: Sequence[str], seed: int = 0, strategy: str = "halving") -> None:
+        self.name = f"{self.prefix}-{strategy}"
+        self._both = (
+            Searching(op, architectures, strategy),
+            Mutations(op, architectures, seed, kernels_alone=True),
+        )
+
+    def propose(self, rounds: Sequence[Round]) -> Proposed | None:
+        first = len(rounds) % 2
+        return self._both[first].propose(rounds) or self._both[1 - first].propose(rounds)
 
 
 class LanguageModel:

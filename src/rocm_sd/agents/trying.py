@@ -41,7 +41,10 @@ if TYPE_CHECKING:
     Found = dict[str, Any]
     Call = tuple[str, Sample]
 
-__all__ = ["KERNELS", "MANY", "SOURCE", "compile_and_execute", "interpret"]
+__all__ = [
+    "KERNELS", "MANY", "SOURCE", "Tried", "attempt", "compile_and_execute", "figures_of_each", "interpret",
+    "interpret_each", "poisoned", "worded",
+]  # fmt: skip
 
 KERNELS, SOURCE = "kernels.py", "source.hip"
 # A fault in one value of a million is met by a call of as many.
@@ -49,7 +52,7 @@ _MANY, MANY = 2**20, "a million values"
 _SHOWN = 4  # of the wrong elements
 
 
-class _Tried:
+class Tried:
     """A proposal with its op: `module` are its kernels in Triton, `implementation` the one whose launcher it takes."""
 
     def __init__(self, job: Job) -> None:
@@ -59,6 +62,8 @@ class _Tried:
         self.source: str = job["source"]
         self.bucket: str = job["bucket"]
         self.architectures: tuple[str, ...] = tuple(job["architectures"])
+        # Those whose machine code is read: gates, emulator and model.
+        self.read = tuple(name for name in self.architectures if archs.get(name).has_gates)
         self.module = _loaded(Path(KERNELS)) if Path(KERNELS).exists() else None
         own = self.op.verification
         self.implementation: Implementation = (
@@ -129,47 +134,95 @@ def _small(figures: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in figures.items() if isinstance(value, (int, float, str))}
 
 
-def _attempt(number: int, arch: str, climb: Callable[[], ladder.RungResult]) -> Found:
+def attempt(number: int, arch: str, climb: Callable[[], ladder.RungResult]) -> Found:
     """Whatever a proposal raises is its finding, and the process lives on."""
     try:
         return _rung(number, arch, climb())
-    except RocmSdError as error:
-        return _rung(number, arch, ("failed", error.message, {}))
     except Exception as error:  # noqa: BLE001 -- Triton's interpreter and compiler raise anything
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        # The last line has the reason; those before it show the place in the text.
-        said = " / ".join(dict.fromkeys([*lines[:1], *lines[-2:]]))[:600]
-        return _rung(number, arch, ("failed", f"{type(error).__name__}: {said}", {}))
+        return _rung(number, arch, ("failed", worded(error), {}))
+
+
+def worded(error: Exception) -> str:
+    if isinstance(error, RocmSdError):
+        return error.message
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    # The last line has the reason; those before it show the place in the text.
+    said = " / ".join(dict.fromkeys([*lines[:1], *lines[-2:]]))[:600]
+    return f"{type(error).__name__}: {said}"
 
 
 def interpret(job: Job) -> Found:
     """Rung 2 at small sizes and at a million values; and what workgroups of the real launches do, for the model."""
-    tried = _Tried(job)
+    tried = Tried(job)
     with tried.launched():
         rungs = _interpreted(tried) if job["climb"] else []
         failed = any(each["state"] == "failed" for each in rungs)
-        return {"rungs": rungs, "counted": {} if failed else _counted(tried, job["architectures"])}
+        return {"rungs": rungs, "counted": {} if failed else _counted(tried)}
 
 
-def _interpreted(tried: _Tried) -> list[Found]:
-    # Memory is full of NaN before a kernel writes, so that what it leaves out is seen.
+def interpret_each(job: Job) -> Found:
+    """Of each of the job's configs: whether it passes rung 2 at small sizes, where it climbs; and what is counted."""
+    found = []
+    for config in job["configs"]:
+        entry: Found = {"fault": "", "figures": {}}
+        try:
+            tried = Tried({**job, "config": config})
+            rung = _at_small_sizes(tried) if job["climb"] else None
+            if rung is not None and rung["state"] != "passed":
+                entry["fault"] = rung["finding"]
+            else:
+                entry["figures"] = _counted(tried)
+        except Exception as error:  # noqa: BLE001 -- as below: another config may be right
+            entry["fault"] = worded(error)
+        found.append(entry)
+    return {"found": found}
+
+
+def figures_of_each(job: Job) -> Found:
+    """The same of the machine code in figures, with the gates that it fails."""
+    found = []
+    for config in job["configs"]:
+        entry: Found = {"fault": "", "figures": {}}
+        try:
+            entry["figures"] = _figures(Tried({**job, "config": config}))
+        except Exception as error:  # noqa: BLE001 -- as above
+            entry["fault"] = worded(error)
+        found.append(entry)
+    return {"found": found}
+
+
+@contextmanager
+def poisoned() -> Iterator[None]:
+    """Memory is full of NaN before a kernel writes, so that what it leaves out is seen."""
     torch.use_deterministic_algorithms(mode=True, warn_only=True)
     deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
-    rungs = [_attempt(2, ladder.HOST, lambda: _small_calls(tried))]
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(mode=False)
+
+
+def _interpreted(tried: Tried) -> list[Found]:
+    rungs = [_at_small_sizes(tried)]
     if rungs[0]["state"] == "passed":
-        rungs.append(_attempt(2, MANY, lambda: _many_values(tried)))
-    torch.use_deterministic_algorithms(mode=False)
+        with poisoned():
+            rungs.append(attempt(2, MANY, lambda: _many_values(tried)))
     return rungs
 
 
-def _small_calls(tried: _Tried) -> ladder.RungResult:
+def _at_small_sizes(tried: Tried) -> Found:
+    with poisoned():
+        return attempt(2, ladder.HOST, lambda: _small_calls(tried))
+
+
+def _small_calls(tried: Tried) -> ladder.RungResult:
     result = ladder.step(2, tried.op, tried.verification, ladder.HOST, tried.config)
     return (
         result if result[0] == "passed" else _explained(tried, list(tried.verification.calls()), result, tried.config)
     )
 
 
-def _many_values(tried: _Tried) -> ladder.RungResult:
+def _many_values(tried: Tried) -> ladder.RungResult:
     """The real call of as many values as make one fault in a million likely, and with the least arithmetic; with each
     config that one of the architectures has for it, since a kernel may do something else for another.
     """
@@ -192,12 +245,12 @@ def _many_values(tried: _Tried) -> ladder.RungResult:
     return max(passed, key=lambda each: each[2]["largest_error"])
 
 
-def _computed(tried: _Tried, config: Config, _name: str, arguments: tuple[Any, ...]) -> Any:
+def _computed(tried: Tried, config: Config, _name: str, arguments: tuple[Any, ...]) -> Any:
     return tried.implementation(*arguments, config=config)
 
 
 def _explained(
-    tried: _Tried, calls: Sequence[Call], result: ladder.RungResult, config: Config | None
+    tried: Tried, calls: Sequence[Call], result: ladder.RungResult, config: Config | None
 ) -> ladder.RungResult:
     """A failed rung, with the elements that are wrong; a config of None is the implementation's own."""
     _state, sentence, figures = result
@@ -229,10 +282,10 @@ def _wrong_elements(ours: torch.Tensor, exact: torch.Tensor, stock: torch.Tensor
     return f"{len(places)} of {ours.numel()} elements; {'; '.join(shown)}"
 
 
-def _counted(tried: _Tried, architectures: Sequence[str]) -> dict[str, dict[str, list[Found]]]:
+def _counted(tried: Tried) -> dict[str, dict[str, list[Found]]]:
     """By architecture and call: each launch, and what one of its workgroups does."""
     found: dict[str, dict[str, list[Found]]] = {}
-    for arch in architectures:
+    for arch in tried.read:
         found[arch] = {}
         for sample in tried.modelled:
             given = (tried.op.name, tried.implementation.name if tried.source else None, sample.name)
@@ -243,27 +296,31 @@ def _counted(tried: _Tried, architectures: Sequence[str]) -> dict[str, dict[str,
 
 def compile_and_execute(job: Job) -> Found:
     """Rungs 3 and 4 on each architecture, to the first that fails; and the machine code in figures, for the model."""
-    tried = _Tried(job)
+    tried = Tried(job)
     rungs: list[Found] = []
-    compiled: dict[str, dict[str, list[Found]]] = {}
     with tried.launched():
-        for number, arch in product((3, 4) if job["climb"] else (), job["architectures"]):
+        for number, arch in product((3, 4) if job["climb"] else (), tried.read):
             if number == 4 and arch not in ladder.EMULATED:
                 continue
-            rungs.append(_attempt(number, arch, partial(_step, tried, number, arch)))
+            rungs.append(attempt(number, arch, partial(_step, tried, number, arch)))
             if rungs[-1]["state"] == "failed":
                 return {"rungs": rungs, "compiled": {}, "counted": {}}
-        given = tried.op.name, tried.implementation.name if tried.source else None
-        for arch in job["architectures"]:
-            compiled[arch] = {}
-            for sample in tried.modelled:
-                built = tasks.build(*given, arch, tried.config_at(arch, sample), [sample.name], tried.module)
-                compiled[arch][sample.name] = [asdict(launch) for launch in built.calls[sample.name]]
-        counted = _counted(tried, job["architectures"]) if tried.source else {}
-    return {"rungs": rungs, "compiled": compiled, "counted": counted}
+        return {"rungs": rungs, "compiled": _figures(tried), "counted": _counted(tried) if tried.source else {}}
 
 
-def _step(tried: _Tried, number: int, arch: str) -> ladder.RungResult:
+def _figures(tried: Tried) -> dict[str, dict[str, list[Found]]]:
+    """By architecture and call: the machine code of each launch."""
+    found: dict[str, dict[str, list[Found]]] = {}
+    given = tried.op.name, tried.implementation.name if tried.source else None
+    for arch in tried.read:
+        found[arch] = {}
+        for sample in tried.modelled:
+            built = tasks.build(*given, arch, tried.config_at(arch, sample), [sample.name], tried.module)
+            found[arch][sample.name] = [asdict(launch) for launch in built.calls[sample.name]]
+    return found
+
+
+def _step(tried: Tried, number: int, arch: str) -> ladder.RungResult:
     if not any(True for _ in tried.verification.calls(real=True, arch=archs.get(arch))):
         return "skipped", "none of the calls is for this architecture", {}
     return ladder.step(number, tried.op, tried.verification, arch, tried.config)

@@ -124,6 +124,11 @@ class Arch:
         return dtype in self.matrix_dtypes
 
     @property
+    def has_gates(self) -> bool:
+        """Whether kernels climb for it with no card: the gates and the model read what Triton makes for AMD alone."""
+        return self.triton_backend == "hip"
+
+    @property
     def agprs_unified(self) -> bool:
         """True where accumulation registers are carved out of the VGPR file (gfx90a and later)."""
         return bool(self.agprs_per_wave) and not self.agpr_file_bytes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path  # noqa: TC003 -- typer reads it
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,9 +15,10 @@ from rocm_sd.cli.terminal import bar, budget_seconds, literal, parts, say
 from rocm_sd.errors import InvalidOption, RocmSdError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
-    from rocm_sd.agents.judging import Judge
+    from rocm_sd.agents.cards import Card
+    from rocm_sd.agents.judging import Judge, Judged, OnCard
     from rocm_sd.agents.keeping import Improvement, Kept, Round
     from rocm_sd.agents.proposers import Proposer, Reviewer
     from rocm_sd.agents.roster import Agent
@@ -34,10 +36,15 @@ def improve(
         str | None,
         typer.Option(help="Architectures to prove it on, e.g. gfx1100,gfx942. (default: all three emulated)"),
     ] = None,
+    device: Annotated[
+        str | None,
+        typer.Option(help="Where what is proven is timed: cuda, or cpu for nowhere. (default: a GPU of --arch)"),
+    ] = None,
+    strategy: Annotated[str, typer.Option(help="How configs are searched: halving, or one of a plug-in.")] = "halving",
     budget: Annotated[str, typer.Option(help="Time for all rounds: 90s, 30m, 2h.")] = "30m",
     rounds: Annotated[int | None, typer.Option(min=1, help="So many rounds at most.")] = None,
     agent: Annotated[
-        str | None, typer.Option(help="Of agents.yaml, who proposes. (default: small changes at random)")
+        str | None, typer.Option(help="Of agents.yaml, who proposes. (default: search, and small changes)")
     ] = None,
     reviewer: Annotated[str | None, typer.Option(help="Of agents.yaml, who comments on what is offered.")] = None,
     agents: Annotated[
@@ -56,6 +63,7 @@ def improve(
     accept: Annotated[str | None, typer.Option(help="Make what is offered by this name a candidate here.")] = None,
     remove: Annotated[str | None, typer.Option(help="Take an accepted one away.")] = None,
     listed: Annotated[bool, typer.Option("--list", help="What was accepted here.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Go on without asking where this system lacks walls.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
     """Let kernels and configs be proposed, and see how high each climbs the proof ladder. Needs no GPU.
@@ -69,10 +77,11 @@ def improve(
     rocm-sd improve --accept geglu-3f9a1c2d
 
     A proposal is read as data, then interpreted, compiled, and executed on the emulator, each in a process with no
-    network, no files of yours and limits; the first rung that fails gives back what it found. What survives and needs
-    less counted work is offered. Nothing of it runs in your pictures before you accept it by name and `rocm-sd tune`
-    has measured it to be faster. Ctrl-C keeps all finished rounds, and the same command goes on. Without agents.yaml
-    small changes of the shipped kernels are tried, and no language model is needed (docs/improve.md).
+    network, no files of yours and limits; the first rung that fails gives back what it found. What survives is timed
+    beside the shipped kernel on a GPU of its architecture; where there is none, its counted work is modelled. What is
+    better is offered. Nothing of it runs in your pictures before you accept it by name and `rocm-sd tune` has measured
+    it to be faster. Ctrl-C keeps all finished rounds, and the same command goes on. Without agents.yaml the tuner's
+    search and small changes of the shipped kernels are tried, and no language model is needed (docs/improve.md).
     """
     console = Console()
     done = [each is not None for each in (analyse, accept, remove, show, replay)]
@@ -86,7 +95,7 @@ def improve(
     if analyse is not None:
         _analyse(console, analyse, agent, agents, as_json=as_json)
     elif accept is not None:
-        _accept(console, accept, out)
+        _accept(console, accept, out, device, agreed=yes)
     elif remove is not None:
         from rocm_sd.ops import accepted
 
@@ -97,43 +106,78 @@ def improve(
     elif show is not None:
         _show(console, show)
     elif replay is not None:
-        _replay(console, replay, out, as_json=as_json)
+        _replay(console, replay, out, as_json=as_json, agreed=yes)
     else:
         assert op is not None
-        _improve(
-            console, op, arch, budget_seconds(budget), rounds, (agent, reviewer, agents), seed, out, fresh, as_json
-        )
+        asked = _Asked(op, arch, device, strategy, budget_seconds(budget), rounds, seed, out, fresh, yes, as_json)
+        _improve(console, asked, agent, reviewer, agents)
 
 
-def _improve(
-    console: Console,
-    name: str,
-    arch: str | None,
-    seconds: float,
-    rounds: int | None,
-    asked: tuple[str | None, str | None, Path | None],
-    seed: int,
-    out: Path | None,
-    fresh: bool,
-    as_json: bool,
-) -> None:
+@dataclass(frozen=True)
+class _Asked:
+    op: str
+    arch: str | None
+    device: str | None
+    strategy: str
+    seconds: float
+    rounds: int | None
+    seed: int
+    out: Path | None
+    fresh: bool
+    agreed: bool
+    as_json: bool
+
+
+def _improve(console: Console, asked: _Asked, agent: str | None, reviewer: str | None, file: Path | None) -> None:
     from rocm_sd.agents import keeping
     from rocm_sd.agents.improving import run_of
-    from rocm_sd.agents.proposers import LanguageModel, Mutations, Reviewer
+    from rocm_sd.agents.proposers import BuiltIn, LanguageModel, Reviewer
+    from rocm_sd.tuning.search.halving import strategy
 
-    op, architectures = _op(name), _architectures(arch)
-    writer, careful = _agents(*asked)
-    _require_walls()
-    run = run_of(op, architectures, writer.name if writer else Mutations.name, seed)
-    with keeping.keeping(out or keeping.folder(), run, fresh=fresh) as kept:
-        proposer: Proposer = (
-            LanguageModel(op, architectures, writer, kept.rounds) if writer else Mutations(op, architectures, seed)
-        )
+    op, architectures = _op(asked.op), _architectures(asked.arch)
+    strategy(asked.strategy)
+    writer, careful = _agents(agent, reviewer, file)
+    _require_walls(agreed=asked.agreed)
+    card = _card(asked.device, architectures)
+    built_in = BuiltIn(op, architectures, asked.seed, asked.strategy)
+    name = writer.name if writer else built_in.name
+    run = run_of(op, architectures, name, asked.seed, card.name if card else "")
+    judge = _judge(op, architectures, card, gains_alone=writer is None)
+    with keeping.keeping(asked.out or keeping.folder(), run, fresh=asked.fresh) as kept:
+        proposer: Proposer = LanguageModel(op, architectures, writer, kept.rounds) if writer else built_in
         judges = Reviewer(careful, kept.rounds) if careful else None
         if kept.rounds:
             say(Console(stderr=True), f"Going on after round {len(kept.rounds)}. To begin anew: --fresh")
-        why = _rounds(console, op, kept, proposer, seconds, rounds, judges, quiet=as_json)
-        _tell(console, kept, why, as_json=as_json)
+        why = _rounds(console, op, kept, proposer, judge, asked.seconds, asked.rounds, judges, quiet=asked.as_json)
+        _tell(console, kept, why, as_json=asked.as_json)
+
+
+def _card(device: str | None, architectures: Sequence[str]) -> Card | None:
+    """The GPU where proposals are timed. One that is not of these architectures is told, and left alone."""
+    import torch
+
+    from rocm_sd.agents.cards import find
+
+    if device is None and not torch.cuda.is_available():
+        return None
+    card = find(device or "cuda")
+    if card is None or card.arch in architectures:
+        return card
+    say(
+        Console(stderr=True),
+        f"Nothing is timed: {card.name} is {card.arch}, and proposals are for {', '.join(architectures)}.",
+    )
+    return None
+
+
+def _judge(
+    op: Op, architectures: Sequence[str], card: OnCard | None, *, gains_alone: bool = False
+) -> Callable[[Callable[[str], object]], Judge]:
+    """Made at once: what it cannot prove here is said before anything is begun. It is given who hears of its rungs."""
+    from rocm_sd.agents.judging import Judge
+
+    Judge(op, architectures, card=card)
+    return lambda note: Judge(op, architectures, note, card=card, gains_alone=gains_alone)
 
 
 def _rounds(
@@ -141,6 +185,7 @@ def _rounds(
     op: Op,
     kept: Kept,
     proposer: Proposer,
+    judged_by: Callable[[Callable[[str], object]], Judge],
     seconds: float,
     rounds: int | None,
     reviewer: Reviewer | None,
@@ -148,10 +193,9 @@ def _rounds(
     quiet: bool,
 ) -> str:
     from rocm_sd.agents.improving import improve as run
-    from rocm_sd.agents.judging import Judge
 
     with bar(f"{op.name}: beginning", rounds, console=Console(stderr=True)) as update:
-        judge = Judge(op, kept.run.architectures, lambda what: update(description=f"{op.name}: {what}"))
+        judge = judged_by(lambda what: update(description=f"{op.name}: {what}"))
 
         def told(done: Round) -> None:
             update(completed=len(kept.rounds))
@@ -181,23 +225,31 @@ def _tell(console: Console, kept: Kept, why: str, *, as_json: bool) -> None:
         return
     counts = f"{len(kept.rounds)} proposals, {len(offered)} offered: {why}."
     if not offered:
-        say(console, f"{counts} Nothing proven needs less work than what is shipped.")
+        say(console, f"{counts} Nothing proven is better than what is shipped.")
     else:
         say(console, counts)
-        table = Table(
-            "name", "changes", "modelled, of the shipped time", title="Offered, the best first", title_justify="left"
-        )
+        table = Table("name", "changes", "of the shipped time", title="Offered, the best first", title_justify="left")
         for each in offered:
-            ratio = ", ".join(f"{gfx} {value:.3f}" for gfx, value in each.judged.ratio.items())
-            table.add_row(keeping.named(kept.run.op, each.proposal[0]), literal(each.proposal[0].why), ratio)
+            table.add_row(
+                keeping.named(kept.run.op, each.proposal[0]), literal(each.proposal[0].why), _shares(each.judged)
+            )
         console.print(table)
-        say(console, "Modelled is counted work, and no measurement: `rocm-sd tune` measures it on a card.")
+        if any(not each.judged.measured for each in offered):
+            say(console, "Modelled is counted work, and no measurement: `rocm-sd tune` measures it on a card.")
         best = keeping.named(kept.run.op, offered[0].proposal[0])
         say(console, f"To make it a candidate here, type: rocm-sd improve --accept {best}")
     say(console, f"To see the rounds as a page, type: rocm-sd improve --show {kept.file}")
 
 
-def _require_walls() -> None:
+def _shares(judged: Judged) -> str:
+    measured = [
+        f"{each.arch} measured {1.0 / each.ratio:.3f} ({1.0 / each.high:.3f} to {1.0 / each.low:.3f}) at {each.call}"
+        for each in judged.measured
+    ]
+    return ", ".join([*measured, *(f"{gfx} modelled {value:.3f}" for gfx, value in judged.ratio.items())])
+
+
+def _require_walls(*, agreed: bool = False) -> None:
     """Tell which walls this system lacks, and ask where a proposal could reach the network or the user's files."""
     from rocm_sd.agents import confinement
     from rocm_sd.agents.walls import WALLS
@@ -206,7 +258,7 @@ def _require_walls() -> None:
     if not lacking:
         return
     say(errors, f"This system lacks walls around what is proposed, and cannot hold it to: {'; '.join(lacking)}.")
-    if not {WALLS["network"], WALLS["writes"]} & set(lacking):
+    if agreed or not {WALLS["network"], WALLS["writes"]} & set(lacking):
         return
     try:
         agreed = typer.confirm(
@@ -217,7 +269,7 @@ def _require_walls() -> None:
     if not agreed:
         raise RocmSdError(
             "Nothing was tried: a proposal could reach the network or your files.",
-            hint="Use Linux 5.19 or later with Landlock and seccomp, or a machine that you can do without, and say y.",
+            hint="Use Linux 5.19 or later with Landlock and seccomp, or a machine that you can do without, and --yes.",
         )
 
 
@@ -235,11 +287,12 @@ def _op(name: str) -> Op:
 
 
 def _architectures(asked: str | None) -> tuple[str, ...]:
+    from rocm_sd.agents.improving import provable
     from rocm_sd.errors import require_known
     from rocm_sd.verify.proofs import EMULATED
 
     chosen = parts(asked) or list(EMULATED)
-    require_known("architecture", chosen, EMULATED)
+    require_known("architecture", chosen, provable())
     return tuple(chosen)
 
 
@@ -277,16 +330,16 @@ def _analyse(console: Console, path: Path, name: str | None, file: Path | None, 
         console.print(f"\n{literal(agent.name)} says, and nobody has checked it:\n{literal(comment)}", highlight=False)
 
 
-def _accept(console: Console, name: str, out: Path | None) -> None:
+def _accept(console: Console, name: str, out: Path | None, device: str | None, *, agreed: bool) -> None:
     from rocm_sd.agents import keeping
     from rocm_sd.agents.improving import accept
-    from rocm_sd.agents.judging import Judge
 
-    _require_walls()
+    _require_walls(agreed=agreed)
     with bar(f"{name}: proven again", console=Console(stderr=True)) as update:
 
         def judge(op: Op, architectures: Sequence[str]) -> Judge:
-            return Judge(op, architectures, lambda what: update(description=f"{name}: proven again, {what}"))
+            made = _judge(op, architectures, _card(device, architectures))
+            return made(lambda what: update(description=f"{name}: proven again, {what}"))
 
         path = accept(name, [out or keeping.folder()], judge)
     say(console, f"{name} is a candidate from now on ({path}). It is used where it is measured to be faster.")
@@ -315,19 +368,25 @@ def _show(console: Console, path: Path) -> None:
     say(console, f"wrote {page}")
 
 
-def _replay(console: Console, path: Path, out: Path | None, *, as_json: bool) -> None:
-    """The same answers, proven again; the tree must be the same."""
+def _replay(console: Console, path: Path, out: Path | None, *, as_json: bool, agreed: bool) -> None:
+    """The same answers, proven again; the tree must be the same. Times of a card are those of the record."""
     from rocm_sd.agents import keeping
+    from rocm_sd.agents.cards import Recorded
     from rocm_sd.agents.improving import run_of
-    from rocm_sd.agents.proposers import Replayed
+    from rocm_sd.agents.proposers import BuiltIn, Replayed
     from rocm_sd.errors import NumericsFailure
 
     before = keeping.read(path)
     op = _op(before.run.op)
-    _require_walls()
-    run = run_of(op, before.run.architectures, f"{Replayed.name}-{before.run.agent}", before.run.seed)
+    _require_walls(agreed=agreed)
+    run = run_of(
+        op, before.run.architectures, f"{Replayed.name}-{before.run.agent}", before.run.seed,
+        before.run.versions.get("card", ""),
+    )  # fmt: skip
+    gains_alone = before.run.agent.startswith(BuiltIn.prefix)
+    judge = _judge(op, before.run.architectures, Recorded(before.rounds), gains_alone=gains_alone)
     with keeping.keeping(out or keeping.folder(), run, fresh=True) as kept:
-        why = _rounds(console, op, kept, Replayed(before.rounds), 7 * 86400.0, None, None, quiet=as_json)
+        why = _rounds(console, op, kept, Replayed(before.rounds), judge, 7 * 86400.0, None, None, quiet=as_json)
         _tell(console, kept, why, as_json=as_json)
         differs = _difference(before, kept)
     if differs is None:

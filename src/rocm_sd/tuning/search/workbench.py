@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from rocm_sd.workers import Worker
 
 __all__ = [
-    "HUNG", "OK", "Answer", "Workbench", "ask", "measure_candidate", "open_call", "times_of", "variants_of",
+    "HUNG", "OK", "Answer", "Timed", "Workbench", "ask", "measure_candidate", "open_call", "times_of", "variants_of",
 ]  # fmt: skip
 
 Answer = dict[str, Any]  # of a worker process, about one candidate
@@ -60,7 +60,7 @@ class Workbench:
         self.stopwatch = Stopwatch(device, cold=device.type != "cpu", queued=True)
         self._exact: tuple[torch.Tensor, ...] | None = None
         self._yardstick: tuple[torch.Tensor, ...] = ()
-        self._timed_stock: _Timed | None = None
+        self._timed_stock: Timed | None = None
 
     def call(self, candidate: Candidate) -> Callable[[], Any]:
         found = self.op.implementation(candidate.implementation)
@@ -107,7 +107,7 @@ class Workbench:
         """Right first, then milliseconds in turns with stock, then right still: a race may show under load only."""
         call = self.call(candidate)
         self.prepare_check()
-        self._poison()
+        self.poison()
         wrong = self.check(call(), "wrong")
         if wrong != OK:
             return {"numerics": wrong}
@@ -116,7 +116,7 @@ class Workbench:
             interleaved({"ours": stock.call}, self.stopwatch, repeats=2)
             times = interleaved({"ours": stock.call}, self.stopwatch, repeats=turns)
             return {"numerics": OK, "ours": times["ours"], "stock": times["ours"]}
-        ours = _Timed(call, self.device, captured=stock.captured)
+        ours = Timed(call, self.device, captured=stock.captured)
         both = {"stock": stock.call, "ours": ours.call}
         interleaved(both, self.stopwatch, repeats=1)
         times = interleaved(both, self.stopwatch, repeats=turns)
@@ -124,20 +124,20 @@ class Workbench:
         still = self.check(ours.last(), "wrong after it was timed")
         return {"numerics": still, "ours": times["ours"], "stock": times["stock"]}
 
-    def _poison(self) -> None:
+    def poison(self) -> None:
         """What a candidate leaves unwritten must not be what stock left there: its memory is handed out again."""
         left = [torch.full_like(each, float("nan")) for each in self._yardstick for _ in range(2)]
         self._synchronize()
         left.clear()
 
-    def stock_timed(self) -> _Timed:
+    def stock_timed(self) -> Timed:
         if self._timed_stock is None:
             stock = self.stock()
             try:
-                self._timed_stock = _Timed(stock, self.device, captured=self.device.type == "cuda")
+                self._timed_stock = Timed(stock, self.device, captured=self.device.type == "cuda")
             except RuntimeError:
                 # Where graphs cannot be captured at all, every candidate is launched as it is.
-                self._timed_stock = _Timed(stock, self.device, captured=False)
+                self._timed_stock = Timed(stock, self.device, captured=False)
         return self._timed_stock
 
     def _synchronize(self) -> None:
@@ -145,7 +145,7 @@ class Workbench:
             torch.cuda.synchronize(self.device)
 
 
-class _Timed:
+class Timed:
     """A call as it is timed: on a GPU `as_graph`."""
 
     def __init__(self, call: Callable[[], Any], device: torch.device, *, captured: bool) -> None:
