@@ -18,7 +18,7 @@ from rocm_sd.bench.pareto import Choice, Survey
 from rocm_sd.bench.subjects import Subjects
 from rocm_sd.bench.workloads import make
 from rocm_sd.engine import Approximation, Skipping
-from rocm_sd.engine.approximation import eight_bit_layers, eight_bits
+from rocm_sd.engine.approximation import eight_bit_layers, eight_bit_plans, eight_bits
 from rocm_sd.rewrite import eight_bit_convolutions
 from rocm_sd.rewrite import eight_bits as eight_bit_linears
 
@@ -59,6 +59,18 @@ def test_an_engine_in_eight_bits_is_what_it_is_defined_to_be(drawn, approximatio
     found = compared(drawn, approximation)
     assert found.wrong is None
     assert 0 < found.error <= 2 * found.stock_error + torch.finfo(torch.float32).eps
+
+
+def test_so_is_one_whose_weights_in_fp8_have_a_scale_for_each_row(drawn, monkeypatch):
+    monkeypatch.setattr(eight_bit_plans, "_is_quick_by_row", lambda _device: True)
+    by_row = []
+
+    def noted(pipe):
+        by_row.extend(layer.weight_scale.dim() for layer in eight_bit_layers(pipe.unet).values())
+
+    assert compared(drawn, FP8, noted).wrong is None
+    assert by_row
+    assert all(by_row)
 
 
 def some_layer(pipe, kind=nn.Linear):

@@ -123,12 +123,12 @@ class EightBitDefinition:
                 yield f"{wrong} weights of {name} are more than half a step of 8 bits from what they stand for"
 
     def _scales(self, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """By the largest value of each row; of fp8, by that of all layers of one input."""
+        """By the largest value of each row, or with one scale by that of all layers of one input."""
         found, of_input = {}, dict[str, torch.Tensor]()
         for name, layer in self._layers.items():
             rows = _smoothed(weights[name], layer).flatten(1).abs().amax(1)
             scale = (rows / LIMITS[FORMATS[layer.weight.dtype]]).clamp_min(_TINY)
-            if layer.weight.dtype is not torch.int8:
+            if not layer.weight_scale.dim():
                 shared = of_input.get(self._input_of(name))
                 scale = scale.amax() if shared is None else torch.maximum(scale.amax(), shared)
                 of_input[self._input_of(name)] = scale

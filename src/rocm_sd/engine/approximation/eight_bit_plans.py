@@ -60,7 +60,7 @@ def planned(
 ) -> list[Planned]:
     """Of each group, by what was seen of the first of its layers. `device`: where they will multiply."""
     rounds = rounds_x(to, device)
-    by_row = to is torch.int8 or bool(arch.detect(device).quick_fp8_by_channel)
+    by_row = to is torch.int8 or _is_quick_by_row(device)
     found = [_planned(group, seen[group.names[0]], to, rounds=rounds, by_row=by_row) for group in every]
     if by_row:
         return found
@@ -72,6 +72,11 @@ def planned(
             if not other.error >= found[place].error:
                 found[place] = other
     return found
+
+
+def _is_quick_by_row(device: torch.device) -> bool:
+    """Of fp8. Where nobody knows, weights have one scale."""
+    return bool(arch.detect(device).quick_fp8_by_channel)
 
 
 @torch.no_grad()
