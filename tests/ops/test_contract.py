@@ -13,6 +13,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd import forward_ad
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from op_checks import call, changed, check, floats, gate, layout
 from rocm_sd.errors import InvalidOption, Unsupported
@@ -331,6 +333,59 @@ def test_a_gradient_is_for_those_who_want_it(op, device):
         sum(y.square().sum() for y in outputs(call(op, given))).backward()
         has = [place for place in floats(op, given) if given[place].grad is not None]
         assert has == [wanted]
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_a_kernel_never_drops_a_derivative_in_forward_mode(op, device):
+    """It sees values alone: what is not named gives way to the definition, and what is named is refused."""
+    op = OPS[op]
+    arguments = for_kernel(op, op.verification.tiny[0], device)
+    place = floats(op, arguments)[0]
+    tangent = torch.randn(arguments[place].shape).to(arguments[place])
+    named = [name for name in takers(op, arguments) if name != op.implementations[0].name]
+    # A call that was made before is found by its layouts alone.
+    for name in named:
+        call(op, arguments, name)
+    with forward_ad.dual_level():
+        carrying = changed(arguments, [place], [forward_ad.make_dual(arguments[place], tangent)])
+        for name in named:
+            with pytest.raises(Unsupported, match="in forward mode"):
+                call(op, carrying, name)
+        if not op.differentiable:
+            with pytest.raises(Unsupported, match="a derivative in forward mode: it has none"):
+                call(op, carrying)
+        # Within the level, what carries nothing is computed as ever.
+        for name in named:
+            call(op, arguments, name)
+
+
+@pytest.mark.parametrize("op", DIFFERENTIABLE)
+def test_derivatives_in_forward_mode_are_those_of_the_definition(op):
+    for function, wanting_gradients in tiny_functions(OPS[op]):
+        values = [value.detach() for value in wanting_gradients]
+        torch.manual_seed(0)
+        tangents = tuple(torch.randn_like(value) for value in values)
+        # On a CPU the fused kernel of torch's attention has none, and says so.
+        with sdpa_kernel(SDPBackend.MATH):
+            _, forward = torch.func.jvp(function, tuple(values), tangents)
+            ours, expected = forward, _differences(function, values, tangents)
+        for a, b in zip(ours, expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+
+
+def _differences(function, values, tangents, by=1e-6):
+    ahead, behind = (function(*(v + way * by * t for v, t in zip(values, tangents, strict=True))) for way in (1, -1))
+    return [(a - b) / (2 * by) for a, b in zip(ahead, behind, strict=True)]
+
+
+@pytest.mark.parametrize("op", DIFFERENTIABLE)
+def test_torch_func_differentiates_an_op(op):
+    function, values = next(iter(tiny_functions(OPS[op])))
+    loss = lambda *values: sum(y.square().sum() for y in function(*values))  # noqa: E731 -- it is differentiated twice
+    expected = torch.autograd.grad(loss(*values), values)
+    ours = torch.func.grad(loss, argnums=tuple(range(len(values))))(*(value.detach() for value in values))
+    for a, b in zip(ours, expected, strict=True):
+        torch.testing.assert_close(a, b)
 
 
 # Refusals.

@@ -15,10 +15,11 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast, get_args, get_type_hints
 
 import torch
 
+from rocm_sd import transforms
 from rocm_sd.errors import Unsupported
 from rocm_sd.ops.registry import Op, register
 
@@ -214,6 +215,8 @@ def define(
             # After it: a kernel that cannot be had has given way by now, to stock torch for good.
             op.bind(problem, device, implementation, arguments)
             return result
+        if not torch.compiler.is_compiling() and transforms.carry(arguments):
+            return cast("R", op.run_carrying(implementation, arguments, differentiable=backward is not None))
         traced: R = dispatched(*signature.spread(arguments), implementation)
         return traced
 
@@ -269,7 +272,7 @@ def _refusals(
         if dtype not in dtypes:
             known = ", ".join(sorted(str(each).removeprefix("torch.") for each in dtypes))
             raise Unsupported(op, f"dtype {dtype}", hint=f"Use one of {known}.")
-        plain = not torch.compiler.is_compiling()
+        plain = not torch.compiler.is_compiling() and not transforms.carry(arguments)
         gradients = torch.is_grad_enabled()
         for place, name, is_either, same in tensors:
             # Those at the end may be left out.

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 
-from rocm_sd import arch, plugging, settings
+from rocm_sd import arch, plugging, settings, transforms
 from rocm_sd.errors import Unsupported
 from rocm_sd.kernels import triton as triton_kernels
 from rocm_sd.kernels.unavailable import KernelUnavailable
@@ -247,7 +247,7 @@ class Op(OpCandidates):
         That is so at the first call of a kind, and where anything but the plain case is at hand: a compiler, an
         observer, a gradient, a tensor of another class.
         """
-        if torch.compiler.is_compiling() or _observers:
+        if torch.compiler.is_compiling() or _observers or transforms.at_hand():
             return None
         name = implementation or settings.implementation_for(self.name)
         try:
@@ -280,6 +280,20 @@ class Op(OpCandidates):
                 return self._run_stock(error, choice.implementation, problem, device, *arguments)
 
         return keep(run if choice.source == "forced" or choice.is_stock else or_stock)
+
+    def run_carrying(self, implementation: str | None, arguments: tuple[Any, ...], *, differentiable: bool) -> Any:
+        """By the definition: torch's plain ops carry derivatives and batches through, which kernels and some of torch's
+        fused ops do not.
+        """
+        if not differentiable and transforms.derivatives(arguments):
+            raise Unsupported(self.name, "a derivative in forward mode: it has none")
+        name = implementation or settings.implementation_for(self.name)
+        if name == STOCK:
+            return self.own[STOCK](*arguments)
+        if name or self.verification is None:
+            what = "derivatives in forward mode, and transforms of torch.func"
+            raise Unsupported(f"{self.name} ({name})", what, hint="Name no implementation: the definition has them.")
+        return self.verification.reference(*arguments)
 
     def run_over(self, problem: Problem, device: torch.device, x: torch.Tensor, *arguments: Any) -> Any:
         """The result in the memory of x, the first argument; None, and x as it was, where what is chosen cannot."""

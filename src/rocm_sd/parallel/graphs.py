@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils import _pytree as pytree
 
+from rocm_sd import transforms
 from rocm_sd.engine import Installed
 from rocm_sd.engine.capture import (
     DRAWS_NUMBERS,
@@ -78,7 +79,9 @@ class _SplitCalls:
 
     def __call__(self, model: Any, whole: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         device = model.device
-        if torch.is_grad_enabled() or torch.is_autocast_enabled(device.type) or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or transforms.at_hand():
+            return whole(*args, **kwargs)
+        if torch.is_grad_enabled() or torch.is_autocast_enabled(device.type):
             return whole(*args, **kwargs)
         if not self._busy.acquire(blocking=False):
             return whole(*args, **kwargs)

@@ -16,6 +16,7 @@ import pytest
 import torch
 from hosts_of_graphs import HOSTS, Diffusers
 from torch import nn
+from torch.autograd import forward_ad
 
 from rocm_sd.engine.capture import captured
 from rocm_sd.engine.parts import Parts
@@ -384,6 +385,19 @@ def test_where_gradients_are_wanted_the_model_itself_runs(host, of):
         host(x, *others).sum().backward()
     assert wanted.grad is not None
     assert float(wanted.grad.abs().sum()) > 0
+    assert host.calls.replays == replays
+
+
+def test_a_derivative_in_forward_mode_is_carried_by_the_model_itself(host):
+    """A graph replays values alone: what comes out of it has no derivative, and nobody says so."""
+    x, *others = inputs(host)
+    captured_by(host, x, *others)
+    replays = host.calls.replays
+    found = []
+    for call in (host.stock, host):
+        with forward_ad.dual_level():
+            found.append(forward_ad.unpack_dual(call(forward_ad.make_dual(x, torch.ones_like(x)), *others)).tangent)
+    torch.testing.assert_close(found[1], found[0])
     assert host.calls.replays == replays
 
 

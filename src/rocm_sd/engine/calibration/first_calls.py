@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rocm_sd import arch, settings, workers
+from rocm_sd import arch, settings, transforms, workers
 from rocm_sd.engine.calibration.skeleton import described_call
 from rocm_sd.engine.installed import Installed
 from rocm_sd.engine.memory import is_capturing
@@ -88,7 +88,7 @@ def _watch(model: nn.Module, device: torch.device, first_call: FirstCall) -> Cal
 
 
 def _runs_as_it_is(device: torch.device) -> bool:
-    if torch.is_grad_enabled() or torch.is_autocast_enabled(device.type):
+    if torch.is_grad_enabled() or torch.is_autocast_enabled(device.type) or transforms.at_hand():
         return True
     return is_capturing(device)
 

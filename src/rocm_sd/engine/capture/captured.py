@@ -19,7 +19,7 @@ from weakref import ref
 import torch
 from torch.utils import _pytree as pytree
 
-from rocm_sd import settings
+from rocm_sd import settings, transforms
 from rocm_sd.engine.capture import warmup
 from rocm_sd.engine.capture.blocks import TooSmall, capture_blocks
 from rocm_sd.engine.capture.graph import Graph, GraphCache, capture_graph
@@ -170,7 +170,7 @@ class CapturedCalls:
 
     def _runs_eagerly(self, device: torch.device) -> bool:
         # Weights that an offload puts aside between the calls lie on no device.
-        if device.type == "meta" or torch.is_grad_enabled():
+        if device.type == "meta" or torch.is_grad_enabled() or transforms.at_hand():
             return True
         if torch.is_autocast_enabled(device.type) and not self._policy.under_autocast:
             return True

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from rocm_sd import arch
+from rocm_sd import arch, transforms
 from rocm_sd.arch.torch_libraries import why_not_fused
 from rocm_sd.engine.installed import Installed
 from rocm_sd.engine.memory import free_memory, is_capturing, is_out_of_memory, release
@@ -281,7 +281,7 @@ def _falls_back(vae: Any, x: torch.Tensor) -> bool:
     """Tiling that the user switched on is stock's own; so is what needs gradients, autocast or tracing."""
     if vae.use_tiling or type(x) is not torch.Tensor or x.dim() != 4 or not x.numel():
         return True
-    if torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type):
+    if torch.compiler.is_compiling() or torch.is_autocast_enabled(x.device.type) or transforms.at_hand():
         return True
     return torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in vae.parameters()))
 
