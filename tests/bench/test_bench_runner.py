@@ -4,6 +4,7 @@ import gc
 import itertools
 import json
 import logging
+import sys
 import weakref
 from collections import Counter
 from dataclasses import replace
@@ -153,6 +154,13 @@ def test_a_crash_of_one_engine_leaves_the_others(work, tmp_path, quick):
     bad, good = record.measurements
     # One line, and no folder of a person's.
     assert bad.left_out == "RuntimeError: no kernel in kernel.so for this card"
+    assert len(good.ms) == 2
+
+
+def test_an_engine_of_a_plug_in_that_calls_exit_leaves_the_others(work, tmp_path, quick):
+    record = run(work, [engine("bad", lambda _pipe: sys.exit(0)), stock], [1], out=tmp_path, repeats=2)
+    bad, good = record.measurements
+    assert bad.left_out == "SystemExit: 0"
     assert len(good.ms) == 2
 
 

@@ -68,12 +68,18 @@ def test_a_check_that_raises_is_unknown_and_the_next_one_runs():
         return 1 / 0
 
     begun = []
+
+    def leaving(facts, probes):
+        sys.exit(0)
+
     fine = check("fine", lambda *_: Finding(Status.OK, "fine."))
-    examined = examine(FACTS, RecordedProbes({}), [check("a", cannot), check("b", faulty), fine], begun.append)
-    assert [each.finding.status for each in examined] == [Status.UNKNOWN, Status.UNKNOWN, Status.OK]
+    checks = [check("a", cannot), check("b", faulty), check("c", leaving), fine]
+    examined = examine(FACTS, RecordedProbes({}), checks, begun.append)
+    assert [each.finding.status for each in examined] == [*[Status.UNKNOWN] * 3, Status.OK]
     assert "no GPU" in examined[0].finding.says
     assert "ZeroDivisionError" in examined[1].finding.says
-    assert begun == ["a", "b", "fine"]
+    assert "SystemExit" in examined[2].finding.says
+    assert begun == ["a", "b", "c", "fine"]
 
 
 def test_an_unknown_name_lists_the_known_ones():

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from rocm_sd import arch
+from rocm_sd import arch, plugging
 from rocm_sd.bench.gate import PictureGate, free_memory
 from rocm_sd.bench.lossy import Judged, LossyJudge
 from rocm_sd.bench.machine import PeakMemory, Points, machine
@@ -210,7 +210,7 @@ class _EngineRun:
     def _tried(self, engine: Engine, batch: int, gate: PictureGate, pipelines: Pipelines) -> Failed | None:
         try:
             pipe = self._prepared(engine, batch, gate)
-        except Exception as error:  # noqa: BLE001 -- whatever fails in one engine, the others go on
+        except plugging.FAULTS as error:  # whatever fails in one engine, the others go on
             failed = Failed(engine.name, error)
         else:
             if pipe is not None:
@@ -339,7 +339,7 @@ class _EngineRun:
             pipe = pipelines.of(name)
             if batch is not None:
                 self.workload.picture(pipe, batch)
-        except Exception as error:
+        except plugging.FAULTS as error:
             raise Failed(name, error) from error
 
     def _sensed(self, batch: int, pipelines: Pipelines) -> None:
@@ -378,7 +378,7 @@ class _EngineRun:
             taken, why = None, "torch.profiler recorded nothing of a device"
             try:
                 taken = self._card_ms(engine, batch, ready.get(engine.name))
-            except Exception as error:  # noqa: BLE001 -- whatever fails here, its turns stand
+            except plugging.FAULTS as error:  # whatever fails here, its turns stand
                 why = failure_line(error)
             if ready:
                 free_memory()

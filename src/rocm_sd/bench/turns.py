@@ -81,12 +81,12 @@ def forget_compiled() -> None:
 class Failed(Exception):
     """Of one engine, in text: once it is handled, no frame of the error keeps the memory of the engine."""
 
-    def __init__(self, name: str, error: Exception) -> None:
+    def __init__(self, name: str, error: BaseException) -> None:
         super().__init__(name)
         self.engine, self.why, self.is_short_of_memory = name, failure_line(error), engine.is_out_of_memory(error)
 
 
-def failure_line(error: Exception) -> str:
+def failure_line(error: BaseException) -> str:
     """One line: what a user reads in a table. Folders are not named in a record."""
     lines = without_folders(str(error)).strip().splitlines()
     kind = "out of memory" if engine.is_out_of_memory(error) else type(error).__name__

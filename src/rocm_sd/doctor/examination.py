@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from rocm_sd import plugging
 from rocm_sd.doctor import checks as checks_package
 from rocm_sd.doctor.check import CannotRun, Check, Finding, Probe, Probes, unknown
 from rocm_sd.errors import require_one_of
@@ -67,14 +68,14 @@ def _run(check: Check, facts: Facts, probes: Probes) -> Finding:
     except CannotRun as reason:
         # A recorded machine's answer may be as long as a file.
         return unknown(f"It could not be run: {shortened(str(reason).rstrip('.'), _LONGEST)}.")
-    except Exception as error:  # noqa: BLE001 -- a fault of one check must not end the others, nor pass for health
+    except plugging.FAULTS as error:  # of one check must not end the others, nor pass for health
         return unknown(f"The check itself failed: {type(error).__name__}: {shortened(str(error), _LONGEST)}.")
 
 
 def _check(name: str) -> Check:
     try:
         found = getattr(import_module(f"{checks_package.__name__}.{name}"), name)
-    except Exception as error:  # noqa: BLE001 -- whatever a broken module raises, the others are still wanted
+    except plugging.FAULTS as error:  # whatever a broken module raises, the others are still wanted
         return _broken(name, f"{type(error).__name__}: {error}")
     return found if isinstance(found, Check) else _broken(name, f"its {name} is no check")
 
