@@ -605,6 +605,28 @@ def test_an_export_of_damage_that_shows_in_the_middle_leaves_the_backup(database
     assert backup.read_bytes() == content
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda content: content.update(version=2, tomorrow=[]),
+        lambda content: content["measurements"][0].update(when="2999-01-01T00:00:00+00:00"),
+        lambda content: content["measurements"][0].update(op=7),
+    ],
+    ids=["of a later version", "of a clock ahead", "damaged"],
+)
+def test_a_backup_that_cannot_be_read_here_is_not_written_over(database, tmp_path, change):
+    backup = tmp_path / "backup.json"
+    database.put([entry()])
+    database.export_json(backup)
+    content = json.loads(backup.read_text())
+    change(content)
+    backup.write_text(json.dumps(content))
+    before = backup.read_bytes()
+    with pytest.raises(RocmSdError, match="cannot be read here, and is left as it is"):
+        database.export_json(backup)
+    assert backup.read_bytes() == before
+
+
 def test_a_stock_time_of_nothing_is_no_division_by_zero(database):
     (kept,) = [entry(1.0, stock_us=0.0)]
     assert preferred(kept, entry(candidate="torch")) is kept

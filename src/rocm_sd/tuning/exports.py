@@ -30,6 +30,8 @@ _VERSION = 1
 _RULES: Rules = {**RULES, "Export.format": {"enum": [_FORMAT]}, "Export.version": {"enum": [_VERSION]}}
 # An entry has 700 bytes: more than half a million of them.
 _MOST_BYTES = 384 * 2**20
+# The format is the first that stands in it.
+_HEAD = 200
 # Clocks of two machines differ; what is further ahead than this would be the newest for ever.
 _AHEAD = timedelta(hours=1)
 
@@ -90,8 +92,15 @@ def _require_more(path: Path, entries: Sequence[Entry]) -> None:
         return
     try:
         before = read_export(path).measurements
-    except InvalidOption:
-        return  # no export, or one that nobody can take in again
+    except InvalidOption as error:
+        with path.open("rb") as file:
+            if _FORMAT.encode() not in file.read(_HEAD):
+                return  # of another kind
+        # Of a later rocm-sd, or of a machine whose clock was ahead: what it has is no less measured.
+        raise RocmSdError(
+            f"{path} is an export that cannot be read here, and is left as it is: {error.hint}",
+            hint="Name another file with --export.",
+        ) from error
     known = {entry.key() for entry in entries}
     missing = sum(entry.key() not in known for entry in before)
     if missing:
