@@ -17,6 +17,13 @@ from rocm_sd.serve.jobs import Ending
 from rocm_sd.serve.metrics import Metrics
 
 
+class OneAtATime(FakeDrawer):
+    """Of those that are not exact it draws one after the other."""
+
+    def lanes(self, _model, quality):
+        return None if quality == "exact" else 1
+
+
 @pytest.fixture
 def service():
     made = []
@@ -31,10 +38,9 @@ def service():
         one.close()
 
 
-def job(client="a", count=1, steps=2, **more):
-    return Job(
-        "small", tuple(Drawing("x", steps=steps, seed=i, width=8, height=8) for i in range(count)), client, **more
-    )
+def job(client="a", count=1, steps=2, quality="exact", **more):
+    drawing = Drawing("x", steps=steps, width=8, height=8, quality=quality)
+    return Job("small", tuple(replace(drawing, seed=i) for i in range(count)), client, **more)
 
 
 def wait(*jobs, seconds=10):
@@ -83,6 +89,45 @@ def test_clients_take_turns(service):
     drawer.held.clear()
     wait(first, *eager, *patient)
     assert [drawing.steps for _, drawing in drawer.drawings] == [2, 3, 4, 3, 4, 3, 3]
+
+
+def test_who_waits_for_its_like_lets_others_pass(service):
+    drawer = OneAtATime()
+    drawer.held.set()
+    one = service(drawer, in_flight=3, queue=20)
+    high = [one.submit(job("a", quality="high", steps=1)) for _ in range(3)]
+    balanced = one.submit(job("b", quality="balanced", steps=2))
+    exact = [one.submit(job("a", steps=3)), one.submit(job("c", steps=4))]
+    until(lambda: len(drawer.drawings) == 3)
+    # Of "high" one is drawn; the place of the second is free for the others.
+    assert sorted(drawing.quality for _, drawing in drawer.drawings) == ["balanced", "exact", "high"]
+    drawer.held.clear()
+    wait(*high, balanced, *exact)
+    assert sorted(drawing.steps for _, drawing in drawer.drawings) == [1, 1, 1, 2, 3, 4]
+    assert all(each.state == "done" for each in (*high, balanced, *exact))
+
+
+def test_a_lane_is_free_again_whatever_became_of_its_picture(service):
+    drawer = OneAtATime(fail=lambda drawing, _step: drawing.steps == 1)
+    one = service(drawer, in_flight=2)
+    bad, good = one.submit(job(quality="high", steps=1)), one.submit(job(quality="high"))
+    wait(bad, good)
+    assert (bad.state, good.state) == ("failed", "done")
+    drawer.held.set()
+    begun, waiting, last = (one.submit(job(quality="high")) for _ in range(3))
+    until(lambda: begun.state == "drawing")
+    for each in (begun, waiting):
+        one.cancel(each)
+    drawer.held.clear()
+    wait(begun, waiting, last)
+    assert (begun.state, waiting.state, last.state) == ("cancelled", "cancelled", "done")
+
+
+def test_the_end_waits_for_what_waits_for_its_like(service):
+    one = service(OneAtATime(step_s=0.01), in_flight=2)
+    asked = [one.submit(job(quality="high")) for _ in range(3)]
+    one.close(drain_s=10)
+    assert [each.state for each in asked] == ["done"] * 3
 
 
 def test_a_full_queue_says_when_to_come_again(service):

@@ -149,6 +149,10 @@ class LocalDrawer:
     ) -> Image:
         return self._shared[model].draw(drawing, on_step, stop)
 
+    def lanes(self, _model: str, quality: str) -> int | None:
+        """One that leaves steps out remembers the steps before."""
+        return None if quality == "exact" else 1
+
     def approximations(self, model: str, quality: str) -> tuple[str, ...]:
         return self._shared[model].approximations(quality)
 

@@ -1,6 +1,7 @@
 """The queue before the models: who is next, how many at once, and what becomes of a request that fails or is late.
 
-Clients take turns; each one's requests come in their order. A picture is drawn on a thread of its own by a `Drawer`:
+Clients take turns; each one's requests come in their order, and those that have to wait for their like let others pass.
+A picture is drawn on a thread of its own by a `Drawer`:
 the models of this process, whose calls are shared, or replicas on other machines.
 """
 
@@ -9,7 +10,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from rocm_sd.serve.config import Limits
     from rocm_sd.serve.metrics import Metrics
 
-__all__ = ["Drawer", "Losable", "ModelFacts", "Service"]
+__all__ = ["Drawer", "Laned", "Losable", "ModelFacts", "Service"]
 
 # Of how many pictures the time of late is known by, for those who have to wait.
 _REMEMBERED = 32
@@ -65,6 +66,15 @@ class Drawer(Protocol):
 
 
 @runtime_checkable
+class Laned(Protocol):
+    """A drawer that draws pictures of some qualities only one after the other. `lanes(model, quality)`: how many at
+    once; None: as many as come.
+    """
+
+    def lanes(self, model: str, quality: str) -> int | None: ...
+
+
+@runtime_checkable
 class Losable(Protocol):
     """A drawer whose models lie in other processes. `when_lost(tell)`: have `tell(error)` called once, before any
     `draw` fails of it, where nothing can be drawn any more.
@@ -82,6 +92,7 @@ class Service:
         # By client, in the order of their turns: (job, which of its pictures).
         self._waiting: OrderedDict[str, deque[tuple[Job, int]]] = OrderedDict()
         self._in_flight = 0
+        self._in_lane: Counter[tuple[str, str]] = Counter()
         self._draining = False
         self._lost: BaseException | None = None
         self._changed = threading.Condition()
@@ -186,15 +197,26 @@ class Service:
             self._threads.submit(self._draw, *found)
 
     def _next(self) -> tuple[Job, int] | None:
-        """The first of the client whose turn it is, who is last from then on."""
-        if not self._waiting:
-            return None
-        client, waiting = next(iter(self._waiting.items()))
-        found = waiting.popleft()
-        del self._waiting[client]
-        if waiting:
-            self._waiting[client] = waiting
-        return found
+        """The first that can be drawn of the client whose turn it is, who is last from then on."""
+        for client, waiting in self._waiting.items():
+            place = next((place for place, one in enumerate(waiting) if self._has_room(*one)), None)
+            if place is None:
+                continue
+            job, picture = waiting[place]
+            del waiting[place], self._waiting[client]
+            if waiting:
+                self._waiting[client] = waiting
+            self._in_lane[_lane(job, picture)] += 1
+            return job, picture
+        return None
+
+    def _has_room(self, job: Job, picture: int) -> bool:
+        """Not where it would wait in a place that another picture could be drawn in."""
+        if not isinstance(self.drawer, Laned):
+            return True
+        lane = _lane(job, picture)
+        most = self.drawer.lanes(*lane)
+        return most is None or self._in_lane[lane] < most
 
     def _fail_what_ended(self) -> None:
         """What was cancelled or is too late leaves the queue."""
@@ -239,6 +261,7 @@ class Service:
         finally:
             with self._changed:
                 self._in_flight -= 1
+                self._in_lane[_lane(job, picture)] -= 1
                 self._forget_old_ones()
                 self._changed.notify_all()
 
@@ -277,3 +300,7 @@ class Service:
                 break
             held -= job.image_bytes
             job.let_go_of_images()
+
+
+def _lane(job: Job, picture: int) -> tuple[str, str]:
+    return job.model, job.drawings[picture].quality
