@@ -403,10 +403,10 @@ def test_what_a_stranger_wrote_is_nothing_that_a_terminal_obeys():
 
 
 def test_walls_that_are_missing_are_told_and_open_ones_need_consent(monkeypatch, capsys):
-    def ask(lacking, answer):
+    def ask(lacking, answer, **named):
         monkeypatch.setattr(confinement, "missing", lambda: tuple(WALLS[each] for each in lacking))
         monkeypatch.setattr(sys, "stdin", io.StringIO(answer))
-        command._require_walls()
+        command._require_walls(**named)
         return capsys.readouterr().err
 
     assert ask((), "") == ""
@@ -415,6 +415,25 @@ def test_walls_that_are_missing_are_told_and_open_ones_need_consent(monkeypatch,
     for answer in ("n\n", ""):
         with pytest.raises(RocmSdError, match="Nothing was tried"):
             ask(("writes", "signals"), answer)
+    capsys.readouterr()
+    assert "Go on?" not in ask(("writes", "signals"), "", agreed=True)
+
+
+@pytest.mark.parametrize("asked", [["geglu", "--rounds", "1"], ["--accept", "geglu-00000000"]])
+def test_a_script_agrees_beforehand_to_the_walls_that_are_missing(asked, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(confinement, "missing", lambda: (WALLS["network"],))
+    monkeypatch.setattr(sys, "stdin", io.StringIO(""))
+    monkeypatch.setattr(command, "_rounds", lambda *_given, **_named: "all rounds were made")
+
+    def said(*more):
+        with pytest.raises(SystemExit):
+            main.run(["improve", *asked, "--device", "cpu", "--out", str(tmp_path), *more])
+        return capsys.readouterr()
+
+    assert "Nothing was tried" in said().err
+    agreed = said("--yes")
+    assert "Nothing was tried" not in agreed.err
+    assert WALLS["network"] in agreed.err
 
 
 def test_two_at_once_and_a_damaged_record(tmp_path, caplog):

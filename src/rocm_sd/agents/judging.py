@@ -22,6 +22,7 @@ from rocm_sd.agents.confinement import LIMITS
 from rocm_sd.agents.modelling import Work, ratio, worse
 from rocm_sd.agents.proposals import Proposal, why_not_allowed
 from rocm_sd.agents.verdicts import (
+    ENDED,
     LEAST_GAIN,
     OFFERED,
     REFUSED,
@@ -164,7 +165,8 @@ class Judge(Asking):
         if share > (1.0 - LEAST_GAIN if self._card is None else 1.0):
             where, how = (4, "modelled") if self._card is None else (5, "measured")
             said = f"the best of {len(ranked)} configs needs {share:.3f} of the shipped config's {how} time"
-            rung = Rung(where, "any" if self._card is None else self._card.arch, "skipped", said, {SHARE: share})
+            arch = "any" if self._card is None else self._card.arch
+            rung = Rung(where, arch, "skipped", said, {SHARE: share, ENDED: 1})
             return Judged(SLOWER, (allowed, rung), config=best)
         judged = Judged(REFUSED, (allowed,))
         for _, config in ranked[:_MOST_CLIMBS]:
@@ -226,10 +228,11 @@ class Judge(Asking):
         files = self._files(proposal)
         work, shipped = Work({}, {}), Work({}, {})
         timings: tuple[Timing, ...] = ()
-        at = 2
+        at = 3  # what it fails at where it does not compile
         try:
             if self._gains_alone and self._card is None and (found := self._without_gain(proposal, files, rungs)):
                 return found
+            at = 2
             counted: Mapping[str, Mapping[str, Any]] = {}
             if proposal.kind != "hip":
                 self._note("rung 2, interpreted")
@@ -267,7 +270,7 @@ class Judge(Asking):
         judged = Judged(SLOWER, (), work.times, ratio(work, shipped), proposal.config)
         if judged.is_better:
             return None
-        left = Rung(2, "any", "skipped", "it needs no less counted work, so that no rung after the first was climbed")
+        left = Rung(2, "any", "skipped", "it needs no less counted work than the shipped kernel", {ENDED: 1})
         return replace(judged, rungs=(*rungs, left), worse=tuple(worse(work, shipped)))
 
     def _on_card(

@@ -130,7 +130,7 @@ def _nested(function: ast.FunctionDef, text: str) -> Iterator[tuple[_Edit, ...]]
             )  # fmt: skip
 
 
-def _masks(function: ast.FunctionDef, text: str) -> Iterator[tuple[_Edit, ...]]:
+def _masks(function: ast.AST, text: str) -> Iterator[tuple[_Edit, ...]]:
     """A load or a store of all lanes: right only where none lies outside, which rung 4 sees."""
     for node in ast.walk(function):
         if isinstance(node, ast.Call) and ast.unparse(node.func) in {"tl.load", "tl.store"}:
@@ -140,6 +140,46 @@ def _masks(function: ast.FunctionDef, text: str) -> Iterator[tuple[_Edit, ...]]:
             ]
             if len(kept) < len(node.args) + len(node.keywords):
                 yield (_Edit(node, f"{_source(node.func, text)}({', '.join(kept)})"),)
+
+
+def _split(function: ast.FunctionDef, text: str) -> Iterator[tuple[_Edit, ...]]:
+    """A loop in two: all turns but the last one, or but the rest of a step, without masks, and then that one with them.
+
+    It is right where masks of the loop are for its end alone.
+    """
+    for node in ast.walk(function):
+        if not isinstance(node, ast.For) or not isinstance(node.iter, ast.Call) or node.orelse:
+            continue
+        # An unrolled loop has nothing to split: its compiler sees each turn.
+        called = ast.unparse(node.iter.func)
+        if called not in {"range", "tl.range"} or not 1 <= len(node.iter.args) <= 3:
+            continue
+        unmasked = [edit for edits in _masks(ast.Module(node.body, []), text) for edit in edits]
+        if not unmasked or _are_nested(unmasked):
+            continue
+        bounds = [_source(each, text) for each in node.iter.args]
+        begin, end, step = ["0", *bounds, "1"] if len(bounds) == 1 else [*bounds, "1"][:3]
+        more = "".join(f", {each.arg}={_source(each.value, text)}" for each in node.iter.keywords)
+        middle = f"tl.maximum(({end}) - 1, {begin})"
+        if step != "1":
+            middle = f"({begin}) + (({end}) - ({begin})) // ({step}) * ({step})"
+        # Where it is all one step: nothing stands before the last turn.
+        whole = _Edit(node.iter, f"{called}({begin}, {middle}, {step}{more})")
+        rest = _Edit(node.iter, f"{called}({middle}, {end}, {step}{more})")
+        before, after = (_edited(node, text, edits) for edits in ((whole, *unmasked), (rest,)))
+        yield (_Edit(node, f"{before}\n{' ' * node.col_offset}{after}"),)
+
+
+def _are_nested(edits: list[_Edit]) -> bool:
+    """A load whose address is another load: one would be written over the other."""
+    return any(one.node is not other.node and other.node in ast.walk(one.node) for one in edits for other in edits)
+
+
+def _edited(node: ast.AST, text: str, edits: tuple[_Edit, ...]) -> str:
+    """The node's text, with edits within it."""
+    changed = _applied(text, edits)
+    first, last = _place(node, text)
+    return changed[first : last + len(changed) - len(text)]
 
 
 def _hints(function: ast.FunctionDef, text: str) -> Iterator[tuple[_Edit, ...]]:
@@ -192,6 +232,7 @@ def _used(statement: ast.AST) -> set[str]:
 KINDS: Mapping[str, Callable[[ast.FunctionDef, str], Iterator[tuple[_Edit, ...]]]] = {
     "loop": _loops,
     "loop order": _nested,
+    "split": _split,
     "mask": _masks,
     "hint": _hints,
     "arithmetic": _arithmetic,

@@ -147,8 +147,8 @@ class Searching:
     def propose(self, rounds: Sequence[Round]) -> Proposed | None:
         assert self.op.tuning is not None
         tried = {one.digest for each in rounds for one in each.proposal}
-        for kind in (self._whole, self._beside):
-            for bucket in self.op.tuning.buckets:
+        for bucket in self.op.tuning.buckets:
+            for kind in (self._whole, self._beside):
                 number, why, configs = kind(bucket.sample, rounds)
                 given = f"search by {self.strategy}: {why}, {bucket.sample.name}"
                 new = Proposal("space", given, bucket=bucket.sample.name, listed=configs, strategy=self.strategy)

@@ -15,12 +15,15 @@ if TYPE_CHECKING:
     from rocm_sd.typed_json import Rules
 
 __all__ = [
-    "LEAST_GAIN", "OFFERED", "REFUSED", "RULES", "SLOWER", "Judged", "Rung", "Timing", "has_failed", "timing_of",
+    "ENDED", "LEAST_GAIN", "OFFERED", "REFUSED", "RULES", "SLOWER", "Judged", "Rung", "Timing", "has_failed",
+    "timing_of",
 ]  # fmt: skip
 
 OFFERED, SLOWER, REFUSED = "offered", "no better", "refused"
 # Of the modelled time: less than that is within what the model leaves out.
 LEAST_GAIN = 0.01
+# In the figures of a rung that was not climbed, nor any after it, since there was nothing to win.
+ENDED = "ended"
 _FASTER, _SLOWER, _EVEN = "faster", "slower", "no difference"
 # Of whoever wrote down a rung or a verdict: a process, or the file of a stranger.
 RULES: Rules = {
@@ -133,7 +136,11 @@ class Judged:
 
     def _passed(self) -> Iterator[str]:
         left = [f"{each.rung} ({each.arch}), {each.finding}" for each in self.rungs if each.state == "skipped"]
-        yield f"It passed every rung but: {'; '.join(left)}." if left else "It passed every rung."
+        ended = next((each.finding for each in self.rungs if each.state == "skipped" and each.figures.get(ENDED)), "")
+        if ended:
+            yield f"It climbed no further: {ended}."
+        else:
+            yield f"It passed every rung but: {'; '.join(left)}." if left else "It passed every rung."
         if self.measured:
             told = "; ".join(
                 f"{each.call}: {each.us:g} us, {each.ratio:.3f} ({each.low:.3f} to {each.high:.3f}) times as fast as "
