@@ -97,6 +97,41 @@ def test_links_lead_to_files(page):
             assert (page.parent / target).exists(), target
 
 
+def anchors(page: Path) -> set[str]:
+    """Of its headings, as GitHub and MkDocs make them; a second one of a name has a number."""
+    text = re.sub(r"^```.*?^```$", "", docs_site.included(page.read_text("utf-8")), flags=re.MULTILINE | re.DOTALL)
+    found: set[str] = set()
+    for heading in re.findall(r"^#+ (.+)$", text, re.MULTILINE):
+        words = re.sub(r"\[([^\]]+)\]\([^)]*\)", r"\1", heading).lower()
+        slug = re.sub(r"[^\w\- ]", "", words).strip().replace(" ", "-")
+        names = (slug, *(f"{slug}{mark}{number}" for number in range(1, 9) for mark in "-_"))
+        found.add(next(name for name in names if name not in found))
+    return found
+
+
+def dead_anchors(page: Path) -> list[str]:
+    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    dead = []
+    for file, anchor in re.findall(r"\]\(([^)\s#:]*)#([^)\s]+)\)", text):
+        target = page.parent / file if file else page
+        if target.suffix == ".md" and anchor not in anchors(target):
+            dead.append(f"{file}#{anchor}")
+    return dead
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_links_into_a_page_lead_to_a_heading(page):
+    assert dead_anchors(page) == []
+
+
+def test_a_link_to_a_heading_that_is_not_there_is_seen(tmp_path):
+    (tmp_path / "there.md").write_text("# The `code`, and [a link](x.md)\n## Twice\n## Twice\n```\n# not one\n```\n")
+    page = tmp_path / "page.md"
+    good = "[a](there.md#the-code-and-a-link) [b](there.md#twice) [c](#here)\n## Here\n"
+    page.write_text(f"{good}[d](there.md#not-one) [e](there.md#gone) [f](#gone)\n")
+    assert dead_anchors(page) == ["there.md#not-one", "there.md#gone", "#gone"]
+
+
 # A reference is looked things up in, and a record is kept as it was measured: nobody reads them from end to end.
 REFERENCES = {"cli.md", "settings.md", "api.md", "gpus.md", "operators.md"}
 RECORDS = {"benchmarks.md", "changelog.md", "projection.md", "hip-figures.md"}
@@ -112,6 +147,14 @@ def words(page: Path) -> int:
 @pytest.mark.parametrize("page", [page for page in SITE if page.name not in REFERENCES | RECORDS], ids=page_id)
 def test_a_page_is_short(page):
     assert words(page) <= MOST_WORDS, "say it in fewer words, or give each of its readers a page"
+
+
+# The first page that anybody sees; what is folded away counts, too.
+MOST_WORDS_OF_README = 1500
+
+
+def test_the_readme_is_short():
+    assert words(ROOT / "README.md") <= MOST_WORDS_OF_README, "give it a line, and a page under docs/"
 
 
 def test_what_may_be_long_is_there_and_a_long_page_is_seen(tmp_path):

@@ -1,4 +1,4 @@
-"""Fill the tables of BENCHMARKS.md, docs/projection.md and docs/performance-guide.md from records in benchmarks/.
+"""Fill the tables of BENCHMARKS.md, docs/projection.md and the performance guides from records in benchmarks/.
 
 python tools/benchmarks_page.py          rewrites what lies between <!-- table: NAME --> and <!-- end of table -->
 python tools/benchmarks_page.py --check  changes nothing, and fails when a table is not what the records say
@@ -9,10 +9,11 @@ from __future__ import annotations
 import json
 import re
 import sys
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import docs_guide
 from rocm_sd import arch
 from rocm_sd.bench import kpis, projection
 from rocm_sd.bench.ablation import STOCK_ROW
@@ -25,7 +26,9 @@ __all__ = ["DOCUMENTS", "TABLES", "elsewhere", "fill", "main", "stale"]
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECTION_DATA = ROOT / "src/rocm_sd/bench/data/work.json"
-DOCUMENTS = ("BENCHMARKS.md", "docs/projection.md", "docs/performance-guide.md")
+DOCUMENTS = (
+    "BENCHMARKS.md", "docs/projection.md", "docs/performance-guide.md", "docs/performance-guide-instinct.md",
+)  # fmt: skip
 _BLOCK = re.compile(r"(<!-- table: (?P<name>[\w-]+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 
 
@@ -267,6 +270,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "bench-targets": _targets,
     "projections": _projections,
     "projection-short": _short_projections,
+    **{f"guide-{family}": partial(docs_guide.facts, family) for family in docs_guide.FAMILIES},
     "projection-families": _families,
     "projection-error": _error,
     "projection-elsewhere": _elsewhere,

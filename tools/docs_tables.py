@@ -92,7 +92,7 @@ def _measured(evidence: str) -> str:
     )
 
 
-def _proofs(*, linked: bool) -> str:
+def _proofs() -> str:
     """A line for each op, and for its kernels in HIP, with the highest rung that each architecture stands on."""
     reached: dict[str, dict[str, list[Proof]]] = defaultdict(lambda: defaultdict(list))
     for proof in sorted(proofs(), key=lambda p: (p.op, p.arch)):
@@ -100,10 +100,7 @@ def _proofs(*, linked: bool) -> str:
     rows = []
     for op, rungs in reached.items():
         cells = [_names([proof.arch for proof in rungs[rung]]) for rung in ("emulated", "compiled")]
-        ran = []
-        for proof in rungs["tested"]:
-            text = _measured(proof.evidence) or proof.arch
-            ran.append(f"[{text}]({proof.evidence})" if linked else text)
+        ran = [_measured(proof.evidence) or proof.arch for proof in rungs["tested"]]
         # An op whose kernels all are in HIP has a line for those alone.
         if ran or any(cells):
             rows.append((f"`{op}`", *cells, ", ".join(ran)))
@@ -115,6 +112,39 @@ def _proofs(*, linked: bool) -> str:
         "interpreter, on a CPU, in every test run."
     )
     return f"{_on_amd(proofs())}\n\n{table}\n" + "\n".join(meanings) + f"\n\n{below}\n"
+
+
+def _proofs_in_short() -> str:
+    """A line for each op: how many targets each of its languages has reached, and how fast it ran on each card."""
+    by_op: dict[str, list[Proof]] = defaultdict(list)
+    for proof in sorted(proofs(), key=lambda p: p.op):
+        by_op[proof.op].append(proof)
+    ran = {(p.op, _record(p.evidence)["machine"]["gpu"]): p.evidence for p in proofs() if p.rung == "tested"}
+    cards = sorted({card for _, card in ran})
+    languages = {"triton": "Triton", "hip": "HIP"}
+    rows = []
+    for op, proven in by_op.items():
+        counts = [
+            [sum((p.implementation, p.rung) == (name, rung) for p in proven) for rung in ("emulated", "compiled")]
+            for name in languages
+        ]
+        cells = [f"{emulated}+{compiled}" if emulated + compiled else "" for emulated, compiled in counts]
+        speeds = [_speed_in_short(ran[op, card]) if (op, card) in ran else "" for card in cards]
+        if any(cells + speeds):
+            rows.append((f"`{op}`", *cells, *speeds))
+    named = (f"{language}: emulated+compiled" for language in languages.values())
+    table = _table(("op", *named, *(f"times stock torch, {card}" for card in cards)), rows)
+    return (
+        f"{_on_amd(proofs())}\n\n{table}\nCounted are AMD targets: machine code executed by the emulator, and "
+        "inspected alone ([named](docs/operators.md#what-is-proven-and-how)). In brackets: extremes of all shapes.\n"
+    )
+
+
+def _speed_in_short(evidence: str) -> str:
+    record = _record(evidence)
+    speeds = [row["against_stock"]["ratio"] for row in record["rows"]]
+    figures = f"{record['geomean']['against_stock']:.2f} ({min(speeds):.2f} to {max(speeds):.2f})"
+    return f"[{figures}]({evidence})"
 
 
 def _names(architectures: list[str]) -> str:
@@ -451,8 +481,8 @@ def _transformer_block_reasons() -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
-    "proofs": lambda: _proofs(linked=False),
-    "proofs-linked": lambda: _proofs(linked=True),
+    "proofs": _proofs,
+    "proofs-short": _proofs_in_short,
     "readme-badges": readme_figures.badge_links,
     "readme-measured": readme_figures.measured_where,
     "host-and-card": readme_figures.host_and_card,
