@@ -20,6 +20,8 @@ def cards(monkeypatch):
     """Two cards and NCCL, as rank `LOCAL_RANK` of two would find them; what is done, in its order."""
     done, store = [], dist.HashStore()
     monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "29500")
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: done.append(f"set {device}"))
