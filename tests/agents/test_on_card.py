@@ -59,7 +59,7 @@ def test_a_config_is_compared_and_timed_in_turns_with_the_shipped_one(interprete
 def test_a_kernel_that_is_wrong_on_the_card_alone_fails_there_and_is_not_timed(interpreted, monkeypatch):
     """What the interpreter passed is not believed: here the card gets another kernel than rung 2 did."""
     text = functions_text(OP)
-    wrong = text.replace("tl.store(", "tl.store(1 + ", 1)
+    wrong = text.replace("value = value.to(model_input", "value = (1.01 * value).to(model_input", 1)
     assert wrong != text
     assert interpreted._card.climbed(*_asked(interpreted, text))[0].state == "passed"
     rung, timings = interpreted._card.climbed(*_asked(interpreted, wrong))
