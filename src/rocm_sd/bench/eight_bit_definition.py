@@ -81,7 +81,9 @@ class EightBitDefinition:
 
     def _observed(self, pipe: Any, theirs: Mapping[str, nn.Module]) -> dict[str, _Seen]:
         seen = {}
-        for name, one in observe(pipe, theirs, decoded=any(name.startswith("vae.") for name in theirs)).items():
+        halves = {"decoded": "vae.", "encoded": "vae.encoder."}
+        asked = {half: any(name.startswith(part) for name in theirs) for half, part in halves.items()}
+        for name, one in observe(pipe, theirs, **asked).items():
             factors = self._layers[name].smoothing
             largest = one.largest if factors is None else (one.columns * factors.to(one.columns)).amax()
             rows = one.rows[:: max(1, len(one.rows) // _ROWS)][:_ROWS]

@@ -72,7 +72,7 @@ def by_definition(pipe: Any, approximation: Approximation) -> Any:
 
 def definition_of(approximation: Approximation) -> Callable[[Any], Any] | None:
     """Of a stock pipeline, but for layers in 8 bits; None where what was computed decides, or another model draws."""
-    wide = replace(approximation, eight_bits=None, eight_bit_decoder=None)
+    wide = replace(approximation, eight_bits=None, eight_bit_decoder=None, eight_bit_encoder=None)
     if not replace(wide, skipping=Skipping()).is_exact or wide.skipping.first_block:
         return None
     return partial(by_definition, approximation=wide)

@@ -10,7 +10,7 @@ from approximated import as_if_the_cpu_multiplied_fp8
 from torch import nn
 
 import rocm_sd
-from pipelines import CASES, call, exactly, require_as_exact_as_stock, small_blocks_too
+from pipelines import CASES, call, exactly, picture_of, require_as_exact_as_stock, small_blocks_too
 from rocm_sd.engine.approximation import Approximation, Skipping, eight_bits, observing
 from rocm_sd.errors import InvalidOption, Unsupported
 from rocm_sd.ops.quantize_rows.reference import quantize_rows
@@ -298,6 +298,38 @@ def test_a_decoder_is_what_it_is_defined_to_be_and_is_restored_to_its_bits(tmp_p
         assert torch.allclose(decoded(ours, name, seed), decoded(exact, name, seed), rtol=0, atol=1e-6)
     assert (decoded(ours, name) - before).abs().max() > 1e-3
     assert torch.equal(decoded(rocm_sd.restore(ours), name), before)
+
+
+@pytest.mark.parametrize("to", FORMATS)
+def test_an_encoder_is_what_it_is_defined_to_be_and_is_restored_to_its_bits(tmp_path, to):
+    """By the latents of a picture that the pipeline is given, before they are denoised."""
+
+    @torch.no_grad()
+    def latents(pipe):
+        return pipe.vae.encode(picture_of(3).to(torch.float64) * 2 - 1).latent_dist.mean
+
+    ours, exact = (CASES["sd15-img2img"].build(tmp_path).to(torch.float64) for _ in range(2))
+    before, picture = latents(ours), drawn(ours, "sd15-img2img")
+    rocm_sd.optimize(ours, quality=Approximation(eight_bit_encoder=to))
+    layers = standing(ours.vae)
+    assert layers
+    assert all(name.startswith("encoder.") for name in layers)
+    define(exact.vae, layers)
+    assert torch.allclose(latents(ours), latents(exact), rtol=0, atol=1e-6)
+    assert (latents(ours) - before).abs().max() > 1e-4
+    assert drawn(ours, "sd15-img2img").isfinite().all()
+    rocm_sd.restore(ours)
+    assert torch.equal(latents(ours), before)
+    assert torch.equal(drawn(ours, "sd15-img2img"), picture)
+
+
+def test_both_halves_of_a_vae_are_in_one_format(tmp_path):
+    with pytest.raises(InvalidOption, match="eight_bit_encoder"):
+        Approximation(eight_bit_decoder="int8", eight_bit_encoder="fp8")
+    both = Approximation(eight_bit_decoder="int8", eight_bit_encoder="int8")
+    assert Approximation.from_dict(both.to_dict()) == both
+    pipe = rocm_sd.optimize(CASES["sd15"].build(tmp_path), quality=both)
+    assert {name.partition(".")[0] for name in standing(pipe.vae)} == {"decoder", "encoder"}
 
 
 @pytest.mark.parametrize("to", FORMATS)

@@ -90,7 +90,8 @@ class Tried:
         asked = to, arch.detect(device), tuple(layers)
         known = self._planned.get(model)
         if known is None or known[0] != asked:
-            seen = observe(target, layers, decoded=hasattr(model, "decoder"))
+            encoded = any(name.startswith("encoder.") for name in layers)
+            seen = observe(target, layers, decoded=hasattr(model, "decoder"), encoded=encoded)
             known = asked, planned(every, seen, to, device)
             self._planned[model] = known
         return known[1]
@@ -153,14 +154,13 @@ def _is_in_eight_bits(layer: Any) -> TypeGuard[nn.Linear | nn.Conv2d]:
 
 
 def install(
-    target: Any, model: nn.Module, eight_bits: str, device: torch.device, tried: Tried
+    target: Any, model: nn.Module, eight_bits: str, device: torch.device, tried: Tried, parts: tuple[str, ...] = ("",)
 ) -> tuple[Installed, str | None]:
-    """And why it is not in 8 bits, in words, where it is not. Of a VAE it is the decoder. `device`: where it will
-    multiply, which its weights may not be on between its calls.
+    """And why it is not in 8 bits, in words, where it is not. `device`: where it will multiply, which its weights may
+    not be on between its calls. `parts`: what the names of the layers begin with that are meant.
     """
-    kind, decodes = type(model).__name__, hasattr(model, "decoder")
-    to = format_of(eight_bits, device)
-    every = [group for group in groups(model) if not decodes or group.names[0].startswith("decoder.")]
+    kind, to = type(model).__name__, format_of(eight_bits, device)
+    every = [group for group in groups(model) if group.names[0].startswith(parts)]
     if not every:
         return Installed(tuple, lambda: None), f"{kind} has no layers that can be put into {eight_bits}"
     try:

@@ -35,6 +35,10 @@ _HALVES = tuple(
 )
 
 
+# What the names of their layers begin with, the decoder's first.
+_HALVES_OF_VAE = ("decoder.", "encoder.")
+
+
 def has_halves(target: Any) -> bool:
     """Whether it is known which half of a guided batch of a pipeline has the prompt."""
     return any(kind.__name__ in _HALVES for kind in type(target).__mro__)
@@ -142,22 +146,28 @@ def _install_eight_bits(
         if loaded is not None:
             found.append(loaded)
             continue
-        # A decoder goes by the settings of the denoiser whose latents it decodes.
+        # A VAE goes by the settings of the denoiser whose latents it decodes.
         settings = first if decodes else approximated.get(model, [])
         asked = {
-            one.from_steps: one.approximation.eight_bit_decoder if decodes else one.approximation.eight_bits
+            one.from_steps: (one.approximation.eight_bit_decoder, one.approximation.eight_bit_encoder)
+            if decodes
+            else (one.approximation.eight_bits,)
             for one in settings
         }
         kind, formats = type(known).__name__, set(asked.values())
-        to = formats.pop() if len(formats) == 1 else None
+        agreed = formats.pop() if len(formats) == 1 else ()
+        to = next((one for one in agreed if one is not None), None)
+        parts = tuple(part for part, one in zip(_HALVES_OF_VAE, agreed, strict=False) if one) if decodes else ("",)
         if len(formats) > 1:
             # Weights are the same for every number of steps.
-            each = ", ".join(f"{to or 'none'} from {steps} on" for steps, to in asked.items())
+            each = ", ".join(
+                f"{' and '.join(one or 'none' for one in several)} from {steps} on" for steps, several in asked.items()
+            )
             search = "measure one of these numbers of steps again: rocm-sd tune --quality MODEL --steps ..."
             yield f"{kind} keeps its dtype: settings differ in eight bits ({each}); {search}"
         if to is None:
             continue
-        installed, reason = eight_bits.install(target, known, to, device, tried)
+        installed, reason = eight_bits.install(target, known, to, device, tried, parts)
         # Of settings about steps, what is installed for these says where they were measured.
         found.append(
             installed if reason is not None or are_about_steps(settings) else _measured(installed, kind, settings)

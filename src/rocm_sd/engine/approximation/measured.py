@@ -132,7 +132,8 @@ def known(model: Any, quality: str) -> list[Setting]:
     was measured with others.
     """
     ours = measured(model, quality)
-    coarse = any(one.approximation.eight_bits or one.approximation.eight_bit_decoder for one in ours)
+    methods = [one.approximation for one in ours]
+    coarse = any(one.eight_bits or one.eight_bit_decoder or one.eight_bit_encoder for one in methods)
     theirs = [] if coarse else shipped(model, quality)
     return sorted([*theirs, *ours], key=lambda setting: setting.from_steps)
 

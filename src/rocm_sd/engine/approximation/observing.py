@@ -71,10 +71,12 @@ class Observed:
         self.rows = torch.cat([self.rows, more.rows])
 
 
-def observe(target: Any, layers: Mapping[str, nn.Module], *, decoded: bool = False) -> dict[str, Observed]:
+def observe(
+    target: Any, layers: Mapping[str, nn.Module], *, decoded: bool = False, encoded: bool = False
+) -> dict[str, Observed]:
     """Of each layer; raises NotObserved where the pipeline draws no picture from a prompt, or not all of it ran.
 
-    `decoded`: whether the VAE takes part.
+    `decoded`: whether the VAE takes part; `encoded`: whether it then encodes what was drawn.
     """
     seen: dict[str, Observed] = {}
 
@@ -90,7 +92,9 @@ def observe(target: Any, layers: Mapping[str, nn.Module], *, decoded: bool = Fal
 
     hooks = [layer.register_forward_pre_hook(watch(name)) for name, layer in layers.items()]
     try:
-        _draw(target, "pt" if decoded else "latent")
+        for pipe, pictures in _draw(target, "pt" if decoded else "latent"):
+            if encoded:
+                _encode(pipe.vae, pictures)
     except Exception as error:
         raise NotObserved(f"it could not be tried on a picture ({first_line(error)})") from error
     finally:
@@ -104,14 +108,28 @@ def observe(target: Any, layers: Mapping[str, nn.Module], *, decoded: bool = Fal
     return seen
 
 
-def _draw(target: Any, output: str) -> None:
+def _draw(target: Any, output: str) -> list[tuple[Any, torch.Tensor]]:
     """A picture from each prompt, by the pipeline's own parts and the same seed each time."""
     pipe, more = _drawing(target)
     pipe.set_progress_bar_config(disable=True)
     try:
-        _pictures(pipe, [{"prompt": prompt, **more} for prompt in _PROMPTS], output)
+        return _pictures(pipe, [{"prompt": prompt, **more} for prompt in _PROMPTS], output)
     except Exception:  # noqa: BLE001 -- one that has no encoders of its own: whoever calls it brings embeddings along
-        _pictures(pipe, [_noise(pipe) | more], output)
+        return _pictures(pipe, [_noise(pipe) | more], output)
+
+
+@torch.no_grad()
+def _encode(vae: Any, pictures: torch.Tensor) -> None:
+    """As a pipeline does with a picture that it is given: a VAE that overflows in its own dtype is widened for it."""
+    own = vae.dtype
+    wide = torch.float32 if vae.config.get("force_upcast") and own is torch.float16 else own
+    if wide is not own:
+        vae.to(wide)
+    try:
+        vae.encode(pictures.to(vae.device, wide) * 2 - 1)
+    finally:
+        if wide is not own:
+            vae.to(own)
 
 
 def _drawing(target: Any) -> tuple[Any, dict[str, Any]]:
@@ -139,16 +157,19 @@ def _is_given_a_picture(target: Any) -> bool:
     return channels is not None and latents is not None and channels == 2 * latents + 1
 
 
-def _pictures(pipe: Any, several: list[dict[str, Any]], output: str) -> None:
+def _pictures(pipe: Any, several: list[dict[str, Any]], output: str) -> list[tuple[Any, torch.Tensor]]:
     model = getattr(pipe, "unet", None) or pipe.transformer
     own = getattr(pipe, "default_sample_size", None) or getattr(model.config, "sample_size", None)
     side = min(_SIDE, own * pipe.vae_scale_factor) if isinstance(own, int) else _SIDE
+    drawn = []
     for given in several:
         with torch.no_grad():
-            pipe(
+            made = pipe(
                 **given, num_inference_steps=_STEPS, height=side, width=side, output_type=output,
                 generator=torch.Generator().manual_seed(0),
             )  # fmt: skip
+        drawn.append((pipe, made.images))
+    return drawn
 
 
 def _noise(pipe: Any) -> dict[str, Any]:

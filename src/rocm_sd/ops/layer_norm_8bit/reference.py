@@ -25,6 +25,5 @@ def layer_norm_8bit(
     """
     total = x if residual is None else reference.layer_norm_residual(x, residual)[1]
     wide = total.to(torch.promote_types(x.dtype, torch.float32))
-    parts = (None if part is None else part.to(wide.dtype) for part in (weight, bias))
-    q, scales = quantize_rows(reference.layer_norm_residual(wide, None, *parts, eps)[0], to)
+    q, scales = quantize_rows(reference.layer_norm_residual(wide, None, weight, bias, eps)[0], to)
     return q, scales, total
