@@ -11,7 +11,7 @@ import pytest
 
 import contributions_page
 from rocm_sd.bench import gate, lossy, publishing, submission
-from rocm_sd.bench.records import Comparison, Machine, Measurement, Record, UnreadableRecord, WorkloadFacts
+from rocm_sd.bench.records import RULES, Comparison, Machine, Measurement, Record, UnreadableRecord, WorkloadFacts
 from rocm_sd.bench.verdict import EXACT, Quality
 
 ROOT = Path(__file__).parents[2]
@@ -150,6 +150,16 @@ def signed(path: Path, change) -> Path:
 def test_a_form_that_is_not_the_schema_s_is_explained_in_words(tmp_path, change, words):
     problems = submission.validate(signed(tmp_path, change))
     assert any(words in problem for problem in problems), problems
+
+
+def test_more_is_asked_of_what_is_published_than_of_what_is_read(tmp_path):
+    """What the first check lets through and the second does not is a traceback, in `rocm-sd bench --submit` too."""
+    for name, asked in submission.PUBLIC_RULES.items():
+        least = RULES.get(name, {})
+        assert all(word in asked or (word == "minimum" and "exclusiveMinimum" in asked) for word in least), name
+    beyond = replace(record(), workload=replace(record().workload, height=10**13))
+    with pytest.raises(submission.Unpublishable, match=r"workload\.height is above"):
+        submission.write(beyond, tmp_path)
 
 
 def test_what_is_no_contribution_is_no_contribution(tmp_path):

@@ -64,10 +64,11 @@ _NAMES = (
 )  # fmt: skip
 
 
+_OF_A_PICTURE = tuple(f"WorkloadFacts.{name}" for name in ("height", "width", "steps"))
 # Of a record that may be published more is asked than of one that can be read: those of single ops have no picture.
 PUBLIC_RULES: Rules = {
     **RULES,
-    **{f"WorkloadFacts.{name}": {"minimum": 1} for name in ("height", "width", "steps")},
+    **{name: {**RULES[name], "minimum": 1} for name in _OF_A_PICTURE},
     **dict.fromkeys(_NAMES, NAME),
     "Quality.name": {"pattern": "^[a-z0-9=.,]+$", "maxLength": 200},
     "Machine.versions": {"propertyNames": NAME, "additionalProperties": {"type": "string", **NAME}},
