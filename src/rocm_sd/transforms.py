@@ -35,4 +35,4 @@ def derivatives(values: Iterable[Any]) -> bool:
     if forward_ad._current_level < 0:  # noqa: SLF001 -- as above
         return False
     tensors = (each for each in values if isinstance(each, torch.Tensor))
-    return any(forward_ad.unpack_dual(each).tangent is not None for each in tensors)
+    return any(forward_ad.unpack_dual(each).tangent is not None for each in tensors)  # type: ignore[no-untyped-call]

@@ -9,6 +9,7 @@ import json
 import re
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
@@ -17,11 +18,10 @@ from safetensors.torch import load_file, save_file
 from rocm_sd.errors import FULL, CorruptModel, InvalidOption, ModelNotFound, NoDiskSpace, RocmSdError, Unsupported
 from rocm_sd.files import is_special, whole
 from rocm_sd.models.source import not_json
-from rocm_sd.plain_json import read_json
+from rocm_sd.plain_json import read_json, shortened
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
-    from pathlib import Path
 
     import torch
 
@@ -146,10 +146,24 @@ def _weight_files(inside: Path) -> list[Path]:
         if (whole := inside / f"{stem}.safetensors").is_file():
             return [whole]
         if (index := inside / f"{stem}.safetensors.index.json").is_file():
-            return sorted({inside / shard for shard in _json(index)["weight_map"].values()})
+            return _shards(index)
         if variants := sorted(inside.glob(f"{stem}.*.safetensors")):
             return variants[:1]
     raise ModelNotFound(f"{inside} holds no .safetensors weights.", hint="Give a folder saved with safetensors.")
+
+
+def _shards(index: Path) -> list[Path]:
+    """The files beside an index that it names: a stranger may have written it, and others are nobody's weights."""
+    places = _json(index).get("weight_map")
+    names = list(places.values()) if isinstance(places, dict) else []
+    if not names or not all(isinstance(name, str) and name for name in names):
+        raise CorruptModel(f"{index} names no files of weights.", hint="Download the model again.")
+    for name in names:
+        if Path(name).name != name or "\0" in name:
+            raise CorruptModel(
+                f"{index} names {shortened(name)!r}, which lies outside of its folder.", hint="Do not trust this model."
+            )
+    return sorted({index.parent / name for name in names})
 
 
 def _json(file: Path) -> dict[str, Any]:
