@@ -29,10 +29,17 @@ ROOT = Path(__file__).resolve().parent.parent
 _READING = (
     *("rocm_sd.plain_json", "rocm_sd.typed_json", "rocm_sd.bench", "rocm_sd.doctor", "rocm_sd.tuning"),
     "rocm_sd.contribution",
+    "rocm_sd.agents.keeping",
+    "rocm_sd.models.single_file",
+    "rocm_sd.ops.accepted",
     "rocm_sd.engine.approximation.eight_bit_files",
 )
 # The tests whose module is not test_fuzz_readers.
-_ELSEWHERE = {"eight_bit_headers": "engine/approximation/test_fuzz_eight_bits"}
+_MORE = ("improvements", "accepted_kernels", "indexes_of_weights", "accuracy_records")
+_ELSEWHERE = {
+    "eight_bit_headers": "engine/approximation/test_fuzz_eight_bits",
+    **dict.fromkeys(_MORE, "test_fuzz_more_readers"),
+}
 # A good file of each, from the module of its tests.
 _GOOD: dict[str, Callable[[Any], Any]] = {
     "plain_json": lambda cases: cases.RECORD.to_dict(),
@@ -46,6 +53,10 @@ _GOOD: dict[str, Callable[[Any], Any]] = {
     "model_indexes": lambda cases: cases.INDEX,
     "machines": lambda cases: cases.FACTS,
     "eight_bit_headers": lambda cases: cases.EIGHT_BITS,
+    "improvements": lambda cases: cases.IMPROVEMENT,
+    "accepted_kernels": lambda cases: cases.asdict(cases.ACCEPTED) | {"digest": cases.ACCEPTED.hashed()},
+    "indexes_of_weights": lambda _cases: {"metadata": {"total_size": 8}, "weight_map": {"a": "part-1.safetensors"}},
+    "accuracy_records": lambda cases: cases.ACCURACY.to_dict(),
 }
 READERS = tuple(_GOOD)
 EXAMPLES = """examples:
