@@ -101,7 +101,7 @@ def part_of(pipe: Any, models: Sequence[nn.Module], seats: dict[str, Seat]) -> P
     return Part(tuple(placed.values()), tuple(cut))
 
 
-def fullest(pipe: Any, models: Sequence[nn.Module], name: str, weights: Sequence[float]) -> int | None:
+def fullest(pipe: Any, models: Sequence[Any], name: str, weights: Sequence[float]) -> int | None:
     """Bytes on the card of the rank with most of them, by one strategy alone; None where it has no such plan."""
     if models[0] is None:
         return None
