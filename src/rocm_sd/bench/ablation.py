@@ -106,7 +106,13 @@ ROWS: tuple[AblationRow, ...] = (
     ),
     AblationRow(
         "step graph",
-        "each forward replayed as one graph",
+        "each forward of a denoiser and a decoder replayed as one graph",
+        replace(EVERYTHING, encoders=False, hook_questions=False),
+        on_cpu=_NO_LAUNCHES,
+    ),
+    AblationRow(
+        "encoder graphs",
+        "calls of text encoders and the safety checker replayed, too",
         replace(EVERYTHING, hook_questions=False),
         on_cpu=_NO_LAUNCHES,
     ),

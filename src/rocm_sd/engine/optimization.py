@@ -380,10 +380,11 @@ def _replayed(
     target: Any, models: list[nn.Module], parts: Parts, device: torch.device, *, graphs: bool
 ) -> Iterator[Installed]:
     """The models and the encoders of a pipeline from graphs, where there are any; the report names the encoders."""
-    coding = captured_encoders(target, device) if graphs and parts.captured else {}
+    wanted = graphs and parts.captured and parts.encoders
+    coding = captured_encoders(target, device) if wanted else {}
     if graphs:
         yield denoising.install(target, models, parts, coding)
-    elsewhere = "its weights lie elsewhere between its calls" if graphs else "nothing is captured here"
+    elsewhere = "its weights lie elsewhere between its calls" if wanted else "nothing is captured here"
     yield Installed(encoder_notes(target, coding, elsewhere), lambda: None)
 
 

@@ -20,9 +20,10 @@ class Parts:
     """`rules`: by name, or None for all; `stock_ops`: those whose stock implementation runs; `packed`: QKV and text KV.
 
     `captured`: forwards are answered from graphs; `hoisted`: what depends on the prompt or the timestep alone is made
-    once a run. Without both, calls go to the modules themselves. `hook_questions`: Diffusers' questions for hooks are
-    answered without a walk over all modules. `plan`: that one by name for all models, where None leaves it to what was
-    measured or is shipped; `calibrated`: a model without a plan is measured at its first call.
+    once a run. Without both, calls go to the modules themselves. `encoders`: calls of text encoders and the safety
+    checker are captured, too. `hook_questions`: Diffusers' questions for hooks are answered without a walk over all
+    modules. `plan`: that one by name for all models, where None leaves it to what was measured or is shipped;
+    `calibrated`: a model without a plan is measured at its first call.
     """
 
     rules: frozenset[str] | None = None
@@ -32,6 +33,7 @@ class Parts:
     packed: bool = True
     hoisted: bool = True
     captured: bool = True
+    encoders: bool = True
     hook_questions: bool = True
     plan: str | None = None
     calibrated: bool = True
