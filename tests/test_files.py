@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from rocm_sd.errors import NoDiskSpace
-from rocm_sd.files import whole, write_text, write_texts
+from rocm_sd.errors import InvalidOption, NoDiskSpace
+from rocm_sd.files import text_of, whole, write_text, write_texts
 from rocm_sd.plain_json import read_json
 
 FULL_DEVICE = Path("/dev/full")
@@ -78,6 +78,41 @@ def test_a_full_device_is_a_sentence():
     with pytest.raises(NoDiskSpace, match="no space left to write /dev/full"):
         write_text(FULL_DEVICE, "a frog")
     assert stat.S_ISCHR(FULL_DEVICE.stat().st_mode)
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+def test_a_full_disk_is_a_sentence_in_the_words_of_another_language_too(tmp_path, code):
+    """safetensors writes in Rust: of the system's error it has the text."""
+
+    def written():
+        with whole(tmp_path / "file") as unfinished:
+            unfinished.write_text("half")
+            raise RuntimeError(f"I/O error: {os.strerror(code)} (os error {code})")
+
+    with pytest.raises(NoDiskSpace, match="no space left to write"):
+        written()
+    assert listed(tmp_path) == []
+
+
+def test_a_text_that_cannot_be_had_is_a_sentence(tmp_path):
+    for name, content, words in (
+        ("none", None, "there is no such file"),
+        ("bytes", b"a \xff frog", "byte 2 is no UTF-8"),
+        ("long", b"a" * 101, "it is larger than 0 MiB"),
+        ("no\0name", None, "null"),
+    ):
+        if content is not None:
+            (tmp_path / name).write_bytes(content)
+        with pytest.raises(InvalidOption, match=words):
+            text_of(tmp_path / name, lambda why: InvalidOption("--prompts", "it", [], hint=why), most=100)
+    (tmp_path / "marked").write_bytes(b"\xef\xbb\xbfa frog")
+    assert text_of(tmp_path / "marked", ValueError) == "a frog"
+
+
+@pytest.mark.skipif(not Path("/dev/zero").exists(), reason="needs /dev/zero")
+def test_a_device_without_an_end_is_not_read_for_ever():
+    with pytest.raises(ValueError, match="it is larger than 1 MiB"):
+        text_of(Path("/dev/zero"), ValueError, most=2**20)
 
 
 def test_a_file_keeps_who_may_read_it(tmp_path):

@@ -21,9 +21,11 @@ except ImportError:  # Windows
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
 
-__all__ = ["alone", "is_special", "read_text", "told_when_full", "whole", "write_text", "write_texts"]
+__all__ = ["alone", "is_special", "read_text", "text_of", "told_when_full", "whole", "write_text", "write_texts"]
 
 log = logging.getLogger("rocm_sd")
+# A million prompts, or kernels of a profile by the hundred thousand.
+MOST_TEXT = 128 * 2**20
 
 
 def read_text(path: Path) -> str:
@@ -32,6 +34,28 @@ def read_text(path: Path) -> str:
         return path.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:
         return ""
+
+
+def text_of(path: Path, unreadable: Callable[[str], Exception], *, most: int = MOST_TEXT) -> str:
+    """The whole text of a file that a user names; where it cannot be had, `unreadable` makes the error of the reason.
+
+    A device has no end: no more than `most` bytes are read of anything.
+    """
+    try:
+        with path.open("rb") as file:
+            raw = file.read(most + 1)
+        if len(raw) > most:
+            raise unreadable(f"it is larger than {most / 2**20:.0f} MiB")
+        return raw.decode("utf-8-sig")
+    except FileNotFoundError:
+        raise unreadable("there is no such file") from None
+    except OSError as error:
+        raise unreadable(error.strerror or str(error)) from error
+    except UnicodeDecodeError as error:
+        raise unreadable(f"byte {error.start} is no UTF-8") from None
+    except ValueError as error:
+        # A path with a null byte.
+        raise unreadable(str(error)) from error
 
 
 def is_special(path: Path) -> bool:
@@ -48,8 +72,9 @@ def told_when_full(path: Path | str) -> Iterator[None]:
     """A full disk, or a quota that is used up, as NoDiskSpace of `path`."""
     try:
         yield
-    except OSError as error:
-        if error.errno in FULL:
+    except Exception as error:
+        # A library in another language has the system's error as text alone.
+        if getattr(error, "errno", None) in FULL or any(os.strerror(code) in str(error) for code in FULL):
             raise NoDiskSpace(path) from error
         raise
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import hashlib
+import io
 import json
 import time
 from dataclasses import asdict, dataclass
@@ -19,7 +20,7 @@ from rocm_sd.bench.machine import machine
 from rocm_sd.bench.records import RULES as RECORD_RULES
 from rocm_sd.bench.records import Machine, UnreadableRecord, WorkloadFacts, keep_older, now, read_record
 from rocm_sd.errors import InvalidOption, Unsupported
-from rocm_sd.files import write_text
+from rocm_sd.files import text_of, write_text
 from rocm_sd.plain_json import read_json
 
 if TYPE_CHECKING:
@@ -97,12 +98,16 @@ def record_file(out: Path, workload: str) -> Path:
 
 def read_prompts(file: Path) -> tuple[str, ...]:
     """One a line; of a table (.tsv, as MLPerf has its captions) the column `caption`."""
+
+    def refused(why: object) -> InvalidOption:
+        hint = f"It takes a text file with one prompt a line, or a .tsv with a column named caption ({why})."
+        return InvalidOption("--prompts", file, [], hint=hint)
+
+    lines = io.StringIO(text_of(file, refused), newline="")
     try:
-        with file.open(encoding="utf-8", newline="") as opened:
-            texts = list(_captions(opened) if file.suffix == ".tsv" else opened)
-    except (OSError, UnicodeDecodeError, csv.Error, KeyError) as error:
-        hint = f"It takes a text file with one prompt a line, or a .tsv with a column named caption ({error})."
-        raise InvalidOption("--prompts", file, [], hint=hint) from error
+        texts = _captions(lines) if file.suffix == ".tsv" else list(lines)
+    except (csv.Error, KeyError) as error:
+        raise refused(error) from error
     found = tuple(text.strip() for text in texts if text.strip())
     if not _FEWEST <= len(found) <= _MOST:
         hint = f"It has {len(found)} prompts, and takes {_FEWEST} to {_MOST}."

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rocm_sd.errors import InvalidOption
+from rocm_sd.files import text_of
 from rocm_sd.models import EMBEDDED
 from rocm_sd.quality import similarity
 from rocm_sd.quality.budget import Scores
@@ -72,11 +73,11 @@ def of_model(name: str, count: int) -> Subjects:
 
 
 def from_file(file: Path) -> Subjects:
-    try:
-        texts = [line.strip() for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
-    except (OSError, UnicodeDecodeError) as error:
-        hint = f"It takes a text file with one prompt a line ({error})."
-        raise InvalidOption("prompts", file, [], hint=hint) from error
+
+    def refused(why: str) -> InvalidOption:
+        return InvalidOption("prompts", file, [], hint=f"It takes a text file with one prompt a line ({why}).")
+
+    texts = [line.strip() for line in text_of(file, refused).splitlines() if line.strip()]
     if not _FEWEST <= len(texts) <= _MOST:
         hint = f"It has {len(texts)} prompts, and takes {_FEWEST} to {_MOST}, one a line."
         raise InvalidOption("prompts", file, [], hint=hint)

@@ -13,11 +13,12 @@ import io
 import json
 from bisect import bisect_right
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from rocm_sd.bench.profiling.work import OpWork, op_work
 from rocm_sd.errors import RocmSdError
+from rocm_sd.files import text_of
 from rocm_sd.plain_json import parsed
 
 if TYPE_CHECKING:
@@ -219,12 +220,7 @@ def _innermost(spans: list[Span], starts: list[float], moment: float) -> Span | 
 
 def read_rocprof(path: Path) -> Trace:
     """Kernels only: rocprofv3 knows no modules and no torch ops. Its timestamps are nanoseconds."""
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except FileNotFoundError:
-        raise UnreadableTrace(path, "there is no such file", hint=_ROCPROF_HINT) from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise UnreadableTrace(path, str(error), hint=_ROCPROF_HINT) from error
+    text = text_of(path, partial(UnreadableTrace, path, hint=_ROCPROF_HINT), most=_MOST_CHARACTERS)
     try:
         found = _from_json(path, text) if text.lstrip().startswith("{") else _from_csv(path, text)
         kernels = sorted(found, key=lambda kernel: kernel.start)
