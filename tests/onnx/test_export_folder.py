@@ -84,9 +84,9 @@ def test_a_damaged_part_is_exported_again(begun, pipe):
     layout.require_digests(begun, layout.Manifest.load(begun))
 
 
-@pytest.mark.parametrize("change", ["weights", "dtype", "single", "source"])
+@pytest.mark.parametrize("change", ["weights", "dtype", "source"])
 def test_another_models_export_is_not_written_over(begun, pipe, change):
-    options = {"source": "tiny", "single": change == "single"}
+    options = {"source": "tiny"}
     if change == "weights":
         pipe.text_encoder.get_input_embeddings().weight.data.add_(0.1)
     if change == "dtype":
@@ -159,13 +159,6 @@ def test_a_full_disk_is_said_before_anything_is_written(pipe, tmp_path, monkeypa
     assert not (tmp_path / "out").exists()
 
 
-def test_a_part_that_is_too_large_for_one_file_is_refused(pipe, tmp_path, monkeypatch):
-    monkeypatch.setattr(exporting, "_MOST_IN_ONE_FILE", 10_000)
-    with pytest.raises(Unsupported, match=r"--single does not support text_encoder.*--float16"):
-        export_pipeline(pipe, tmp_path / "out", source="tiny", single=True)
-    assert not list((tmp_path / "out").glob(".unfinished-*"))
-
-
 def test_a_part_that_differs_from_torch_is_not_kept(pipe, tmp_path, monkeypatch):
     def wrong(each, _file):
         raise exporting.RocmSdError(f"{each.name} differs")
@@ -193,6 +186,13 @@ def test_the_command_says_what_to_type(capsys, tmp_path):
             main.run(["onnx", "export", *arguments])
         assert ended.value.code == 4
         assert words in capsys.readouterr().err
+
+
+def test_an_export_is_not_exported_again(begun, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main.run(["onnx", "export", str(begun), str(begun / "again")])
+    assert ended.value.code == 1
+    assert "is an export to ONNX already. Give the model itself." in " ".join(capsys.readouterr().err.split())
 
 
 def test_ctrl_c_ends_the_command_with_130_and_says_how_to_go_on(monkeypatch, capsys, tmp_path):

@@ -37,7 +37,7 @@ class Exported:
 
 FAMILIES = {
     "sd15": (torch.float32, []),
-    "sd21": (torch.float32, ["--single"]),
+    "sd21": (torch.float32, []),
     "sdxl": (torch.float16, ["--float16"]),
 }
 
@@ -61,8 +61,7 @@ def test_the_folder_has_the_layout_and_the_names(exported):
     assert exported.manifest.optimized is None
     assert exported.manifest.source == exported.family
     files = {part.name: [file.name for file in part.files] for part in exported.manifest.parts}
-    expected = ["model.onnx"] if exported.family == "sd21" else ["model.onnx", "model.onnx.data"]
-    assert all(each == expected for each in files.values())
+    assert all(each == ["model.onnx", "model.onnx.data"] for each in files.values())
     layout.require_digests(exported.folder, exported.manifest)
     unet = exported.manifest.part("unet")
     added = ["text_embeds", "time_ids"] if two else []

@@ -132,10 +132,19 @@ def test_a_model_that_is_no_onnx_is_named(folder):
         ROCmOnnxPipeline.from_pretrained(folder)
 
 
+@pytest.mark.parametrize("left", [10, None])
+def test_weights_that_are_missing_or_cut_off_are_named_without_a_manifest_too(folder, left):
+    (folder / layout.MANIFEST).unlink()
+    data = folder / "vae_decoder" / layout.DATA
+    data.unlink() if left is None else data.write_bytes(data.read_bytes()[:left])
+    with pytest.raises(CorruptModel, match=r"weights beside .*vae_decoder/model\.onnx are missing or cut off"):
+        ROCmOnnxPipeline.from_pretrained(folder)
+
+
 def test_operators_of_an_unknown_opset_are_said_to_need_a_newer_runtime(folder):
     (folder / layout.MANIFEST).unlink()
     onnx_folders.unet(folder, opset=9999)
-    with pytest.raises(Unsupported, match=r"unet/model\.onnx.*newer onnxruntime"):
+    with pytest.raises(Unsupported, match=r"opset 9999, which .*unet/model\.onnx has.*newer onnxruntime"):
         ROCmOnnxPipeline.from_pretrained(folder)
 
 

@@ -31,7 +31,7 @@ def export(
     out: Annotated[Path, typer.Argument(help="The folder to write.", show_default=False)],
     float16: Annotated[bool, typer.Option("--float16", help="Weights in half precision: half the size.")] = False,
     single: Annotated[
-        bool, typer.Option("--single", help="Each model in one file, weights inside: up to 2 GB each.")
+        bool, typer.Option("--single", help="One model of a whole picture, text to image, with its scheduler.")
     ] = False,
     force: Annotated[bool, typer.Option("--force", help="Write over what another export left in OUT.")] = False,
 ) -> None:
@@ -43,6 +43,8 @@ def export(
 
     rocm-sd onnx export ./sdxl sdxl-onnx --float16
 
+    rocm-sd onnx export emoji-sd emoji-sd-single --single
+
     Batch, height and width are free. Each part is compared with torch before it is kept. Ctrl-C keeps the finished
     parts, and the same command goes on after them. One .safetensors checkpoint, for ComfyUI and Automatic1111, is
     written by: rocm-sd export
@@ -50,9 +52,14 @@ def export(
     import torch
 
     from rocm_sd import models
+    from rocm_sd.errors import RocmSdError
     from rocm_sd.integrations.diffusers.loading import hush, load_pipeline
-    from rocm_sd.onnx.exporting import export_pipeline
+    from rocm_sd.onnx import export_pipeline, export_single, layout
 
+    if (Path(model) / layout.MANIFEST).is_file():
+        raise RocmSdError(
+            f"{model} is an export to ONNX already.", hint="Give the model itself. To fuse it: rocm-sd onnx optimize"
+        )
     source = models.resolve(model)
     hush()
     errors = Console(stderr=True)
@@ -63,8 +70,8 @@ def export(
     )
     try:
         with bar("starting", console=errors) as update:
-            manifest = export_pipeline(
-                pipe, out, source=name, single=single, force=force,
+            manifest = (export_single if single else export_pipeline)(
+                pipe, out, source=name, force=force,
                 progress=lambda done, total, what: update(completed=done, total=total, description=what),
             )  # fmt: skip
     except KeyboardInterrupt:
@@ -74,6 +81,10 @@ def export(
     for part in manifest.parts:
         size = sum(file.size for file in part.files)
         say(console, f"{part.name}: {part.dtype}, opset {part.opset}, {size / 1e6:.1f} MB")
+    if manifest.extra.get("unchecked"):
+        say(console, f"The whole was not compared with its parts: {manifest.extra['unchecked']}.")
+    if single and getattr(pipe, "safety_checker", None) is not None:
+        say(console, "The safety checker is not in it: it checks what an export without --single draws.")
     say(console, f"wrote {out}. Run it: ROCmOnnxPipeline.from_pretrained({str(out)!r}), from rocm_sd.onnx")
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-__all__ = ["require_as_plain", "short_of_memory"]
+__all__ = ["require_alike", "require_as_plain", "short_of_memory"]
 
 # Of the weights: they are held once, and some once more as a CPU wants them. SD 2.1's UNet of 3.2 GiB takes 3.4 GiB and
 # 6 seconds.
@@ -32,9 +32,10 @@ _TOKEN_NUMBERS = 50
 _DTYPES = {"tensor(float)": np.float32, "tensor(float16)": np.float16, "tensor(int64)": np.int64}
 
 
-def short_of_memory(plain: Path) -> str:
-    """Why a part is not compared here, or "". A process that takes what is not there is ended by the system."""
-    needed = _TIMES_THE_WEIGHTS * sum(file.stat().st_size for file in plain.parent.iterdir() if file.is_file())
+def short_of_memory(*folders: Path) -> str:
+    """Why parts are not compared here, or "". A process that takes what is not there is ended by the system."""
+    sizes = (file.stat().st_size for folder in folders for file in folder.iterdir() if file.is_file())
+    needed = _TIMES_THE_WEIGHTS * sum(sizes)
     free = host_memory.free()
     if free is None or needed <= free:
         return ""
@@ -47,10 +48,11 @@ def require_as_plain(name: str, plain: Path, fused: Path) -> None:
     expected, actual = _computed(plain, given), _computed(fused, given)
     for output, one in expected.items():
         if one.dtype.kind == "f":
-            _require_alike(f"{output} of the fused {name}", actual[output], one)
+            require_alike(f"{output} of the fused {name}", actual[output], one)
 
 
-def _require_alike(what: str, actual: NDArray[Any], expected: NDArray[Any]) -> None:
+def require_alike(what: str, actual: NDArray[Any], expected: NDArray[Any]) -> None:
+    """`expected`: in the dtype that it was computed in."""
     report = "Please report it with the model's name. The plain export is as it was, and runs."
     if actual.shape != expected.shape:
         raise NumericsFailure(f"{what} has the shape {actual.shape}, and the export's {expected.shape}.", hint=report)

@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import save_file
 
 from rocm_sd.arch import host
-from rocm_sd.errors import CorruptModel, NoDiskSpace, RocmSdError, Unsupported, first_line, optional_module
+from rocm_sd.errors import CorruptModel, NoDiskSpace, RocmSdError, first_line, optional_module
 from rocm_sd.files import told_when_full
 from rocm_sd.onnx import layout
 from rocm_sd.onnx.checking import require_same
@@ -36,8 +36,6 @@ __all__ = ["FINAL_NORM", "OPSET", "STEPS_OF_A_PART", "export_pipeline"]
 log = logging.getLogger("rocm_sd")
 # What torch exports without a conversion, and every runtime since 2023 reads.
 OPSET = 18
-# A protocol buffer holds 2 GiB, of which the graph itself takes some megabytes.
-_MOST_IN_ONE_FILE = 2**31 - 64 * 2**20
 _GRAPH_BYTES = 16 * 2**20
 # Tracing, writing, checking and digesting.
 STEPS_OF_A_PART = 4
@@ -55,26 +53,24 @@ def export_pipeline(
     out: Path,
     *,
     source: str,
-    single: bool = False,
     force: bool = False,
     check: bool = True,
     progress: Progress | None = None,
 ) -> layout.Manifest:
     """Its parts in the dtypes that they have, on the CPU. `source`: what the model is called in the manifest.
 
-    `single`: each part is one file, with its weights inside. `force`: over another model's export. `check`: a part is
-    kept only where ONNX Runtime computes it as exactly as torch does.
+    `force`: over another model's export. `check`: a part is kept only where ONNX Runtime is as exact as torch.
     """
     for module, name in (("onnx", "onnx"), ("onnxscript", "onnxscript"), ("onnxruntime", "onnxruntime")):
         optional_module(module, name, "onnx")
     _as_diffusers_runs_it(pipe, flavour(pipe))
     modules = exported_modules(pipe)
-    export = _Export(out, single, check, progress or (lambda *_: None), len(modules) * STEPS_OF_A_PART)
-    wanted = layout.Manifest(source, type(pipe).__name__, _made_by(), extra={"single": single, "made_of": {}})
+    export = _Export(out, check, progress or (lambda *_: None), len(modules) * STEPS_OF_A_PART)
+    wanted = layout.Manifest(source, type(pipe).__name__, _made_by(), extra={"made_of": {}})
     manifest, done = _begun(out, wanted, modules, force=force)
     missing = [each for each in modules.values() if each.name not in done]
     _require_no_others(out, missing)
-    _require_room(out, missing, single=single)
+    _require_room(out, missing)
     export.advance(STEPS_OF_A_PART * len(done), "starting")
     with told_when_full(out):
         out.mkdir(parents=True, exist_ok=True)
@@ -103,7 +99,6 @@ def _as_diffusers_runs_it(pipe: Any, family: str) -> None:
 @dataclass
 class _Export:
     out: Path
-    single: bool
     check: bool
     progress: Progress
     total: int
@@ -115,15 +110,12 @@ class _Export:
 
     def part(self, each: ExportedModule) -> layout.Part:
         onnx = optional_module("onnx", "onnx", "onnx")
-        if self.single and each.size > _MOST_IN_ONE_FILE:
-            size = f"{each.name}, whose weights take {each.size / 1e9:.1f} GB: one file of ONNX holds 2 GB"
-            raise Unsupported("--single", size, hint="Leave it out, or add --float16.")
         unfinished = Path(tempfile.mkdtemp(dir=self.out, prefix=f"{_UNFINISHED}{each.name}-"))
         try:
             self.advance(0, f"{each.name}: tracing")
             program = _traced(each)
             self.advance(1, f"{each.name}: writing {each.size / 1e6:.0f} MB")
-            program.save(str(unfinished / layout.MODEL), external_data=not self.single)
+            program.save(str(unfinished / layout.MODEL), external_data=True)
             del program
             _save_config(each, unfinished)
             onnx.checker.check_model(str(unfinished / layout.MODEL))
@@ -252,8 +244,10 @@ def _begun(
         if (out / layout.MANIFEST).exists():
             raise CorruptModel(error.message, hint=other) from error
         raise RocmSdError(f"{out} is there already, and holds something else.", hint=other) from error
-    same = (found.source, found.pipeline, found.optimized, found.extra.get("single"), found.made_by)
-    if same != (wanted.source, wanted.pipeline, None, wanted.extra["single"], wanted.made_by):
+    if found.whole is not None:
+        raise RocmSdError(f"{out} holds {found.source} as one model.", hint="Give another folder.")
+    same = (found.source, found.pipeline, found.optimized, found.made_by)
+    if same != (wanted.source, wanted.pipeline, None, wanted.made_by):
         if force:
             return wanted, set()
         raise RocmSdError(f"{out} holds {_said(found)}, exported in another way or by other versions.", hint=other)
@@ -299,14 +293,13 @@ def _made_of(each: ExportedModule) -> str:
     return told.hexdigest()
 
 
-def _require_room(out: Path, missing: list[ExportedModule], *, single: bool) -> None:
+def _require_room(out: Path, missing: list[ExportedModule]) -> None:
     needed = sum(each.size + _GRAPH_BYTES for each in missing)
     place = next(folder for folder in (out.absolute(), *out.absolute().parents) if folder.exists())
     free = shutil.disk_usage(place).free
-    # In one file the weights are also held twice in memory, but never on disk.
     if missing and free < needed:
         error = NoDiskSpace(out, needed=needed, free=free)
-        error.hint = "Free some, or give a folder on another disk." + ("" if single else " --float16 halves it.")
+        error.hint = "Free some, or give a folder on another disk. --float16 halves it."
         raise error
 
 

@@ -3,6 +3,7 @@
     OUT/model_index.json, scheduler/, tokenizer/      as Diffusers has them
     OUT/unet/model.onnx, model.onnx.data, config.json     one folder a part; the weights are in the data
     OUT/rocm_sd_onnx.json                             the manifest
+    OUT/model.onnx                                    with --single in place of all parts: a whole picture
 
 Folders of Optimum have the same names of parts, inputs and outputs, and no manifest: they run, with fewer checks.
 """
@@ -32,6 +33,7 @@ __all__ = [
     "MANIFEST",
     "MODEL",
     "PARTS",
+    "PICTURE",
     "Manifest",
     "Part",
     "PartFile",
@@ -52,6 +54,8 @@ MODEL = "model.onnx"
 DATA = "model.onnx.data"
 # In the order in which a picture needs them.
 PARTS = ("text_encoder", "text_encoder_2", "unet", "vae_decoder", "vae_encoder", "safety_checker")
+# What is one model of all parts: it lies in the folder itself.
+PICTURE = "picture"
 # The batch of a UNet's text, where its sample may have half the rows: it repeats what halves of guidance share.
 GUIDED_BATCH = "guided_batch"
 _CHUNK = 8 * 2**20
@@ -62,7 +66,7 @@ _RULES: dict[str, dict[str, Any]] = {
     "PartFile.sha256": _SHA256,
     "PartFile.name": _FILE_NAME,
     "PartFile.size": {"minimum": 0},
-    "Part.name": {"enum": list(PARTS)},
+    "Part.name": {"enum": [*PARTS, PICTURE]},
     "Part.opset": {"minimum": 1},
 }
 
@@ -107,6 +111,20 @@ class Manifest:
     parts: tuple[Part, ...] = ()
     optimized: Any = None
     extra: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def whole(self) -> Part | None:
+        """The one model of a folder that has no others."""
+        return self.part(PICTURE)
+
+    def files(self, folder: Path, *names: str) -> list[tuple[Path, PartFile]]:
+        """Where each file of these parts is, or of all."""
+        return [
+            ((folder if part.name == PICTURE else folder / part.name) / each.name, each)
+            for part in self.parts
+            for each in part.files
+            if not names or part.name in names
+        ]
 
     def part(self, name: str) -> Part | None:
         return next((part for part in self.parts if part.name == name), None)
@@ -175,7 +193,8 @@ def require_export(folder: Path) -> Manifest | None:
     """The manifest, or None of a folder that another exporter wrote. Raises ModelNotFound where it is no export."""
     if not folder.is_dir():
         raise ModelNotFound(
-            f"There is no folder {folder}.", hint=f"Make it: rocm-sd onnx export MODEL {folder}, e.g. of emoji-sd."
+            f"There is no folder {folder}.",
+            hint=f"Make one: rocm-sd onnx export MODEL {folder.name}-onnx, where MODEL is emoji-sd or another model.",
         )
     manifest = Manifest.load(folder) if (folder / MANIFEST).is_file() else None
     index = folder / "model_index.json"
@@ -188,32 +207,29 @@ def require_export(folder: Path) -> Manifest | None:
     return manifest
 
 
-def require_sizes(folder: Path, manifest: Manifest) -> None:
+def require_sizes(folder: Path, manifest: Manifest, *names: str) -> None:
     """Every file is there and as long as the manifest says; raises CorruptModel. Reads no weights."""
-    for part in manifest.parts:
-        for each in part.files:
-            path = folder / part.name / each.name
-            size = path.stat().st_size if path.is_file() else None
-            if size != each.size:
-                what = "is missing" if size is None else f"has {size} bytes, and should have {each.size}"
-                raise _damaged(folder, manifest, path, what)
+    for path, each in manifest.files(folder, *names):
+        size = path.stat().st_size if path.is_file() else None
+        if size != each.size:
+            what = "is missing" if size is None else f"has {size} bytes, and should have {each.size}"
+            raise _damaged(folder, manifest, path, what)
 
 
 def require_digests(folder: Path, manifest: Manifest, *names: str) -> None:
     """The same with the digests of these parts, or of all: it reads every byte."""
-    require_sizes(folder, replace(manifest, parts=tuple(p for p in manifest.parts if not names or p.name in names)))
-    for part in manifest.parts:
-        for each in part.files if not names or part.name in names else ():
-            path = folder / part.name / each.name
-            if file_facts(path).sha256 != each.sha256:
-                raise _damaged(folder, manifest, path, "is not what was exported: its digest is another")
+    require_sizes(folder, manifest, *names)
+    for path, each in manifest.files(folder, *names):
+        if file_facts(path).sha256 != each.sha256:
+            raise _damaged(folder, manifest, path, "is not what was exported: its digest is another")
 
 
 def _damaged(folder: Path, manifest: Manifest, path: Path, what: str) -> CorruptModel:
     # What was exported from a person's own folder is known by its name alone.
+    single = " --single" if manifest.whole is not None else ""
     return CorruptModel(
         f"{path} {what}.",
-        hint=f"Copy the folder again, or type: rocm-sd onnx export {manifest.source} {folder}",
+        hint=f"Copy the folder again, or type: rocm-sd onnx export {manifest.source} {folder}{single}",
     )
 
 

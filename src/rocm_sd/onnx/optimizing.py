@@ -90,6 +90,10 @@ def _checked(source: Path) -> tuple[layout.Manifest | None, dict[str, Path], dic
     manifest = layout.require_export(source)
     if manifest is not None:
         layout.require_sizes(source, manifest)
+        if manifest.whole is not None:
+            raise Unsupported(
+                "rocm-sd onnx optimize", f"{source}, which is one model", hint="Give an export without --single."
+            )
         if manifest.optimized is not None:
             raise RocmSdError(f"{source} is optimized already.", hint="Give the folder that rocm-sd onnx export wrote.")
     index = _json(source / "model_index.json")
@@ -180,7 +184,7 @@ def _check(part: OptimizedPart, plain: Path, fused: Path, ops: Ops, manifest: la
         return "the sizes that another exporter's model takes are not known"
     if part.name == "safety_checker":
         return "its answers are yes or no"
-    short = comparing.short_of_memory(plain)
+    short = comparing.short_of_memory(plain.parent)
     if short:
         return short
     comparing.require_as_plain(part.name, plain, fused)

@@ -28,6 +28,7 @@ from rocm_sd.onnx.exporting import FINAL_NORM
 from rocm_sd.onnx.fusions import providers as fused_ops
 from rocm_sd.onnx.providers import AUTO
 from rocm_sd.onnx.sessions import Session
+from rocm_sd.onnx.whole import WholePicture
 from rocm_sd.plain_json import read_json
 
 if TYPE_CHECKING:
@@ -102,6 +103,8 @@ class ROCmOnnxPipeline:
 
     @classmethod
     def _with(cls, made: _Folder, provider: Provider) -> ROCmOnnxPipeline:
+        if made.manifest is not None and made.manifest.whole is not None:
+            return cls(made.whole_picture(provider), _no_image_to_image, provider)
         flavour, components, told = made.components(provider)
         first = _TEXT_TO_IMAGE[flavour](**components, **_known(_TEXT_TO_IMAGE[flavour], told))
         second = partial(_IMAGE_TO_IMAGE[flavour], **components, **_known(_IMAGE_TO_IMAGE[flavour], told))
@@ -145,6 +148,10 @@ class ROCmOnnxPipeline:
         self.pipe.safety_checker = checker
 
 
+def _no_image_to_image() -> Any:
+    raise Unsupported("One model of a whole picture", "an image to start from", hint="Export it without --single.")
+
+
 def _known(kind: Any, told: dict[str, Any]) -> dict[str, Any]:
     """Of what model_index.json tells, the options that this pipeline has."""
     optional = {name: value for name, value in told.items() if name in kind.__init__.__code__.co_varnames}
@@ -166,7 +173,8 @@ class _Folder:
         listed = self.index.get("_class_name", "")
         if "unet" not in self.index or "Stable" not in str(listed):
             raise Unsupported("ROCmOnnxPipeline", f"a {listed or 'model of another kind'}", hint="Give SD or SDXL.")
-        self.parts = layout.require_parts(folder, self.manifest, self.index)
+        is_whole = self.manifest is not None and self.manifest.whole is not None
+        self.parts = {} if is_whole else layout.require_parts(folder, self.manifest, self.index)
 
     def provider(self, name: str, *, graphs: bool, tuning: bool) -> Provider:
         found = providers.named(name, graphs=graphs, tuning=tuning)
@@ -225,6 +233,16 @@ class _Folder:
                 found[name] = self._loaded(name)
         told = {name: self.index[name] for name in _TOLD if name in self.index}
         return flavour, found, told
+
+    def whole_picture(self, provider: Provider) -> WholePicture:
+        assert self.manifest is not None
+        if provider.graphs:
+            raise Unsupported("graphs=True", "one model of a whole picture, which has a loop", hint="Leave it out.")
+        facts = self.manifest.extra.get("picture")
+        if not isinstance(facts, dict):
+            raise CorruptModel(f"{self.folder / layout.MANIFEST} says nothing of its picture.", hint="Export it again.")
+        tokenizers = [found for name in ("tokenizer", "tokenizer_2") if (found := self._loaded(name)) is not None]
+        return WholePicture(Session(self.folder / layout.MODEL, provider, threads=self.threads), tokenizers, facts)
 
     def _session(self, name: str, provider: Provider) -> Session:
         return Session(self.parts[name], provider, threads=self.threads)

@@ -6,6 +6,7 @@ On a GPU inputs and outputs are bound where they lie, and with graphs a call is 
 from __future__ import annotations
 
 import logging
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +38,7 @@ _NUMPY = {
     torch.int32: np.int32, torch.bool: np.bool_,
 }  # fmt: skip
 _NO_GRAPH = "-1"
+_OPSET = re.compile(r"opset \d+", re.IGNORECASE)
 
 Tensors = dict[str, torch.Tensor]
 
@@ -195,11 +197,12 @@ def _explained(file: Path, provider: Provider, error: Exception) -> Exception:
     told = str(error)
     again = f"Export the model again: rocm-sd onnx export MODEL {file.parent.parent}"
     if "opset" in told.lower():
-        return Unsupported(
-            f"onnxruntime {runtime().__version__}",
-            f"the operators of {file} ({first_line(error)})",
-            hint=f"Install a newer onnxruntime. {again}",
-        )
+        # What it says begins with its own sources, and is cut before the reason.
+        opset = _OPSET.search(told)
+        what = f"{opset[0].lower()}, which {file} has" if opset else f"the operators of {file} ({first_line(error)})"
+        return Unsupported(f"onnxruntime {runtime().__version__}", what, hint=f"Install a newer onnxruntime. {again}")
+    if "External" in told:
+        return CorruptModel(f"The weights beside {file} are missing or cut off.", hint=f"Copy them again. Or: {again}")
     if "memory" in told.lower() and "alloc" in told.lower():
         return error
     is_provider = provider.is_gpu and ("CUDA" in told or "HIP" in told or "MIGraphX" in told or "TensorRT" in told)
