@@ -9,10 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from diffusers import UNet2DConditionModel
 
 import rocm_sd
+from pipelines import CASES, call
 from rocm_sd import models
-from rocm_sd.engine.approximation import shipped
+from rocm_sd.engine.approximation import chosen, shipped
 from rocm_sd.engine.approximation.shipped import family, of_steps
 from rocm_sd.integrations import diffusers as host
 from rocm_sd.quality.budget import BUDGETS
@@ -58,6 +60,44 @@ def test_families():
     assert family(unet_of("sd15")) is None
     assert family(object()) is None
     assert shipped(unet_of("sd15"), "high") == []
+
+
+REAL = {
+    "SD 1.5": {"cross_attention_dim": 768},
+    "SDXL": {
+        "cross_attention_dim": 2048, "block_out_channels": (320, 640, 1280), "use_linear_projection": True,
+        "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D", "CrossAttnDownBlock2D"),
+        "up_block_types": ("CrossAttnUpBlock2D", "CrossAttnUpBlock2D", "UpBlock2D"),
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REAL)
+@pytest.mark.parametrize("quality", ["high", "balanced"])
+def test_a_family_without_a_setting_is_exact_and_says_why_and_what_to_type(name, quality, pipe):
+    with torch.device("meta"):
+        unet = UNet2DConditionModel(**REAL[name])
+    assert family(unet) == name
+    found, (note,) = chosen(pipe, [unet], quality, in_halves=False)
+    assert found == {}
+    assert note.startswith("UNet2DConditionModel is exact: nothing was measured for it")
+    assert f"no setting for {name} comes with rocm-sd" in note
+    assert note.endswith("type: rocm-sd tune --quality MODEL")
+
+
+def test_a_pipeline_that_nothing_was_measured_for_draws_exact_pictures_and_the_report_says_so(tmp_path, monkeypatch):
+    monkeypatch.setenv("ROCM_SD_CACHE", str(tmp_path / "cache"))
+    ours = CASES["sd15"].build(tmp_path)
+    exact = call(ours, CASES["sd15"])
+    rocm_sd.optimize(ours, quality="high")
+    torch.testing.assert_close(call(ours, CASES["sd15"]), exact, rtol=1e-3, atol=1e-3)
+    lines = str(rocm_sd.report(ours))
+    assert "Quality high: exact until you type: rocm-sd tune --quality MODEL" in lines
+    (note,) = rocm_sd.report(ours).approximations
+    assert "no setting for models like it comes with rocm-sd" in note
+    rocm_sd.optimize(ours, quality="psnr=32")
+    (note,) = rocm_sd.report(ours).approximations
+    assert note.endswith("type: rocm-sd tune --quality MODEL --within psnr=32")
 
 
 @pytest.mark.parametrize(("quality", "least"), [("high", 35), ("balanced", 25)])

@@ -11,7 +11,15 @@ from rocm_sd.engine.approximation.measured import known, known_with_plan, rememb
 from rocm_sd.engine.approximation.merging import Merging
 from rocm_sd.engine.approximation.observing import observe
 from rocm_sd.engine.approximation.picture_steps import PictureStep, PictureSteps
-from rocm_sd.engine.approximation.shipped import Setting, are_about_steps, as_given, costs, of_steps, shipped
+from rocm_sd.engine.approximation.shipped import (
+    Setting,
+    are_about_steps,
+    as_given,
+    costs,
+    of_steps,
+    shipped,
+    why_none,
+)
 from rocm_sd.engine.approximation.skipping import EXACT, Skipping
 from rocm_sd.engine.approximation.small_decoder import has_small_decoder, preview
 from rocm_sd.engine.approximation.small_decoder import install as install_small_decoder
@@ -51,4 +59,5 @@ __all__ = [
     "save_eight_bits",
     "shipped",
     "wants_small_decoder",
+    "why_none",
 ]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from rocm_sd.engine.approximation.branches import can_be_approximated
 from rocm_sd.engine.approximation.measured import known
-from rocm_sd.engine.approximation.shipped import Setting, as_given
+from rocm_sd.engine.approximation.shipped import Setting, as_given, why_none
 from rocm_sd.engine.approximation.skipping import EXACT
 
 if TYPE_CHECKING:
@@ -40,8 +40,7 @@ def chosen(
         kind = type(model).__name__
         settings = known(model, quality) if isinstance(quality, str) else [as_given(quality)]
         if not settings:
-            search = "rocm-sd tune --quality MODEL" + (f" --within {quality}" if "=" in str(quality) else "")
-            notes.append(f"{kind} is exact: nothing was measured for it that quality {quality} allows; type: {search}")
+            notes.append(f"{kind} is exact: {why_none(model, str(quality))}")
             continue
         if in_halves and any(not setting.skipping.is_exact for setting in settings):
             settings = [_of_whole_steps(setting) for setting in settings]

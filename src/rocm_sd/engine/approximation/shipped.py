@@ -13,7 +13,17 @@ from rocm_sd.engine.approximation.combined import NOTHING, Approximation
 if TYPE_CHECKING:
     from rocm_sd.engine.approximation.skipping import Skipping
 
-__all__ = ["Setting", "are_about_steps", "as_given", "cost_in_words", "costs", "family", "of_steps", "shipped"]
+__all__ = [
+    "Setting",
+    "are_about_steps",
+    "as_given",
+    "cost_in_words",
+    "costs",
+    "family",
+    "of_steps",
+    "shipped",
+    "why_none",
+]
 
 _FILE = "shipped.json"
 # By the width of the text that a UNet sees, and of its outermost blocks.
@@ -57,6 +67,17 @@ def shipped(unet: Any, quality: str) -> list[Setting]:
         if entry["family"] == kind and entry["quality"] == quality
     ]
     return sorted(found, key=lambda setting: setting.from_steps)
+
+
+def why_none(model: Any, quality: str) -> str:
+    """Of a model that no setting is known for: why that is, and the command that finds one, in words."""
+    in_numbers = "=" in quality
+    what = "a budget in numbers" if in_numbers else family(model) or "models like it"
+    search = "rocm-sd tune --quality MODEL" + (f" --within {quality}" if in_numbers else "")
+    return (
+        f"nothing was measured for it that quality {quality} allows, and no setting for {what} comes with rocm-sd, "
+        f"because how near pictures stay hangs on a model's weights; type: {search}"
+    )
 
 
 def as_given(quality: Skipping | Approximation) -> Setting:
