@@ -10,8 +10,11 @@ import torch
 from test_comfyui_sampling import NAMED, control_of, notes, prompt
 
 from integrations.ldm.shallow_statement import hold
+from rocm_sd.engine import Approximation, Skipping
+from rocm_sd.engine.approximation import remember
 from rocm_sd.integrations.comfyui import host, patching
 from rocm_sd.integrations.comfyui.nodes import ROCmOptimizationReport, ROCmOptimizedModel
+from rocm_sd.integrations.ldm.quality import UNet2DConditionModel
 
 SETTING = "depth=1,every=3,order=1"
 # Of eight steps with every=3: two first, then one of three.
@@ -368,3 +371,101 @@ def test_nothing_is_kept_alive_by_it():
     del stock, ours
     gc.collect()
     assert unet() is None
+
+
+def states_guidance(patcher, reused, ended):
+    """The host computes both sides in every step. In steps `reused` the answer without the prompt is put aside for the
+    other one less the last difference of the UNet's answers, (x - denoised) / sigma; from step `ended` on, for the
+    other one itself.
+    """
+    import comfy.samplers
+
+    clone, seen = patcher.clone(), {"step": 0}
+
+    def both(args):
+        conds, x, sigma = args["conds"], args["input"], args["sigma"].view(-1, 1, 1, 1)
+        options = {k: v for k, v in args["model_options"].items() if k != "sampler_calc_cond_batch_function"}
+        out = comfy.samplers.calc_cond_batch(args["model"], conds, x, args["sigma"], options)
+        answers = [(x - each) / sigma for each in out]
+        step = seen["step"]
+        seen["step"] += 1
+        if step >= ended:
+            return [out[0], out[0]]
+        if step in reused:
+            return [out[0], x - sigma * (answers[0] - seen["difference"])]
+        seen["difference"] = answers[0] - answers[1]
+        return out
+
+    clone.set_model_sampler_calc_cond_batch_function(both)
+    return clone
+
+
+def near(ours, theirs):
+    return float((ours - theirs).norm() / theirs.norm())
+
+
+def test_guidance_is_reused_and_ends_as_it_is_stated(way):
+    stock = comfyui_in_process.patcher()
+    setting = Approximation(Skipping(guided_every=3, guidance_end=0.75))
+    remember(UNet2DConditionModel(stock.model.diffusion_model), "psnr=1", 4, setting, "for the test", {})
+    spy = Spy(stock)
+    ours = sample(patched := optimized(spy.patcher, "psnr=1"))
+    kinds = [whose for whose, *_ in spy.calls]
+    # Two first, then one of three, and none from step 6 of 8 on.
+    assert kinds == [(1, 0), (1, 0), (0,), (0,), (1, 0), (0,), (0,), (0,)]
+    stated = sample(states_guidance(stock, {2, 3, 5}, 6))
+    exact = sample(stock)
+    assert near(ours, stated) < 1e-4
+    assert near(stated, exact) > 100 * max(near(ours, stated), 1e-6)
+    text = notes(patched)
+    assert "guidance reused, one step of 3 computes it, no guidance after 75% of the steps" in text
+    assert "3 steps so far with guidance reused" in text
+    assert "2 steps so far without guidance" in text
+    assert torch.equal(sample(patched), ours), "the same again"
+
+
+def test_layers_and_guidance_are_left_out_of_the_same_steps(way):
+    stock = comfyui_in_process.patcher()
+    spy = Spy(stock)
+    ours = optimized(spy.patcher, "depth=1,every=2,guided_every=2")
+    sample(ours)
+    spy.calls.clear()
+    before = steps_of(ours).counts.copy()
+    sample(ours)
+    assert [(whose, number) for whose, number, *_ in spy.calls] == [
+        ((1, 0), 0), ((1, 0), 1), ((0,), 2), ((1, 0), 3), ((0,), 4), ((1, 0), 5), ((0,), 6), ((1, 0), 7),
+    ]  # fmt: skip
+    assert steps_of(ours).counts - before == {"whole": 5, "shallow": 3}
+    calls, answers = [], []
+    for whose, number, given, answer in spy.calls:
+        rows = slice(whose.index(0), whose.index(0) + 1)
+        calls.append((number, (), {name: None if each is None else each[rows] for name, each in given.items()}))
+        answers.append(answer[rows])
+    hold(answers, stock.model.diffusion_model, forward, calls, 1, 0, {0, 1, 3, 5, 7})
+
+
+def test_guidance_is_computed_where_a_node_has_its_own_or_a_prompt_changes():
+    stock = comfyui_in_process.patcher()
+    theirs = stock.clone()
+    theirs.set_model_sampler_cfg_function(lambda args: args["uncond"] + (args["cond"] - args["uncond"]) * 2)
+    ours = optimized(theirs, "depth=1,every=2,guided_every=2")
+    sample(ours)
+    assert "8 steps compute it, because another node computes guidance in its own way" in notes(ours)
+    ours = optimized(stock, "depth=1,every=2,guided_every=2")
+    early, late = prompt(stock, 3, start_percent=0.0, end_percent=0.5), prompt(stock, 4, start_percent=0.5)
+    sample(ours, positive=[*early, *late])
+    assert "because a prompt is not the same in all steps" in notes(ours)
+
+
+def test_without_guidance_there_is_none_to_leave_out():
+    stock = comfyui_in_process.patcher()
+    spy = Spy(stock)
+    sample(optimized(spy.patcher, "depth=1,every=2,guided_every=2"), cfg=1.0)
+    assert {whose for whose, *_ in spy.calls} == {(0,)}
+
+
+def test_samplers_whose_steps_cannot_be_told_compute_guidance():
+    stock = comfyui_in_process.patcher()
+    ours = optimized(stock, "depth=1,every=2,guided_every=2")
+    assert torch.equal(sample(ours, steps=5, sampler="heun"), sample(stock, steps=5, sampler="heun"))
+    assert "steps compute it, because" in notes(ours)

@@ -8,9 +8,10 @@ from ldm_hosts import HOSTS, picture
 from shallow_statement import hold
 
 from rocm_sd.engine import Approximation, Skipping
-from rocm_sd.engine.approximation import known, remember
+from rocm_sd.engine.approximation import Setting, known, remember
 from rocm_sd.errors import InvalidOption
 from rocm_sd.integrations.ldm import HostPasses, HostSetting, ShallowSteps, Told, quality_of, run_pass, settings_for
+from rocm_sd.integrations.ldm import quality as host_quality
 from rocm_sd.integrations.ldm.shallow_pass import deepest, why_no_pass
 
 # The stand-in for ComfyUI's UNet has no way up; test_comfyui_quality.py has the real one.
@@ -309,6 +310,8 @@ def test_a_setting_is_spelt():
         ("depth=-1,every=3", "depth -1"),
         ("depth=1", "It leaves nothing out here"),
         ("guided_every=4", "It leaves nothing out here"),
+        ("depth=1,every=2,merged=0.5", "Leave out merged: tokens are not merged"),
+        ("eight_bits=int8", "Leave out eight_bits: products keep the model's dtype"),
     ],
 )
 def test_what_is_spelt_wrong_is_said_with_what_to_type(text, words):
@@ -326,7 +329,8 @@ def test_what_is_shipped_for_a_family_is_found_by_its_widths(as_new):
     settings, why = settings_for(unet, "high")
     assert why is None
     assert [one.from_steps for one in settings] == [16, 40]
-    assert all(one.caches and one.notes == ("guidance is computed in every step",) for one in settings)
+    assert all(one.caches and len(one.notes) == 1 for one in settings)
+    assert all(one.notes[0].startswith("guidance is computed in every step: the host") for one in settings)
     assert settings_for(unet, "exact") == ([], None)
 
 
@@ -335,6 +339,31 @@ def test_a_model_that_was_not_measured_is_exact_with_what_to_type(driver):
     assert settings_for(driver.unet, "high")[1].endswith("type: rocm-sd tune --quality MODEL")
     assert settings_for(driver.unet, "psnr=32")[1].endswith("rocm-sd tune --quality MODEL --within psnr=32")
     assert settings_for(torch.nn.Linear(1, 1), "high")[0] == []
+
+
+def test_why_a_model_is_exact_names_its_family(driver):
+    assert "no setting for models like it comes with rocm-sd" in settings_for(driver.unet, "high")[1]
+    assert "no setting for a budget in numbers comes with rocm-sd" in settings_for(driver.unet, "psnr=32")[1]
+
+
+def test_all_that_a_setting_says_and_a_host_cannot_do_is_said_with_the_hosts_own_way(driver, monkeypatch):
+    all_of_it = Approximation(
+        Skipping(depth=1, every=2, guided_every=2), merged=0.5, eight_bits="int8", small_decoder=True
+    )
+    monkeypatch.setattr(host_quality, "known", lambda *_: [Setting(1, all_of_it, "for the test")])
+    (found,), why = settings_for(driver.unet, "high", {"merged": "the node that does it", "eight_bits": "a setting"})
+    assert why is None
+    said = " ".join(found.notes)
+    assert len(found.notes) == 4
+    assert "guidance is computed in every step: " in said
+    assert "(the node that does it)" in said
+    assert "(a setting)" in said
+    assert "the VAE draws the picture" in said
+    coarse = Approximation(eight_bits="int8")
+    monkeypatch.setattr(host_quality, "known", lambda *_: [Setting(1, coarse, "for the test")])
+    assert (
+        "leaves out no layers (for the test); products keep the model's dtype" in settings_for(driver.unet, "high")[1]
+    )
 
 
 def test_what_was_measured_with_diffusers_holds_for_the_same_weights(driver):
@@ -353,7 +382,7 @@ def test_what_was_measured_with_diffusers_holds_for_the_same_weights(driver):
     (found,), why = settings_for(unet, "high")
     assert why is None
     assert (found.from_steps, found.skipping) == (12, Skipping(depth=2, every=4))
-    assert found.notes == ("merged of the setting is not done here",)
+    assert found.notes == ("tokens are not merged: the host patches its attention by itself for that",)
     assert "by hand" in found.why
     with torch.no_grad():
         unet.out[-1].weight.mul_(1.5)

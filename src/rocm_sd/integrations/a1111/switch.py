@@ -35,6 +35,13 @@ __all__ = ["SWITCH", "Switch", "UnetGraphs", "Wish", "why_not_model"]
 # Level auto captures where so much is free: chosen, not measured. Graphs keep to half of what is free in any case.
 _ROOM_FOR_GRAPHS = 2 * 2**30
 _KINDS = ("UNetModel",)
+# What a setting may say and only the host can do: where it does.
+_HOSTS_OWN_WAYS = {
+    "guidance": "Settings > Optimizations > Negative Guidance minimum sigma skips some",
+    "merged": "Settings > Optimizations > Token merging ratio does",
+    "eight_bits": "Settings > Optimizations > FP8 weight keeps weights in fp8",
+    "small_decoder": "Settings > VAE > VAE type for decode has TAESD",
+}
 
 
 @dataclass(frozen=True)
@@ -92,7 +99,7 @@ class _OptimizedModel:
         if captures:
             start_compiling(self.device)
             self.graphs = UnetGraphs(unet)
-        settings, self.why_exact = settings_for(unet, self.wish.quality)
+        settings, self.why_exact = settings_for(unet, self.wish.quality, _HOSTS_OWN_WAYS)
         if settings:
             self.approximated = ApproximatedUnet(settings, self.graphs)
         layout = convolutions.choose_layout(

@@ -17,6 +17,7 @@ import torch
 from rocm_sd.engine.capture import why_foreign_layer
 from rocm_sd.integrations.comfyui.comfyui_policy import PACKAGES, plain_branch, why_not_plain
 from rocm_sd.integrations.comfyui.host import belongs_to_the_host
+from rocm_sd.integrations.comfyui.left_out_guidance import LeftOutGuidance
 from rocm_sd.integrations.ldm import HostPasses, ShallowSteps, Told
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ class ApproximatedSteps:
         self._unet = ref(unet)
         self._graph = graph
         self.steps = ShallowSteps(settings, belongs_to_the_host)
+        self.guidance = LeftOutGuidance(self.steps.of_steps, self._step_of)
         self._sampling: _Sampling | None = None
 
     def sampling(
@@ -71,6 +73,7 @@ class ApproximatedSteps:
         finally:
             self._sampling = before
             self.steps.clear()
+            self.guidance.clear()
 
     def wrapper(
         self,
@@ -113,19 +116,38 @@ class ApproximatedSteps:
 
     def _told(self, x: Any, context: Any, y: Any, options: dict[str, Any]) -> tuple[Told | None, str | None]:
         """Which step it is, or why that cannot be told."""
-        sampling, now = self._sampling, options.get("sigmas")
-        if (
-            sampling is None
-            or options.get("sample_sigmas") is not sampling.schedule
-            or not isinstance(now, torch.Tensor)
-        ):
-            return None, "the sampler does not say which step it is"
+        step, reason = self._step_of(options.get("sigmas"), options)
+        if step is None:
+            return None, reason
+        sampling, number, count = step
         whose, prompts = options.get("cond_or_uncond"), options.get("uuids")
         if not isinstance(whose, list) or not isinstance(prompts, list) or not whose or len(whose) != len(prompts):
             return None, "the host does not say which prompts it is called for"
         if type(x) is not torch.Tensor or type(context) is not torch.Tensor or x.shape[0] % len(whose):
             return None, "it is called in another form than the host's samplers call it"
-        values = set(now.flatten().tolist())
+        every = x.shape[0] // len(whose)
+
+        def kind(whose: Sequence[Any], prompts: Sequence[Any]) -> tuple[tuple[str, ...], tuple[Any, ...]]:
+            rows = (every * len(whose), *x.shape[1:]), (every * len(whose), *context.shape[1:])
+            labels = None if y is None else (every * len(whose), *y.shape[1:])
+            return tuple(map(str, (*whose, *prompts))), (rows[0], x.dtype, x.device, rows[1], labels)
+
+        parts = tuple(
+            (kind(whose[at : at + 1], prompts[at : at + 1]), slice(at * every, (at + 1) * every))
+            for at in range(len(whose) if len(whose) > 1 else 0)
+        )
+        return Told(sampling, number, count, *kind(whose, prompts), parts=parts), None
+
+    def _step_of(self, sigmas: Any, options: dict[str, Any]) -> tuple[tuple[_Sampling, int, int] | None, str | None]:
+        """(the sampler at work, the number of its step, how many there are), or why that cannot be told."""
+        sampling = self._sampling
+        if (
+            sampling is None
+            or options.get("sample_sigmas") is not sampling.schedule
+            or not isinstance(sigmas, torch.Tensor)
+        ):
+            return None, "the sampler does not say which step it is"
+        values = set(sigmas.flatten().tolist())
         numbers = [
             at for at, one in enumerate(sampling.sigmas) if all(isclose(one, two, rel_tol=_SAME) for two in values)
         ]
@@ -133,9 +155,7 @@ class ApproximatedSteps:
             return None, "its sigma is not one of the sampler's steps"
         if numbers[0] != sampling.done:
             return None, "the sampler has not come to the step of its sigma"
-        form = (tuple(x.shape), x.dtype, x.device, tuple(context.shape), None if y is None else tuple(y.shape))
-        whose_call = tuple(map(str, (*whose, *prompts)))
-        return Told(sampling, numbers[0], len(sampling.sigmas), whose_call, form), None
+        return (sampling, numbers[0], len(sampling.sigmas)), None
 
     def detached(self, patcher: Any, unpatch_all: bool) -> None:
         self.steps.clear()

@@ -33,8 +33,9 @@ _QUALITY = (
     list(QUALITIES),
     {
         "default": "exact",
-        "tooltip": "How far approximations may go. exact: none. high, balanced: some steps leave deep layers out, where"
-        " that was measured for this model (rocm-sd tune --quality); elsewhere all is exact, and the report says so.",
+        "tooltip": "How far approximations may go. exact: none. high, balanced: some steps leave out deep layers or"
+        " guidance, where that was measured for this model (rocm-sd tune --quality); elsewhere all is exact, and the"
+        " report says so.",
     },
 )
 _IN_NUMBERS = (

@@ -47,6 +47,12 @@ __all__ = ["optimize_attention", "optimize_handed", "optimize_model", "optimize_
 
 _UNET = "diffusion_model"
 _UNET_KIND = ("UNetModel", "ldm.modules.diffusionmodules.openaimodel")
+# What a setting may say and only the host can do: where it does.
+_HOSTS_OWN_WAYS = {
+    "merged": "the node TomePatchModel does",
+    "eight_bits": "weight_dtype of the node Load Diffusion Model keeps weights in fp8",
+    "small_decoder": "the node Load VAE has taesd",
+}
 _VAES = (("AutoencoderKL", "ldm.models.autoencoder"), ("AutoencodingEngine", "ldm.models.autoencoder"))
 
 
@@ -67,7 +73,8 @@ def stock_clone(patcher: Any) -> Any:
     options = clone.model_options.get("transformer_options", {})
     if is_our_override(options.get(OPTION)):
         del options[OPTION]
-    for kind in (extension.WrappersMP.DIFFUSION_MODEL, extension.WrappersMP.SAMPLER_SAMPLE):
+    kinds = ["DIFFUSION_MODEL", "SAMPLER_SAMPLE", *(["CALC_COND_BATCH"] if _guides() else [])]
+    for kind in (getattr(extension.WrappersMP, name) for name in kinds):
         clone.remove_wrappers_with_key(kind, KEY)
     clone.remove_callbacks_with_key(extension.CallbacksMP.ON_DETACH, KEY)
     clone.remove_injections(KEY)
@@ -100,7 +107,7 @@ def optimize_model(patcher: Any, level: str, quality: str) -> Any:
     device = clone.load_device
     # Before the graph's wrapper, and so around it: what wraps the model inside of that keeps steps from being captured.
     _use_library(clone, report)
-    settings, why_exact = settings_for(unet, report.quality)
+    settings, why_exact = settings_for(unet, report.quality, _HOSTS_OWN_WAYS, guides=_guides())
     if why_exact is not None:
         report.notes.append(f"the UNet: {why_exact}")
     graph = None
@@ -241,9 +248,17 @@ def _wrap_steps(
         steps = approximated = ApproximatedSteps(unet, settings, graph)
         report.sources.append(approximated.steps.notes)
         clone.add_wrapper_with_key(extension.WrappersMP.SAMPLER_SAMPLE, KEY, approximated.sampling)
+        if _guides() and any(setting.skipping.skips_guidance for setting in settings):
+            report.sources.append(approximated.guidance.notes)
+            clone.add_wrapper_with_key(extension.WrappersMP.CALC_COND_BATCH, KEY, approximated.guidance.wrapper)
     if steps is not None:
         clone.add_wrapper_with_key(extension.WrappersMP.DIFFUSION_MODEL, KEY, steps.wrapper)
         clone.add_callback_with_key(extension.CallbacksMP.ON_DETACH, KEY, steps.detached)
+
+
+def _guides() -> bool:
+    """Whether the host lets the half without the prompt be left out."""
+    return hasattr(the("comfy.patcher_extension").WrappersMP, "CALC_COND_BATCH")
 
 
 def _why_no_graphs(device: torch.device) -> str:

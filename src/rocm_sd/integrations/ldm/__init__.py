@@ -8,9 +8,9 @@ from rocm_sd.integrations.ldm.blocks import NORM_OUT, TRANSFORMER_RULES, UNET_RU
 from rocm_sd.integrations.ldm.quality import HostSetting, in_words, quality_of, settings_for
 from rocm_sd.integrations.ldm.rules import BlockRule, HostPolicy, is_ready
 from rocm_sd.integrations.ldm.shallow_pass import run as run_pass
-from rocm_sd.integrations.ldm.shallow_steps import HostPasses, ShallowSteps, Told
+from rocm_sd.integrations.ldm.shallow_steps import HostPasses, ShallowSteps, Told, here
 
 __all__ = [
     "NORM_OUT", "TRANSFORMER_RULES", "UNET_RULES", "VAE_RULES", "BlockRule", "HostPasses", "HostPolicy", "HostSetting",
-    "ShallowSteps", "Told", "in_words", "is_ready", "quality_of", "run_pass", "settings_for",
+    "ShallowSteps", "Told", "here", "in_words", "is_ready", "quality_of", "run_pass", "settings_for",
 ]  # fmt: skip

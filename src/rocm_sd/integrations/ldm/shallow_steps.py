@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from rocm_sd.engine import Skipping
     from rocm_sd.integrations.ldm.quality import HostSetting
 
-__all__ = ["HostPasses", "ShallowSteps", "Told"]
+__all__ = ["HostPasses", "ShallowSteps", "Told", "here"]
 
 # A sampler of second order calls a second time at a step, or at the next one before its turn. With two whole steps that
 # has been seen before the first shallow one.
@@ -35,7 +35,8 @@ _WHOLE_FIRST = 2
 class Told:
     """Step `number` of `count`. `run`: what there is one of for each time that a sampler works; `whose`: which call of
     the step it is, and `form`: in which shapes. `text`: of the prompts, where `whose` does not tell that they have
-    changed. `fewer`: so many of the steps may not come.
+    changed. `fewer`: so many of the steps may not come. `parts`: calls for some of its rows alone that a later step may
+    make, by their kinds.
     """
 
     run: Any
@@ -45,6 +46,7 @@ class Told:
     form: Hashable
     text: torch.Tensor | None = None
     fewer: int = 0
+    parts: tuple[tuple[Hashable, slice], ...] = ()
 
     @property
     def kind(self) -> Hashable:
@@ -132,11 +134,13 @@ class ShallowSteps:
             self._kept.pop(told.kind, None)
             return 0, None, reason
         assert self.last is not None
-        skipping = _here(self.last.skipping)
+        skipping = here(self.last.skipping)
         kept = self._kept_of(told, skipping)
         kept.last = told.number
         whole = skipping.step(told.number, kept.first, told.count - told.fewer).whole
-        if not whole and kept.features and told.number - kept.features[-1][0] < skipping.every:
+        near = bool(kept.features) and told.number - kept.features[-1][0] < skipping.every
+        # A part of a call that was whole has features before any pass of its own was tried.
+        if not whole and near and (told.form, skipping.depth) in self._tested:
             return skipping.depth, _carried(kept, told.number), None
         reason = why_no_pass(unet, skipping.depth) or passes.why_not()
         if reason is not None:
@@ -147,7 +151,7 @@ class ShallowSteps:
         if self._run is None or self._run() is not told.run:
             self.clear()
             self._run = ref(told.run)
-        self.last = self._of_steps(told.count)
+        self.last = self.of_steps(told.count)
         if self.last is None:
             return f"nothing was measured for {told.count} steps"
         if not self.last.caches:
@@ -158,7 +162,7 @@ class ShallowSteps:
             self._unclear = "it is called more than once at one step"
         return self._unclear
 
-    def _of_steps(self, count: int) -> HostSetting | None:
+    def of_steps(self, count: int) -> HostSetting | None:
         fitting = [setting for setting in self._settings if setting.from_steps <= count]
         return fitting[-1] if fitting else None
 
@@ -188,6 +192,9 @@ class ShallowSteps:
         near = bool(kept.features) and told.number - kept.features[-1][0] <= self.last.skipping.every
         earlier = kept.features[-1:] if self.last.skipping.order and near else []
         kept.features = [*earlier, (told.number, made)]
+        for kind, rows in told.parts:
+            mine = [(number, each[rows]) for number, each in kept.features]
+            self._kept[kind] = _Kept(kept.first, kept.last, None, mine)
         return answered
 
     def _first_whole(self, told: Told, depth: int, passes: HostPasses) -> tuple[torch.Tensor, torch.Tensor]:
@@ -220,9 +227,9 @@ class ShallowSteps:
         # Of the pictures so far; before the first one, of each number of steps.
         for setting in self._settings if self.last is None else [self.last]:
             since = f" from {setting.from_steps} steps on" if self.last is None and setting.from_steps > 1 else ""
-            if setting.caches:
+            if not setting.skipping.is_exact:
                 yield f"the UNet is approximated{since}: {setting.skipping} ({setting.why})"
-                if setting.skipping.whole_first < _WHOLE_FIRST:
+                if setting.caches and setting.skipping.whole_first < _WHOLE_FIRST:
                     yield "the UNet: the first two steps of a picture compute all layers"
                 yield from (f"the UNet: {note}" for note in setting.notes)
         if self.counts:
@@ -239,8 +246,11 @@ def _changed(before: torch.Tensor | None, now: torch.Tensor | None) -> bool:
     return before is not None and now is not None and not torch.equal(before, now)
 
 
-def _here(skipping: Skipping) -> Skipping:
-    return replace(skipping, whole_first=max(skipping.whole_first, _WHOLE_FIRST))
+def here(skipping: Skipping) -> Skipping:
+    """As it is done in hosts: the steps that compute guidance stay the whole ones."""
+    more = max(_WHOLE_FIRST - skipping.whole_first, 0)
+    guided_first = skipping.guided_first + (more if skipping.guided_every > 1 else 0)
+    return replace(skipping, whole_first=skipping.whole_first + more, guided_first=guided_first)
 
 
 def _carried(kept: _Kept, number: int) -> torch.Tensor:
