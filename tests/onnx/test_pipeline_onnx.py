@@ -135,9 +135,9 @@ def test_a_model_that_is_no_onnx_is_named(folder):
 @pytest.mark.parametrize("left", [10, None])
 def test_weights_that_are_missing_or_cut_off_are_named_without_a_manifest_too(folder, left):
     (folder / layout.MANIFEST).unlink()
-    data = folder / "vae_decoder" / layout.DATA
+    data = folder / "text_encoder" / layout.DATA
     data.unlink() if left is None else data.write_bytes(data.read_bytes()[:left])
-    with pytest.raises(CorruptModel, match=r"weights beside .*vae_decoder/model\.onnx are missing or cut off"):
+    with pytest.raises(CorruptModel, match=r"weights beside .*text_encoder/model\.onnx are missing or cut off"):
         ROCmOnnxPipeline.from_pretrained(folder)
 
 

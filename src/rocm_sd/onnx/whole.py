@@ -81,7 +81,8 @@ class WholePicture:
                 raise InvalidOption(name, value, [], hint="Give a multiple of 8.")
         shape = (count, self.facts["channels"], sizes["height"] // scale, sizes["width"] // scale)
         if latents is None:
-            return randn_tensor(shape, generator=generator, device=torch.device("cpu"), dtype=dtype).float()
+            drawn: torch.Tensor = randn_tensor(shape, generator=generator, device=torch.device("cpu"), dtype=dtype)
+            return drawn.float()
         if latents.shape != shape:
             raise InvalidOption("latents", tuple(latents.shape), [], hint=f"Give {shape}.")
         return latents.float()
