@@ -159,9 +159,10 @@ def _shards(index: Path) -> list[Path]:
     if not names or not all(isinstance(name, str) and name for name in names):
         raise CorruptModel(f"{index} names no files of weights.", hint="Download the model again.")
     for name in names:
-        if Path(name).name != name or "\0" in name:
+        # No file system has longer names.
+        if Path(name).name != name or name == ".." or "\0" in name or len(name) > 255:
             raise CorruptModel(
-                f"{index} names {shortened(name)!r}, which lies outside of its folder.", hint="Do not trust this model."
+                f"{index} names {shortened(name)!r}, which is no file in its folder.", hint="Do not trust this model."
             )
     return sorted({index.parent / name for name in names})
 

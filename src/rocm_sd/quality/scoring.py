@@ -11,8 +11,10 @@ The reference of an FID is the mean and the covariance of Inception features of 
 from __future__ import annotations
 
 import json
+import struct
 import warnings
 import zipfile
+import zlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +34,11 @@ __all__ = ["Accuracy", "Scorer", "Statistics", "read_statistics"]
 
 # Of 2048 features in float64 a covariance takes 32 MiB.
 _MOST_BYTES = 2**28
+# Each of zipfile, zlib, struct and numpy has its own for what is torn, encrypted or packed in another way.
+_TORN = (
+    *(OSError, ValueError, EOFError, KeyError, TypeError, SyntaxError, ArithmeticError, MemoryError, RuntimeError),
+    *(zipfile.BadZipFile, zlib.error, struct.error),
+)
 # How many real pictures there were is not known, and does not count: their mean and covariance do.
 _REAL = 2
 _CLIP_STATES = ("score", "n_samples")
@@ -70,7 +77,7 @@ def read_statistics(file: Path) -> Statistics:
             if missing:
                 raise refused(f"this one has no {' and no '.join(sorted(missing))}")
             mean, covariance = (np.asarray(loaded[name], dtype=np.float64) for name in ("mu", "sigma"))
-    except (OSError, ValueError, zipfile.BadZipFile, EOFError) as error:
+    except _TORN as error:
         raise refused(first_line(error)) from error
     if mean.ndim != 1 or len(mean) < 1 or covariance.shape != (len(mean), len(mean)):
         raise refused(f"this one has shapes {mean.shape} and {covariance.shape}")
