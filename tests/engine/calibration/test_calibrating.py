@@ -181,8 +181,35 @@ def test_a_worker_runs_plans_by_the_engines_own_rules(make):
 
 
 def test_two_processes_do_not_measure_one_another(make, monkeypatch):
+    monkeypatch.setattr(calibrating, "_WAITS_S", 0.5)
     with plan_times.alone(), pytest.raises(calibration.NotMeasured, match="another process"):
         calibrated(make, wrong, monkeypatch)
+
+
+def test_what_another_process_measured_meanwhile_is_taken(make, monkeypatch):
+    """As ranks do, that begin together: they have one plan, and so the same bits."""
+    taken = contextlib.ExitStack()
+    taken.enter_context(plan_times.alone())
+    heard = []
+
+    def progress(what, _spent, _of):
+        if what == "another process measures":
+            heard.append(what)
+            with monkeypatch.context() as other:
+                other.setattr(calibrating, "alone", lambda *_waits: contextlib.nullcontext())
+                calibrating.calibrate([subject], CPU, wrong, graphs=True)
+            taken.close()
+
+    unet = make().unet
+    given = {"sample": torch.randn(2, 4, 8, 8), "timestep": torch.tensor(1), "return_dict": False}
+    given["encoder_hidden_states"] = torch.randn(2, 5, unet.config.cross_attention_dim)
+    subject = calibration.Subject(unet, (), given)
+    monkeypatch.setattr(plan_times, "_TRIAL_S", 5.0)
+    done = calibration.calibrate([subject], CPU, wrong, graphs=True, progress=progress)
+    assert heard == ["another process measures"]
+    assert not done.ops
+    assert not done.plans
+    assert calibration.measured(subject.key, CPU, graphs=True) is not None
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from rocm_sd.engine.calibration.first_calls import searches_ops
 from rocm_sd.engine.calibration.plan_times import Clock, PlanTimer, alone
-from rocm_sd.engine.calibration.plans import was_cut
+from rocm_sd.engine.calibration.plans import measured, was_cut
 from rocm_sd.engine.calibration.subjects import CannotBeRebuilt, NotMeasured, Outline
 from rocm_sd.engine.calibration.tracing import trace_call
 from rocm_sd.engine.memory import is_out_of_memory
@@ -43,6 +43,7 @@ __all__ = ["BUDGET_S", "Calibration", "calibrate"]
 log = logging.getLogger("rocm_sd")
 
 BUDGET_S = 30.0
+_WAITS_S = 2 * BUDGET_S  # for another process, which may measure two models one after the other
 # Of it; ops are searched in the rest. A model whose calls are slow needs more, for so many calls of it.
 _FOR_PLANS_S, _CALLS_OF_PLANS, _MOST_FOR_PLANS = 10.0, 30, 2 / 3
 _CANDIDATE_S = 8.0  # for one that is compiled, and takes milliseconds: a hang is over within ten
@@ -77,20 +78,32 @@ def calibrate(
     """The first subject is the one that is called now. `graphs`: whether plans are timed as graphs, or launched.
 
     It ends with its budget: what was not timed by then is not there. `progress` hears what is done, how many seconds
-    were spent, and of how many. Raises `NotMeasured`.
+    were spent, and of how many. Where another process measures the same, it is waited for, and nothing is done twice:
+    ranks that begin together have one plan, and draw the same bits. Raises `NotMeasured`.
     """
-    clock = Clock(BUDGET_S)
-
-    def say(what: str) -> None:
-        progress(what, clock.spent, clock.budget_s)
-
     why_not_kept = user_database().why_not_kept()
     if why_not_kept is not None:
         # Each process would measure anew; and the workers, which read what was found so far, would not see it.
         raise NotMeasured(f"it cannot be kept ({why_not_kept}); ROCM_SD_CACHE names another folder")
     outlines = _outlines(subjects)
+    with alone(_WAITS_S, lambda: progress("another process measures", 0.0, BUDGET_S)):
+        first = subjects[0]
+        if measured(first.key, device, graphs=graphs, call=first.call) is not None:
+            forget_choices()
+            return Calibration((), {}, 0.0, interrupted=False)
+        return _calibrated(outlines, device, prepare, progress, graphs=graphs)
+
+
+def _calibrated(
+    outlines: Mapping[Subject, Outline], device: torch.device, prepare: Prepare, progress: Progress, *, graphs: bool
+) -> Calibration:
+    clock = Clock(BUDGET_S)
+
+    def say(what: str) -> None:
+        progress(what, clock.spent, clock.budget_s)
+
     try:
-        with alone(), PlanTimer(device, prepare, clock, say, graphs).started(list(outlines.values())) as timer:
+        with PlanTimer(device, prepare, clock, say, graphs).started(list(outlines.values())) as timer:
             outcomes, interrupted = _ops(outlines, device, clock, say, graphs=graphs)
             forget_choices()
             plans, left_out = ({}, {}) if interrupted else timer.all(list(outlines.values()))

@@ -8,7 +8,7 @@ import time
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from rocm_sd.engine.calibration import trials
 from rocm_sd.engine.calibration.plans import CUT, OP, PLANS, kernels_hash, known_wrong, problem_of
@@ -60,6 +60,7 @@ _REBUILT_S = 6.0
 _IMPORT_S = 300.0
 # Bytes that are free, and so many times the weights: then both workers may have the card open, one with the model.
 _ROOM_FOR_TWO, _ROOM_OF_A_MODEL = 4 * 2**30, 4
+_ASKS_AGAIN_S = 0.2
 
 
 class Clock:
@@ -253,8 +254,8 @@ def _figures(ours: list[float], stock: list[float]) -> tuple[float, float, float
 
 
 @contextmanager
-def alone() -> Iterator[None]:
-    """Two processes that measure one card at once would measure one another."""
+def alone(wait_s: float = 0.0, waiting: Callable[[], object] = lambda: None) -> Iterator[None]:
+    """Two processes that measure one card at once would measure one another: the second waits, but no longer."""
     path = default_path().with_name("calibrating.lock")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -264,9 +265,19 @@ def alone() -> Iterator[None]:
         yield
         return
     with lock:
-        if fcntl is not None:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
-                raise NotMeasured("another process measures its card now") from error
+        until = time.monotonic() + wait_s
+        while not _taken(lock):
+            if time.monotonic() >= until:
+                raise NotMeasured("another process measures its card now")
+            waiting()
+            time.sleep(_ASKS_AGAIN_S)
         yield
+
+
+def _taken(lock: IO[str]) -> bool:
+    if fcntl is not None:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return False
+    return True
