@@ -75,7 +75,7 @@ def tried(workload, plan, steps, exact, stock):
         found = compare(first, exact, stock)
         everybodys = [torch.empty_like(first) for _ in range(dist.get_world_size())]
         dist.all_gather(everybodys, first)
-        same = torch.equal(first, second) and all(torch.equal(each, first) for each in everybodys)
+        twice, on_all = torch.equal(first, second), all(torch.equal(each, first) for each in everybodys)
         report = str(parallel_report(pipe))
         graphs = [line.strip() for line in str(rocm_sd.report(pipe)).splitlines() if "graph" in line]
     finally:
@@ -87,7 +87,8 @@ def tried(workload, plan, steps, exact, stock):
     wanted = plan in BETWEEN_EXCHANGES and graphs_wanted(DEVICE)
     replayed = all(each.get("UNet2DConditionModel", {}).get("replayed", 0) > 0 for each in on_ranks)
     return {
-        "within": found.ok, "same bits": same, "graphs as wanted": replayed or not wanted, "found": str(found),
+        "within": found.ok, "same bits": twice and on_all, "same bits twice": twice, "same bits on all ranks": on_all,
+        "graphs as wanted": replayed or not wanted, "found": str(found),
         "bytes of weights": whole, "most bytes on the card while it was split, by rank": everybody().agree(most),
         "graphs between exchanges, by rank": on_ranks, "graphs": graphs, "said": report.splitlines(),
         "seconds": round(time.monotonic() - began, 1),
