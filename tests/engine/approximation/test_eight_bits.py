@@ -197,7 +197,8 @@ def test_rows_of_a_weight_get_scales_where_one_for_all_would_be_too_coarse(tmp_p
     rocm_sd.restore(pipe)
     rocm_sd.load_eight_bits(pipe, file)
     rocm_sd.optimize(pipe)
-    assert torch.equal(drawn(pipe, seed=1), ours[1])
+    # Pictures in the same order: where the first is captured, its last digits may round to another fp8.
+    assert torch.equal([drawn(pipe, seed=seed) for seed in range(3)][1], ours[1])
 
 
 def test_layers_stand_out_by_their_errors():

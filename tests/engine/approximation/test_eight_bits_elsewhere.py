@@ -15,7 +15,7 @@ import rocm_sd
 from pipelines import CASES, call, exactly, require_as_exact_as_stock, small_blocks_too
 from rocm_sd import arch
 from rocm_sd.arch import Fp8
-from rocm_sd.engine.approximation import Approximation, Skipping, eight_bits, observing
+from rocm_sd.engine.approximation import Approximation, Skipping, eight_bit_plans, eight_bits, observing
 from rocm_sd.engine.approximation.observing import Observed
 from rocm_sd.engine.calibration import model_key
 from rocm_sd.rewrite import eight_bit_convolutions
@@ -77,14 +77,14 @@ def test_a_layer_on_its_way_to_a_card_that_multiplies_fp8_rounds_there(tmp_path,
 
 def test_what_is_delicate_goes_by_what_is_rounded(monkeypatch):
     """Beside a column that stands out the others are lost where x is rounded, and not where weights alone are."""
-    monkeypatch.setattr(eight_bits.smoothing, "factors", lambda *_: None)
+    monkeypatch.setattr(eight_bit_plans.smoothing, "factors", lambda *_: None)
     random = torch.Generator().manual_seed(0)
     rows, layer = torch.randn(64, 48, generator=random), nn.Linear(48, 40)
     rows[:, 3] *= 1e7
     layer.weight.data[:, 3] = 0
-    group = eight_bits.Group(("a",), (layer,))
+    group = eight_bit_plans.Group(("a",), (layer,))
     errors = [
-        eight_bits._planned(group, Observed.of(rows), torch.float8_e4m3fn, rounds=rounds).error
+        eight_bit_plans._planned(group, Observed.of(rows), torch.float8_e4m3fn, rounds=rounds, by_row=False).error
         for rounds in (True, False)
     ]
     assert errors[0] > 0.5

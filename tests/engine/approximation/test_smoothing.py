@@ -11,7 +11,7 @@ from torch import nn
 
 import rocm_sd
 from pipelines import CASES, call, small_blocks_too
-from rocm_sd.engine.approximation import Approximation, eight_bits, smoothing
+from rocm_sd.engine.approximation import Approximation, eight_bit_plans, eight_bits, smoothing
 from rocm_sd.engine.approximation.observing import Observed
 from rocm_sd.rewrite.eight_bits import EightBitLinear, product, rounding
 
@@ -45,8 +45,8 @@ def planned(weights, rows, to):
     layers = [nn.Linear(weight.shape[1], len(weight), bias=False) for weight in weights]
     for layer, weight in zip(layers, weights, strict=True):
         layer.weight = nn.Parameter(weight)
-    group = eight_bits.Group(tuple(map(str, range(len(layers)))), tuple(layers))
-    return eight_bits._planned(group, Observed.of(rows), FORMATS[to])
+    group = eight_bit_plans.Group(tuple(map(str, range(len(layers)))), tuple(layers))
+    return eight_bit_plans._planned(group, Observed.of(rows), FORMATS[to], rounds=True, by_row=to == "int8")
 
 
 def usual(rows=64, width=48):
@@ -138,9 +138,9 @@ def smoothed_layer(to, dtype):
     with torch.no_grad():
         linear.weight.copy_(weight)
     factors = smoothing.factors(rows.abs().amax(0), [linear.weight])
-    group = eight_bits.Group(("a",), (linear,))
+    group = eight_bit_plans.Group(("a",), (linear,))
     x_scale = None if to == "int8" else (rows * factors.float()).abs().amax() / 224
-    one = eight_bits._Planned(x_scale, factors, 0.01)
+    one = eight_bit_plans.Planned(x_scale, factors, to == "int8", 0.01)
     return linear, rows.to(dtype), eight_bits._in_eight_bits(group, one, FORMATS[to])[0]
 
 
