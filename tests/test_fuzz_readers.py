@@ -238,7 +238,9 @@ def test_contributions(folder, raw):
     place.mkdir(parents=True)
     path = place / "x.json"
     with suppress(ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        path = place / submission._named(json.loads(raw))
+        named = submission._named(json.loads(raw))
+        # No disk holds a file of a longer name.
+        path = place / named if len(named.encode()) < 256 else path
     path.write_bytes(raw)
     wrong = submission.validate(path)
     for each in wrong:

@@ -25,6 +25,7 @@ from rocm_sd.files import told_when_full
 from rocm_sd.onnx import layout
 from rocm_sd.onnx.checking import require_same
 from rocm_sd.onnx.modules import ExportedModule, Sizes, exported_modules, flavour
+from rocm_sd.plain_json import shortened
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -245,7 +246,7 @@ def _begun(
             raise CorruptModel(error.message, hint=other) from error
         raise RocmSdError(f"{out} is there already, and holds something else.", hint=other) from error
     if found.whole is not None:
-        raise RocmSdError(f"{out} holds {found.source} as one model.", hint="Give another folder.")
+        raise RocmSdError(f"{out} holds {shortened(found.source)} as one model.", hint="Give another folder.")
     same = (found.source, found.pipeline, found.optimized, found.made_by)
     if same != (wanted.source, wanted.pipeline, None, wanted.made_by):
         if force:
@@ -268,7 +269,7 @@ def _require_no_others(out: Path, missing: list[ExportedModule]) -> None:
 
 
 def _said(found: layout.Manifest) -> str:
-    return f"{found.source}, optimized" if found.optimized else found.source
+    return f"{shortened(found.source)}, optimized" if found.optimized else shortened(found.source)
 
 
 def _is_there(out: Path, found: layout.Manifest, each: ExportedModule, made_of: str | None) -> bool:

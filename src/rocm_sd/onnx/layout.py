@@ -62,6 +62,7 @@ _CHUNK = 8 * 2**20
 _SHA256 = {"pattern": "^[0-9a-f]{64}$"}
 # A file's name in its part's folder, and nothing that leads out of it.
 _FILE_NAME = {"pattern": r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$", "maxLength": 200}
+_LONGEST_TYPED = 400
 _RULES: dict[str, dict[str, Any]] = {
     "PartFile.sha256": _SHA256,
     "PartFile.name": _FILE_NAME,
@@ -111,6 +112,11 @@ class Manifest:
     parts: tuple[Part, ...] = ()
     optimized: Any = None
     extra: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def to_type(self) -> str:
+        """The model in a command; a stranger's text may be as long as a file."""
+        return self.source if len(self.source) <= _LONGEST_TYPED else "MODEL"
 
     @property
     def whole(self) -> Part | None:
@@ -181,7 +187,7 @@ def require_parts(
         wanted += ["vae_encoder"] if to_start_from_pictures and is_listed(index, "vae") else []
     missing = [name for name in wanted if name not in parts]
     if missing:
-        again = manifest.source if manifest is not None else "MODEL"
+        again = manifest.to_type if manifest is not None else "MODEL"
         raise ModelNotFound(
             f"{folder} is incomplete: {missing[0]}/{MODEL} is missing.",
             hint=f"To finish it, type: rocm-sd onnx export {again} {folder}",
@@ -229,7 +235,7 @@ def _damaged(folder: Path, manifest: Manifest, path: Path, what: str) -> Corrupt
     single = " --single" if manifest.whole is not None else ""
     return CorruptModel(
         f"{path} {what}.",
-        hint=f"Copy the folder again, or type: rocm-sd onnx export {manifest.source} {folder}{single}",
+        hint=f"Copy the folder again, or type: rocm-sd onnx export {manifest.to_type} {folder}{single}",
     )
 
 
