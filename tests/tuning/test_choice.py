@@ -7,6 +7,7 @@ import pytest
 
 import rocm_sd.tuning
 from rocm_sd import arch
+from rocm_sd.errors import RocmSdError
 from rocm_sd.kernels.config import NO_CONFIG
 from rocm_sd.kernels.hip.layer_norm_residual import LayerNormResidualConfig
 from rocm_sd.ops import OPS
@@ -105,3 +106,14 @@ def test_other_data_may_stand_in_for_the_shipped_ones(monkeypatch, tmp_path):
     assert choice.lookup("group_norm_silu", "sm_90", {}).why == "no data for group_norm_silu on sm_90"
     monkeypatch.delenv("ROCM_SD_DATA")
     assert choice.was_timed("sm_90")
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"bucket": NaN}', "[" * 5000, "\udcff"], ids=range(6))
+def test_other_data_that_cannot_be_read_are_an_error_in_words(monkeypatch, tmp_path, text):
+    file = tmp_path / "sm_90" / "group_norm_silu.json"
+    file.parent.mkdir()
+    file.write_bytes(text.encode(errors="surrogateescape"))
+    monkeypatch.setenv("ROCM_SD_DATA", str(tmp_path))
+    with pytest.raises(RocmSdError, match="is no tuning data") as error:
+        choice.lookup("group_norm_silu", "sm_90", {})
+    assert "unset ROCM_SD_DATA" in error.value.hint

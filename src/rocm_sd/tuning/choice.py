@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -10,7 +9,9 @@ from importlib.resources import files
 from typing import TYPE_CHECKING, Any, Literal
 
 from rocm_sd import settings
+from rocm_sd.errors import RocmSdError
 from rocm_sd.kernels.config import NO_CONFIG, Config, OpenConfig
+from rocm_sd.plain_json import NotPlain, parsed
 
 if TYPE_CHECKING:
     from importlib.abc import Traversable
@@ -58,8 +59,17 @@ def _read(instead: Path | None, op: str, arch: str) -> Mapping[str, Any] | None:
     resource = _folder(instead, arch).joinpath(f"{op}.json")
     if not resource.is_file():
         return None
-    table: Mapping[str, Any] = json.loads(resource.read_text(encoding="utf-8"))
+    try:
+        table = parsed(resource.read_bytes())
+    except (OSError, NotPlain) as error:
+        raise _unreadable(resource, str(error)) from error
+    if not isinstance(table, dict):
+        raise _unreadable(resource, "it is not an object")
     return table
+
+
+def _unreadable(resource: Traversable, why: str) -> RocmSdError:
+    return RocmSdError(f"{resource} is no tuning data ({why}).", hint="Mend it, or unset ROCM_SD_DATA.")
 
 
 def _folder(instead: Path | None, arch: str) -> Traversable:
