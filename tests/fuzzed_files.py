@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import copy
 import json
+from contextlib import contextmanager
 from typing import Any
 
 from hypothesis import strategies as st
 
-__all__ = ["broken", "broken_bytes", "evil", "sentence"]
+from rocm_sd.errors import RocmSdError
+
+__all__ = ["broken", "broken_bytes", "evil", "one_sentence", "sentence"]
 
 # What stands for nesting that Python's own writer could not write.
 _DEEP = "@deep@"
@@ -100,3 +103,12 @@ def sentence(error: object) -> None:
     text.encode()
     assert text
     assert len(text) < 3000
+
+
+@contextmanager
+def one_sentence():
+    """What a reader may say of a file in place of taking it; anything else is a failure."""
+    try:
+        yield
+    except RocmSdError as error:
+        sentence(error)

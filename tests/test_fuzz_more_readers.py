@@ -10,7 +10,7 @@ import io
 import json
 import logging
 import warnings
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from PIL import Image, PngImagePlugin
 from safetensors.torch import save_file
 
-from fuzzed_files import broken_bytes, sentence
+from fuzzed_files import broken_bytes, one_sentence, sentence
 from rocm_sd.agents import keeping
 from rocm_sd.bench import accuracy, subjects
 from rocm_sd.bench.accuracy import AccuracyRecord, EngineAccuracy
@@ -49,14 +49,6 @@ def _quiet():
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("fuzz")
-
-
-@contextmanager
-def one_sentence():
-    try:
-        yield
-    except RocmSdError as error:
-        sentence(error)
 
 
 @st.composite

@@ -72,7 +72,7 @@ def test_on_github_the_form_itself_is_named_and_elsewhere_the_repository():
         ("/srv/git/rocm-sd.git", None),
         ("file:///srv/git/rocm-sd.git", None),
         ("../rocm-sd", None),
-        ("C:/work/rocm-sd", None),
+        ("C:/code/rocm-sd", None),
         ("https://github.com/", None),
         ("", None),
     ],

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-from contextlib import contextmanager
 
 import pytest
 from hypothesis import given
@@ -18,7 +17,7 @@ pytest.importorskip("onnxruntime")
 
 import onnx
 import onnx_folders
-from fuzzed_files import broken_bytes, sentence
+from fuzzed_files import broken_bytes, one_sentence
 from rocm_sd import settings
 from rocm_sd.engine.approximation import Approximation, known, known_with_plan, remember
 from rocm_sd.engine.approximation.measured import _file
@@ -48,14 +47,6 @@ def manifest(tmp_path_factory):
     folder = tmp_path_factory.mktemp("manifest")
     MANIFEST.save(folder)
     return json.loads((folder / layout.MANIFEST).read_text())
-
-
-@contextmanager
-def one_sentence():
-    try:
-        yield
-    except RocmSdError as error:
-        sentence(error)
 
 
 @given(data=st.data())

@@ -10,6 +10,8 @@ from rocm_sd import arch
 from rocm_sd.errors import Unsupported, require_one_of
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from rocm_sd.arch import Arch
     from rocm_sd.ops.definition import WhyNot
     from rocm_sd.ops.layouts import Part
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DTYPES", "FORMATS", "LIMITS", "drawn", "dtype_of", "fits", "limit_of", "multiplied", "require_eight_bits",
-    "rounded_to",
+    "rounded_to", "too_wide",
 ]  # fmt: skip
 
 # The largest value of each format.
@@ -66,6 +68,16 @@ def fits(problem: Problem, here: Arch) -> bool:
     """Whether the format is one that the architecture multiplies; products of int8 can be had on each."""
     to = str(problem.get("to") or problem.get("of") or "int8")
     return to == "int8" or here.multiplies(to)
+
+
+def too_wide(side: str, most: int) -> Callable[[Problem], str | None]:
+    """Why a row of so many values is not for a kernel that keeps rows in registers."""
+
+    def why_not(problem: Problem) -> str | None:
+        width = int(problem[side])
+        return f"rows of {width} values: a row of more than {most} does not stay in registers" if width > most else None
+
+    return why_not
 
 
 def multiplied(why_not: WhyNot) -> WhyNot:

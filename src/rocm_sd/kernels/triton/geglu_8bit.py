@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 import triton
 import triton.language as tl
 
-from rocm_sd.kernels.sizes import ceil_div, power_of_2
+from rocm_sd.kernels.sizes import ceil_div
 from rocm_sd.kernels.triton.bound import Bound
 from rocm_sd.kernels.triton.geglu import _gelu
 from rocm_sd.kernels.triton.layer_norm_8bit import row_factor
-from rocm_sd.kernels.triton.layer_norm_residual import _inside, _load
+from rocm_sd.kernels.triton.layer_norm_residual import _inside, _load, chunks_of
 from rocm_sd.kernels.triton.quantize_rows import eight_bits_of, in_eight_bits
 
 if TYPE_CHECKING:
@@ -57,10 +57,7 @@ def _geglu_8bit(
 def bind(x: torch.Tensor, limit: int, config: Geglu8bitConfig) -> Bound:
     """bound(x, q, scales) is `launch` for tensors that lie as these."""
     M, F = x.shape[0], x.shape[1] // 2
-    whole = power_of_2(F)
-    # Chunks are unrolled: more than 8 would be a long kernel for a width that nothing was tuned for.
-    chunk = min(max(config.chunk, whole // 8), whole)
-    chunks = ceil_div(F, chunk)
+    chunk, chunks = chunks_of(F, config.chunk)
     constants = {
         "LIMIT": limit, "ROWS": config.rows, "CHUNK": chunk, "CHUNKS": chunks, "EVEN_F": chunk * chunks == F,
         "num_warps": config.warps,

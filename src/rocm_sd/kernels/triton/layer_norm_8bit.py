@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 import triton
 import triton.language as tl
 
-from rocm_sd.kernels.sizes import ceil_div, power_of_2
+from rocm_sd.kernels.sizes import ceil_div
 from rocm_sd.kernels.triton.bound import Bound
-from rocm_sd.kernels.triton.layer_norm_residual import _centred, _inside, _load
+from rocm_sd.kernels.triton.layer_norm_residual import _centred, _inside, _load, chunks_of
 from rocm_sd.kernels.triton.quantize_rows import eight_bits_of, in_eight_bits
 
 if TYPE_CHECKING:
@@ -116,10 +116,7 @@ def bind(
 ) -> Bound:
     """bound(x, residual, weight, bias, q, scales, total) is `launch` for tensors that lie as these."""
     M, C = x.shape
-    whole = power_of_2(C)
-    # Chunks are unrolled: more than 8 would be a long kernel for a width that nothing was tuned for.
-    chunk = min(max(config.chunk, whole // 8), whole)
-    chunks = ceil_div(C, chunk)
+    chunk, chunks = chunks_of(C, config.chunk)
     constants = {
         "HAS_RESIDUAL": residual is not None, "HAS_WEIGHT": weight is not None, "HAS_BIAS": bias is not None,
         "LIMIT": limit,

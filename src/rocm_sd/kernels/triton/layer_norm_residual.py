@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from rocm_sd.kernels.configs.layer_norm_residual import LayerNormResidualConfig
 
-__all__ = ["bind", "launch"]
+__all__ = ["bind", "chunks_of", "launch"]
 
 
 @triton.jit
@@ -118,6 +118,14 @@ def _layer_norm_residual(  # noqa: C901, PLR0912 -- branches of a variant that i
         tl.store(y + i * CHUNK + at, out.to(y.dtype.element_ty), mask=_inside(here, c, i, C, CHUNK, EVEN_C))
 
 
+def chunks_of(width: int, chunk: int) -> tuple[int, int]:
+    """Of rows of that width, in chunks of about that size: how wide each is, and how many there are."""
+    whole = power_of_2(width)
+    # Chunks are unrolled: more than 8 would be a long kernel for a width that nothing was tuned for.
+    chunk = min(max(chunk, whole // 8), whole)
+    return chunk, ceil_div(width, chunk)
+
+
 def bind(
     x: torch.Tensor,
     residual: torch.Tensor | None,
@@ -129,10 +137,7 @@ def bind(
 ) -> Bound:
     """bound(x, residual, weight, bias, scale, y, total) is `launch` for tensors that lie as these."""
     M, C = x.shape
-    whole = power_of_2(C)
-    # Chunks are unrolled: more than 8 would be a long kernel for a width that nothing was tuned for.
-    chunk = min(max(config.chunk, whole // 8), whole)
-    chunks = ceil_div(C, chunk)
+    chunk, chunks = chunks_of(C, config.chunk)
     constants = {
         "HAS_RESIDUAL": residual is not None, "HAS_WEIGHT": weight is not None, "HAS_BIAS": bias is not None,
         "LIMIT": limit,

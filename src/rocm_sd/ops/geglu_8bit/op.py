@@ -15,7 +15,7 @@ from rocm_sd.kernels import triton
 from rocm_sd.kernels.configs.geglu_8bit import Geglu8bitConfig
 from rocm_sd.ops.defining import define
 from rocm_sd.ops.definition import UP_TO_FLOAT32, Implementation, where
-from rocm_sd.ops.eight_bits import LIMITS, multiplied
+from rocm_sd.ops.eight_bits import LIMITS, multiplied, too_wide
 from rocm_sd.ops.geglu import geglu
 from rocm_sd.ops.geglu_8bit.workload import TUNING, VERIFICATION
 from rocm_sd.ops.layouts import as_rows, rows_in_place
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from rocm_sd.tuning import Problem
 
 __all__ = ["OP", "geglu_8bit"]
 
@@ -88,12 +87,6 @@ def _bind(x: Tensor, to: str, *, config: Geglu8bitConfig) -> Callable[..., Pair]
     return bound
 
 
-def _too_wide(problem: Problem) -> str | None:
-    if int(problem["f"]) > _WIDEST:
-        return f"rows of {problem['f']} values: a row of more than {_WIDEST} does not stay in registers"
-    return None
-
-
 OP = define(
     geglu_8bit,
     summary="split, exact GELU and multiply of a feed-forward in 8 bits, with a scale for each row, in one pass",
@@ -103,7 +96,7 @@ OP = define(
         Implementation(
             "triton",
             _triton,
-            multiplied(where(triton, UP_TO_FLOAT32, _too_wide)),
+            multiplied(where(triton, UP_TO_FLOAT32, too_wide("f", _WIDEST))),
             default=Geglu8bitConfig(),
             bind=_bind,
         ),

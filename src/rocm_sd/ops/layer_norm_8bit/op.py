@@ -15,7 +15,7 @@ from rocm_sd.kernels import triton
 from rocm_sd.kernels.configs.layer_norm_8bit import LayerNorm8bitConfig
 from rocm_sd.ops.defining import define
 from rocm_sd.ops.definition import UP_TO_FLOAT32, Implementation, where
-from rocm_sd.ops.eight_bits import LIMITS, multiplied
+from rocm_sd.ops.eight_bits import LIMITS, multiplied, too_wide
 from rocm_sd.ops.layer_norm_8bit.workload import TUNING, VERIFICATION
 from rocm_sd.ops.layer_norm_residual import layer_norm_residual
 from rocm_sd.ops.layouts import as_rows, dense, is_dense, rows_in_place
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from rocm_sd.ops.layouts import Part
-    from rocm_sd.tuning import Problem
 
 __all__ = ["OP", "layer_norm_8bit"]
 
@@ -119,12 +118,6 @@ def _results(x: Tensor, residual: Part, to: str) -> Rounded:
     return q, scales, x if residual is None else torch.empty_like(q, dtype=x.dtype)
 
 
-def _too_wide(problem: Problem) -> str | None:
-    if int(problem["c"]) > _WIDEST:
-        return f"rows of {problem['c']} values: a row of more than {_WIDEST} does not stay in registers"
-    return None
-
-
 OP = define(
     layer_norm_8bit,
     summary="residual add and LayerNorm in 8 bits, with a scale for each row, in one pass; returns the total, too",
@@ -134,7 +127,7 @@ OP = define(
         Implementation(
             "triton",
             _triton,
-            multiplied(where(triton, UP_TO_FLOAT32, _too_wide)),
+            multiplied(where(triton, UP_TO_FLOAT32, too_wide("c", _WIDEST))),
             default=LayerNorm8bitConfig(),
             bind=_bind,
         ),

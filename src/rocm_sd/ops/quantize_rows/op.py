@@ -11,7 +11,7 @@ from rocm_sd.kernels import triton
 from rocm_sd.kernels.configs.quantize_rows import QuantizeRowsConfig
 from rocm_sd.ops.defining import define
 from rocm_sd.ops.definition import UP_TO_FLOAT32, Implementation, where
-from rocm_sd.ops.eight_bits import LIMITS, multiplied
+from rocm_sd.ops.eight_bits import LIMITS, multiplied, too_wide
 from rocm_sd.ops.layouts import as_rows, rows_in_place
 from rocm_sd.ops.quantize_rows import reference
 from rocm_sd.ops.quantize_rows.workload import TUNING, VERIFICATION
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from rocm_sd.ops.layouts import Part
-    from rocm_sd.tuning import Problem
 
 __all__ = ["OP", "quantize_rows"]
 
@@ -86,12 +85,6 @@ def _bind(x: Tensor, to: str, scale: Part, *, config: QuantizeRowsConfig) -> Cal
     return bound
 
 
-def _too_wide(problem: Problem) -> str | None:
-    if int(problem["k"]) > _WIDEST:
-        return f"rows of {problem['k']} values: a row of more than {_WIDEST} does not stay in registers"
-    return None
-
-
 OP = define(
     quantize_rows,
     summary="a tensor in 8 bits, with a scale for each row or a given one for all",
@@ -101,7 +94,7 @@ OP = define(
         Implementation(
             "triton",
             _triton,
-            multiplied(where(triton, UP_TO_FLOAT32, _too_wide)),
+            multiplied(where(triton, UP_TO_FLOAT32, too_wide("k", _WIDEST))),
             default=QuantizeRowsConfig(),
             bind=_bind,
         ),
